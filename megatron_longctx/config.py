@@ -1,0 +1,315 @@
+"""The typed configuration tree and its only validation.
+
+Recipes (`recipes/*.yaml`, composed by Hydra) fill these dataclasses; `validate` refuses what cannot run, before any
+rank starts. Lengths are in tokens, sizes in ranks, memory in GiB, times in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SCHEDULES = ("ring", "zigzag", "all_gather")
+KERNELS = ("auto", "cudnn", "flash_attn", "flash", "cpu", "reference")
+RECOMPUTES = ("none", "layer")
+PRECISIONS = ("fp32", "bf16")
+DEVICES = ("auto", "cpu", "cuda")
+WANDB_MODES = ("offline", "online", "disabled")
+TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatron")
+# Names that users of other systems try; the message says what ours is called.
+_ALIASES = {"allgather": "all_gather", "all-gather": "all_gather", "p2p": "ring", "head_tail": "zigzag"}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a GPT. `vocab_size: null` takes the tokenizer's, rounded up to `vocab_multiple`."""
+
+    name: str = "tiny"
+    num_layers: int = 4
+    hidden_size: int = 128
+    num_attention_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int | None = None  # null: hidden_size / num_attention_heads
+    ffn_hidden_size: int = 384
+    vocab_size: int | None = None
+    vocab_multiple: int = 128
+    normalization: str = "rmsnorm"  # rmsnorm | layernorm
+    norm_epsilon: float = 1e-5
+    activation: str = "swiglu"  # swiglu | gelu
+    position_embedding: str = "rope"  # rope | learned
+    rope_base: float = 500_000.0
+    bias: bool = False
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+
+    @property
+    def kv_channels(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+
+@dataclass(frozen=True)
+class ParallelismConfig:
+    """How ranks are divided. `data_parallel_size: null` takes what remains of the world."""
+
+    context_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int | None = None
+    sequence_parallel: bool = True  # only has an effect when tensor_parallel_size > 1
+    schedule: str = "zigzag"  # ring | zigzag | all_gather
+    # all_gather only: most remote K/V tokens one rank may hold at once; null: all of them, in one group.
+    max_buffer_tokens: int | None = None
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    timeout_s: float = 600.0  # a collective that waits longer fails the job
+
+    @property
+    def model_parallel_size(self) -> int:
+        return self.context_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        return self.sequence_parallel and self.tensor_parallel_size > 1
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    kernel: str = "auto"  # auto | cudnn | flash_attn | flash | cpu | reference
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    mode: str = "none"  # none | layer (Megatron's full recompute, one layer at a time)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Megatron indexed data. `prefix` names `<prefix>.bin` and `<prefix>.idx`, as `megatron-longctx data` writes them."""
+
+    prefix: str = "data/stdlib"
+    seq_length: int = 4096
+    tokenizer: str = "byte-level"  # byte-level | huggingface | sentencepiece | tiktoken | megatron
+    tokenizer_path: str | None = None  # needed by all but byte-level
+    split: str = "100,0,0"
+    mask_eod_loss: bool = False
+    num_workers: int = 0
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = 3e-4
+    min_lr: float = 3e-5
+    warmup_steps: int = 10
+    decay_steps: int | None = None  # null: train.steps
+    decay_style: str = "cosine"  # cosine | linear | constant
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    distributed: bool = True  # Megatron's distributed optimizer: states sharded over dp x cp
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 20
+    global_batch_size: int = 1  # sequences per step, over all data-parallel ranks
+    micro_batch_size: int = 1  # sequences per forward pass of one data-parallel rank
+    precision: str = "bf16"  # fp32 | bf16
+    device: str = "auto"  # auto | cpu | cuda
+    seed: int = 1234
+    save_interval: int | None = None  # steps; null: only at the end and when stopped
+    keep_checkpoints: int | None = None  # null: all
+    num_processes: int | None = None  # ranks started on this host; null: one per GPU, or the smallest that fits on CPU
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    wandb: str = "offline"  # offline | online | disabled
+    wandb_project: str = "megatron-longctx"
+    peak_tflops: float | None = None  # per GPU, dense, for MFU; null: looked up by device name
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str = "default"
+    root: str = "runs"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run depends on; written to `runs/<name>/resolved.yaml` once and loaded by every rank."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def refuse(key: str, value: object, expected: str, remedy: str) -> ValueError:
+    """The one form of a configuration error: what was given, what is possible, what to do."""
+    return ValueError(f"{key}={value}: expected {expected}. {remedy}")
+
+
+def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        hint = _ALIASES.get(value)
+        remedy = f"Did you mean {key}={hint}?" if hint in allowed else f"Set {key} to one of these."
+        raise refuse(key, value, "one of " + ", ".join(allowed), remedy)
+
+
+def _at_least(key: str, value: float | None, least: float) -> None:
+    if value is not None and value < least:
+        raise refuse(key, value, f"at least {least}", f"Raise {key}.")
+
+
+def _divides(key: str, value: int, of_key: str, of_value: int) -> None:
+    if of_value % value:
+        legal = [k for k in range(1, of_value + 1) if of_value % k == 0]
+        nearest = sorted(legal, key=lambda k: abs(k - value))[:3]
+        raise refuse(
+            key, value, f"a divisor of {of_key}={of_value}", f"Nearest that divide it: {', '.join(map(str, nearest))}."
+        )
+
+
+def _validate_model(model: ModelConfig) -> None:
+    _one_of("model.normalization", model.normalization, ("rmsnorm", "layernorm"))
+    _one_of("model.activation", model.activation, ("swiglu", "gelu"))
+    _one_of("model.position_embedding", model.position_embedding, ("rope", "learned"))
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "ffn_hidden_size"):
+        _at_least(f"model.{name}", getattr(model, name), 1)
+    _at_least("model.vocab_multiple", model.vocab_multiple, 1)
+    _at_least("model.vocab_size", model.vocab_size, 1)
+    if model.head_dim is None:
+        _divides("model.num_attention_heads", model.num_attention_heads, "model.hidden_size", model.hidden_size)
+    _divides("model.num_kv_heads", model.num_kv_heads, "model.num_attention_heads", model.num_attention_heads)
+    if model.position_embedding == "rope" and model.kv_channels % 2:
+        raise refuse("model.head_dim", model.kv_channels, "an even head dimension with rope", "Set model.head_dim.")
+
+
+def _validate_parallelism(config: Config) -> None:
+    par, model = config.parallelism, config.model
+    _one_of("parallelism.schedule", par.schedule, SCHEDULES)
+    for name in ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        _at_least(f"parallelism.{name}", getattr(par, name), 1)
+    _at_least("parallelism.max_buffer_tokens", par.max_buffer_tokens, 1)
+    if par.timeout_s <= 0:
+        raise refuse("parallelism.timeout_s", par.timeout_s, "more than 0 seconds", "600 is the default.")
+    if par.max_buffer_tokens is not None and par.schedule != "all_gather":
+        raise refuse(
+            "parallelism.max_buffer_tokens",
+            par.max_buffer_tokens,
+            f"null with parallelism.schedule={par.schedule}",
+            "Only all_gather groups its sources under a bound; leave it null or set parallelism.schedule=all_gather.",
+        )
+    tp, key = par.tensor_parallel_size, "parallelism.tensor_parallel_size"
+    _divides(key, tp, "model.num_kv_heads", model.num_kv_heads)
+    _divides(key, tp, "model.ffn_hidden_size", model.ffn_hidden_size)
+    if model.vocab_size is not None:
+        _divides(key, tp, "model.vocab_size", model.vocab_size)
+    else:
+        _divides(key, tp, "model.vocab_multiple", model.vocab_multiple)
+    if par.uses_sequence_parallel:
+        _divides(key, tp, "data.seq_length", config.data.seq_length)
+        _divides(key, tp, "model.hidden_size", model.hidden_size)
+    _divides("parallelism.pipeline_parallel_size", par.pipeline_parallel_size, "model.num_layers", model.num_layers)
+    if par.overlap_param_gather and not (par.overlap_grad_reduce and config.optim.distributed):
+        raise refuse(
+            "parallelism.overlap_param_gather",
+            True,
+            "parallelism.overlap_grad_reduce=true and optim.distributed=true beside it",
+            "Set both, or leave overlap_param_gather false.",
+        )
+
+
+def _validate_training(config: Config) -> None:
+    train, optim, data = config.train, config.optim, config.data
+    _one_of("train.precision", train.precision, PRECISIONS)
+    _one_of("train.device", train.device, DEVICES)
+    _one_of("optim.decay_style", optim.decay_style, ("cosine", "linear", "constant"))
+    _one_of("logging.wandb", config.logging.wandb, WANDB_MODES)
+    for name in ("steps", "global_batch_size", "micro_batch_size", "save_interval", "keep_checkpoints", "num_processes"):
+        _at_least(f"train.{name}", getattr(train, name), 1)
+    for name in ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad"):
+        _at_least(f"optim.{name}", getattr(optim, name), 0)
+    _at_least("optim.decay_steps", optim.decay_steps, 1)
+    for name in ("beta1", "beta2"):
+        value = getattr(optim, name)
+        if not 0 <= value < 1:
+            raise refuse(f"optim.{name}", value, "at least 0 and less than 1", "Adam's usual are 0.9 and 0.95.")
+    if optim.min_lr > optim.lr:
+        raise refuse("optim.min_lr", optim.min_lr, f"at most optim.lr={optim.lr}", "Lower min_lr or raise lr.")
+    decay = optim.decay_steps or train.steps
+    if optim.warmup_steps and optim.warmup_steps >= decay:
+        raise refuse(
+            "optim.warmup_steps",
+            optim.warmup_steps,
+            f"fewer steps than the decay ({decay}: optim.decay_steps, or train.steps where that is null)",
+            "Lower optim.warmup_steps or raise train.steps.",
+        )
+    _one_of("data.tokenizer", data.tokenizer, TOKENIZERS)
+    _at_least("data.seq_length", data.seq_length, 1)
+    _at_least("data.num_workers", data.num_workers, 0)
+    if data.tokenizer != "byte-level" and data.tokenizer_path is None:
+        raise refuse(
+            "data.tokenizer_path", None, f"a path for data.tokenizer={data.tokenizer}", "Set data.tokenizer_path."
+        )
+    if not config.run.name or "/" in config.run.name or config.run.name in (".", ".."):
+        raise refuse("run.name", config.run.name, "a plain folder name", "Choose another run.name.")
+
+
+def validate(config: Config) -> None:
+    """Check everything that can be known without devices, data or ranks.
+
+    Raises:
+        ValueError: names the key and value, what was expected and what to do.
+    """
+    _validate_model(config.model)
+    _validate_parallelism(config)
+    _one_of("attention.kernel", config.attention.kernel, KERNELS)
+    _one_of("recompute.mode", config.recompute.mode, RECOMPUTES)
+    _validate_training(config)
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Data-parallel ranks left in a world of `world_size` ranks; batch sizes are checked against it.
+
+    Raises:
+        ValueError: the sizes do not multiply to `world_size`, or the batch does not divide among the ranks.
+    """
+    par, train = config.parallelism, config.train
+    product = f"tensor {par.tensor_parallel_size} x context {par.context_parallel_size} x pipeline {par.pipeline_parallel_size}"
+    if world_size % par.model_parallel_size:
+        raise refuse(
+            "world size",
+            world_size,
+            f"a multiple of {product} = {par.model_parallel_size}",
+            "Start that many ranks or change the parallelism sizes.",
+        )
+    size = world_size // par.model_parallel_size
+    if par.data_parallel_size not in (None, size):
+        raise refuse(
+            "parallelism.data_parallel_size",
+            par.data_parallel_size,
+            f"{size}, since {world_size} ranks / ({product}) = {size}",
+            f"Set it to {size} or null, or start {par.model_parallel_size * (par.data_parallel_size or 1)} ranks.",
+        )
+    per_micro_step = train.micro_batch_size * size
+    if train.global_batch_size % per_micro_step:
+        below = train.global_batch_size // per_micro_step * per_micro_step
+        raise refuse(
+            "train.global_batch_size",
+            train.global_batch_size,
+            f"a multiple of train.micro_batch_size x data-parallel ranks = {train.micro_batch_size} x {size}",
+            f"Nearest: {max(below, per_micro_step)} or {below + per_micro_step}.",
+        )
+    return size

@@ -1,0 +1,39 @@
+"""The words every room uses: shape letters, axis names and metric keys.
+
+Shape letters (suffix tensors with them where it helps, e.g. `q_sbhd`):
+
+| letter | meaning | | letter | meaning |
+|---|---|---|---|---|
+| `s` | local tokens of one rank | | `h` | query heads |
+| `S` | global tokens of a sequence | | `g` | key/value heads |
+| `b` | batch (sequences) | | `d` | head dimension |
+| `n` | ranks of the context-parallel group | | `t` | local key/value tokens, where they differ from `s` |
+
+`rank` and `world` mean position in and size of the context-parallel group unless said otherwise; `axis` names a
+process-group axis, `dim` a tensor dimension.
+"""
+
+from typing import Final
+
+CONTEXT_AXIS: Final = "cp"
+TENSOR_AXIS: Final = "tp"
+PIPELINE_AXIS: Final = "pp"
+DATA_AXIS: Final = "dp"
+
+STEP: Final = "train/step"
+TOKENS: Final = "train/tokens"
+LOSS: Final = "train/loss"
+GRAD_NORM: Final = "train/grad_norm"
+LEARNING_RATE: Final = "train/lr"
+
+STEP_S: Final = "perf/step_s"
+TOKENS_PER_S: Final = "perf/tokens_per_s"
+TOKENS_PER_S_PER_GPU: Final = "perf/tokens_per_s_per_gpu"
+TFLOPS_PER_GPU: Final = "perf/tflops_per_gpu"
+MFU_CAUSAL_PCT: Final = "perf/mfu_causal_pct"
+MFU_DENSE_PCT: Final = "perf/mfu_dense_pct"
+
+PEAK_ACTIVE_GIB: Final = "mem/peak_active_gib"
+PEAK_RESERVED_GIB: Final = "mem/peak_reserved_gib"
+
+IMBALANCE_PCT: Final = "cp/imbalance_pct"

@@ -1,0 +1,1 @@
+"""What tests of every room share: the multi-process runner, references and tolerances."""
