@@ -1,0 +1,216 @@
+"""Where a step's numbers go: console, JSONL, W&B.
+
+A sink takes one dict a step, keyed by the metric keys of `names`; `train/step` must be in it, None means "not known
+here". Only one rank of a run opens sinks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, TextIO, cast
+from uuid import uuid4
+
+from megatron_longctx import names
+from megatron_longctx.config import Config
+from megatron_longctx.metrics.flops import FORMULA
+from megatron_longctx.metrics.timers import Eta, clock_text
+
+Value = float | int | str | None
+# Beside the nulls that JSON needs for them: which keys were not finite, and how.
+NONFINITE = "nonfinite"
+
+
+class Sink(Protocol):
+    """Anything that takes a step's record."""
+
+    def write(self, record: Mapping[str, Value]) -> None:
+        """Take one step's record."""
+
+    def close(self) -> None:
+        """Finish; nothing is written afterwards."""
+
+
+def encode(record: Mapping[str, Value]) -> str:
+    """One line of valid JSON without its newline.
+
+    JSON knows no NaN or infinity: such a value becomes null, and an object under `nonfinite` says what it was, e.g.
+    `{"train/loss": null, "nonfinite": {"train/loss": "nan"}}` (`nan`, `inf` or `-inf`).
+    """
+    flags = {key: str(v) for key, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+    line: dict[str, Any] = {key: None if key in flags else value for key, value in record.items()}
+    if flags:
+        line[NONFINITE] = flags
+    return json.dumps(line, allow_nan=False)
+
+
+def decode(line: str) -> dict[str, Value]:
+    """The record that `encode` wrote, non-finite values restored.
+
+    Raises:
+        ValueError: `line` is not a JSON object.
+    """
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError(f"metrics line {line[:60]!r}: expected a JSON object. Remove the line.")
+    flags = record.pop(NONFINITE, {})
+    return {key: float(flags[key]) if key in flags else value for key, value in record.items()}
+
+
+class JsonlSink:
+    """Appends one JSON object a line to `path`, flushed each step, so that a killed run keeps what it reported.
+
+    Opening drops the records after `resumed_step` (all of them for a run that starts at 0, the default): the run is
+    about to train those steps again, and curves must not double. A line torn by a crash is dropped as well, with a
+    warning. The file is replaced in one move, so that a crash during the clean-up loses nothing.
+    """
+
+    def __init__(self, path: Path | str, resumed_step: int = 0) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            self._drop_after(resumed_step)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def _drop_after(self, resumed_step: int) -> None:
+        kept: list[str] = []
+        for number, line in enumerate(self.path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+            try:
+                step = decode(line).get(names.STEP)
+            except ValueError as error:
+                warnings.warn(f"{self.path}:{number}: line dropped, it is not valid JSON ({error})", stacklevel=3)
+                continue
+            if not isinstance(step, int) or step <= resumed_step:
+                kept.append(line + "\n")
+        replacement = self.path.with_suffix(self.path.suffix + ".tmp")
+        replacement.write_text("".join(kept), encoding="utf-8")
+        os.replace(replacement, self.path)
+
+    def write(self, record: Mapping[str, Value]) -> None:
+        """Append one record.
+
+        Raises:
+            KeyError: `train/step` is missing.
+        """
+        record[names.STEP]  # without it the line could be neither plotted nor dropped on resume
+        self._file.write(encode(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class WandbSink:
+    """W&B in the run's folder: offline, online or disabled, as `logging.wandb` says.
+
+    The run's id is kept in `<folder>/wandb_id.txt`, so that a resumed run continues the same W&B run. Steps that a
+    resumed run trains again are ignored by W&B online (its history only grows); the JSONL has the last values.
+    W&B is a convenience beside the JSONL: if it fails, one warning says why and training goes on without it.
+    """
+
+    def __init__(self, folder: Path | str, config: Config, peak_tflops: float | None) -> None:
+        self.folder = Path(folder)
+        self._run: Any = None
+        if config.logging.wandb == "disabled":
+            return
+        try:
+            self._run = self._start(config, peak_tflops)
+        except Exception as error:  # whatever W&B raises (network, login, disk), it must not end a training run
+            self._give_up(error)
+
+    def _start(self, config: Config, peak_tflops: float | None) -> Any:
+        import wandb  # here, so that a disabled or broken W&B costs nothing
+
+        mode = cast(Literal["offline", "online"], config.logging.wandb)  # one of these, says config.validate
+        facts = config.as_dict() | {"flop_formula": FORMULA, "peak_tflops_per_gpu": peak_tflops}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return wandb.init(
+            project=config.logging.wandb_project,
+            name=config.run.name,
+            id=self._stable_id(),
+            resume="allow" if mode == "online" else None,  # offline knows no server to resume from; the id is enough
+            dir=str(self.folder),
+            mode=mode,
+            config=facts,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def _stable_id(self) -> str:
+        path = self.folder / "wandb_id.txt"
+        if not path.exists():
+            path.write_text(uuid4().hex[:12] + "\n", encoding="utf-8")
+        return path.read_text(encoding="utf-8").strip()
+
+    def _give_up(self, error: Exception) -> None:
+        self._run = None
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"W&B is off for the rest of this run ({reason}); metrics.jsonl has everything", stacklevel=3)
+
+    def write(self, record: Mapping[str, Value]) -> None:
+        """Log one record at its `train/step`; None values are left out."""
+        if self._run is None:
+            return
+        try:
+            self._run.log({k: v for k, v in record.items() if v is not None}, step=record[names.STEP])
+        except Exception as error:  # see the class: W&B must not end a training run
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Finish the W&B run."""
+        if self._run is None:
+            return
+        try:
+            self._run.finish()
+        except Exception as error:  # see the class
+            self._give_up(error)
+        self._run = None
+
+
+class ConsoleSink:
+    """One line a step: step/total, loss, gradient norm, lr, tokens/s, TFLOP/s, MFU both ways, memory, time left."""
+
+    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
+        self.total_steps = total_steps
+        self._stream = stream
+        self._eta = Eta()
+
+    def write(self, record: Mapping[str, Value]) -> None:
+        """Print one record; a dash stands for what is not known."""
+        # Looked up now, since a test runner or a progress bar may have replaced stdout since the start.
+        print(self.line(record), file=self._stream or sys.stdout, flush=True)
+
+    def line(self, record: Mapping[str, Value]) -> str:
+        """The line for one record; also notes its step time for the time left."""
+        step = int(record[names.STEP] or 0)
+        seconds = record.get(names.STEP_S)
+        if isinstance(seconds, (int, float)) and math.isfinite(seconds):
+            self._eta.add(seconds)
+
+        def number(key: str, spec: str) -> str:
+            value = record.get(key)
+            return "—" if value is None else format(value, spec)
+
+        causal, dense = number(names.MFU_CAUSAL_PCT, ".1f"), number(names.MFU_DENSE_PCT, ".1f")
+        known = record.get(names.MFU_CAUSAL_PCT) is not None
+        return " | ".join(
+            (
+                f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}",
+                f"loss {number(names.LOSS, '.5f')}",
+                f"grad norm {number(names.GRAD_NORM, '.3f')}",
+                f"lr {number(names.LEARNING_RATE, '.2e')}",
+                f"{number(names.TOKENS_PER_S, ',.0f')} tokens/s",
+                f"{number(names.TFLOPS_PER_GPU, '.3g')} TFLOP/s/GPU",
+                f"MFU {causal}% causal {dense}% dense" if known else "MFU —",
+                f"mem {number(names.PEAK_ACTIVE_GIB, '.2f')} GiB",
+                f"ETA {clock_text(self._eta.seconds(max(self.total_steps - step, 0)))}",
+            )
+        )
+
+    def close(self) -> None:
+        """Nothing to finish; the stream belongs to the caller."""

@@ -1,0 +1,95 @@
+"""FLOPs against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_longctx import names
+from megatron_longctx.config import ModelConfig
+from megatron_longctx.metrics.flops import StepFlops, performance, training_flops
+
+LLAMA3_8B = ModelConfig(
+    name="llama3_8b",
+    num_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_kv_heads=8,
+    ffn_hidden_size=14336,
+    vocab_size=128256,
+)
+
+
+def test_llama3_8b_at_8k_by_hand() -> None:
+    # Forward per token and layer: QKV 2*4096*128*48 = 50_331_648, output 2*4096*4096 = 33_554_432,
+    # SwiGLU 6*4096*14336 = 352_321_536: together 436_207_616, times 32 layers = 13_958_643_712.
+    # LM head 2*4096*128256 = 1_050_673_152. Without attention: 15_009_316_864 per token.
+    # Attention per token: 32 layers * 2*8192*32*128 = 2_147_483_648 causal, twice that dense.
+    # Step: 3 * 8192 tokens * (15_009_316_864 + attention).
+    flops = training_flops(LLAMA3_8B, 128256, 8192, 1)
+    assert flops == StepFlops(causal=421_645_529_382_912, dense=474_422_087_516_160)
+
+
+def test_linear_part_is_six_times_the_parameters_that_multiply() -> None:
+    # 8_030_261_248 parameters, less the embedding (128256*4096) and the norms (65*4096).
+    multiplying = 8_030_261_248 - 128_256 * 4096 - 65 * 4096
+    flops = training_flops(LLAMA3_8B, 128256, 4096, 1)
+    attention_dense = 3 * 32 * 4 * 4096 * 4096 * 4096
+    assert flops.dense - attention_dense == 6 * multiplying * 4096
+    assert flops.dense - flops.causal == attention_dense // 2
+
+
+def test_gelu_has_two_matrices_and_head_dim_need_not_follow_the_hidden_size() -> None:
+    model = ModelConfig(
+        num_layers=1,
+        hidden_size=10,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        ffn_hidden_size=30,
+        activation="gelu",
+    )
+    # T=6 tokens (batch 2, length 3): QKV 2*6*10*8*4 = 3840, output 2*6*16*10 = 1920, MLP 2*6*2*10*30 = 7200,
+    # head 2*6*10*50 = 6000, attention causal 2*6*3*16 = 576.
+    flops = training_flops(model, 50, 3, 2)
+    assert flops == StepFlops(
+        causal=3 * (3840 + 1920 + 7200 + 6000 + 576), dense=3 * (3840 + 1920 + 7200 + 6000 + 1152)
+    )
+
+
+def test_batch_scales_linearly() -> None:
+    one, four = (training_flops(LLAMA3_8B, 128256, 2048, batch) for batch in (1, 4))
+    assert (four.causal, four.dense) == (4 * one.causal, 4 * one.dense)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 1), (8, 0, 1), (8, 8, 0)])
+def test_sizes_below_one_are_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="expected at least 1"):
+        training_flops(LLAMA3_8B, *sizes)
+
+
+def test_unknown_activation_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.activation=relu"):
+        training_flops(ModelConfig(activation="relu"), 128, 128, 1)
+
+
+def test_performance_divides_by_devices_and_seconds() -> None:
+    record = performance(StepFlops(causal=4 * 10**14, dense=6 * 10**14), 8000, 0.5, 4, peak_tflops=1000.0)
+    assert record == {
+        names.STEP_S: 0.5,
+        names.TOKENS_PER_S: 16000.0,
+        names.TOKENS_PER_S_PER_GPU: 4000.0,
+        names.TFLOPS_PER_GPU: pytest.approx(200.0),
+        names.MFU_CAUSAL_PCT: pytest.approx(20.0),
+        names.MFU_DENSE_PCT: pytest.approx(30.0),
+    }
+
+
+def test_performance_without_a_peak_has_no_mfu() -> None:
+    record = performance(StepFlops(causal=10**12, dense=10**12), 10, 1.0, 1, peak_tflops=None)
+    assert record[names.MFU_CAUSAL_PCT] is None and record[names.MFU_DENSE_PCT] is None
+    assert record[names.TFLOPS_PER_GPU] == 1.0
+
+
+def test_performance_refuses_an_unmeasured_step() -> None:
+    with pytest.raises(ValueError, match=r"step_s=0\.0"):
+        performance(StepFlops(1, 1), 10, 0.0, 1, None)
