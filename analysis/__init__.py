@@ -1,0 +1,1 @@
+"""Comparisons of finished or running runs; they read `metrics.jsonl` and `resolved.yaml` and nothing else."""
