@@ -1,0 +1,104 @@
+"""Attention by plain matrix products: the yardstick, and the provider that always works.
+
+Any float dtype. bf16 and fp16 are computed in fp32 and rounded once at the end; fp64 stays fp64, lse included.
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_longctx.kernels.interface import AttentionKernel, Block, KernelRequest, lse_dtype
+from megatron_longctx.kernels.limits import first_reason, wrong_device, wrong_dtype
+
+# Elements of one chunk's score matrix: 64 MiB in fp32, so long blocks stream instead of allocating s*t scores.
+_CHUNK_ELEMENTS = 1 << 24
+
+
+class ReferenceKernel(AttentionKernel):
+    """Dense softmax attention, streamed over chunks of queries."""
+
+    name: ClassVar[str] = "reference"
+
+    def why_not(self, request: KernelRequest) -> str | None:
+        return first_reason(
+            wrong_device(request, "cpu", "cuda"),
+            wrong_dtype(request, torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        )
+
+    def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        q, k, v = _grouped(block.q, block.k.shape[2]), _keys(block.k), _keys(block.v)
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+        for rows, cols in _chunks(block, q):
+            scores = _scores(q[..., rows, :], k[..., cols, :], block, rows)
+            lse[..., rows] = torch.logsumexp(scores, dim=-1)
+            probs = torch.exp(scores - lse[..., rows, None])
+            out[..., rows, :] = _matmul(probs, v[..., cols, :])
+        return _ungrouped(out).to(block.q.dtype), _ungrouped(lse.unsqueeze(-1)).squeeze(-1)
+
+    def _backward(self, block: Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        groups = block.k.shape[2]
+        q, k, v = _grouped(block.q, groups), _keys(block.k), _keys(block.v)
+        do, lse_grouped = _grouped(grad_out, groups), _grouped(lse.unsqueeze(-1), groups)
+        delta = (do * _grouped(out, groups)).sum(dim=-1, keepdim=True)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows, cols in _chunks(block, q):
+            scores = _scores(q[..., rows, :], k[..., cols, :], block, rows)
+            probs = torch.exp(scores - lse_grouped[..., rows, :])
+            dprobs = _matmul(do[..., rows, :], v[..., cols, :].mT)
+            dscores = probs * (dprobs - delta[..., rows, :]) * block.scale
+            dq[..., rows, :] = _matmul(dscores, k[..., cols, :])
+            dk[..., cols, :] += _sum_over_queries(dscores, q[..., rows, :])
+            dv[..., cols, :] += _sum_over_queries(probs, do[..., rows, :])
+        dtype = block.q.dtype
+        return _ungrouped(dq).to(dtype), _token_first(dk).to(dtype), _token_first(dv).to(dtype)
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """`[s, b, h, d]` to `[b, g, h/g, s, d]` in the computing dtype: query heads beside the KV head they read."""
+    return x.reshape(*x.shape[:2], groups, -1, x.shape[-1]).permute(1, 2, 3, 0, 4).to(lse_dtype(x)).contiguous()
+
+
+def _ungrouped(x: Tensor) -> Tensor:
+    """The inverse of `_grouped`, dtype aside."""
+    return x.permute(3, 0, 1, 2, 4).flatten(2, 3)
+
+
+def _keys(x: Tensor) -> Tensor:
+    """`[t, b, g, d]` to `[b, g, t, d]` in the computing dtype."""
+    return x.permute(1, 2, 0, 3).to(lse_dtype(x)).contiguous()
+
+
+def _token_first(x: Tensor) -> Tensor:
+    """`[b, g, t, d]` back to `[t, b, g, d]`."""
+    return x.permute(2, 0, 1, 3).contiguous()
+
+
+def _chunks(block: Block, q: Tensor) -> Iterator[tuple[slice, slice]]:
+    """(query rows, key columns) of each chunk; a causal chunk leaves out the keys after its last query."""
+    queries, keys = q.shape[3], block.k.shape[0]
+    step = max(1, _CHUNK_ELEMENTS // (q.shape[0] * q.shape[1] * q.shape[2] * keys))
+    for start in range(0, queries, step):
+        stop = min(start + step, queries)
+        yield slice(start, stop), slice(0, stop if block.causal else keys)
+
+
+def _matmul(rows: Tensor, matrix: Tensor) -> Tensor:
+    """`[b, g, r, c, x] @ [b, g, x, y]`, with the r query heads of a group folded into rows (no copy of `matrix`)."""
+    return torch.matmul(rows.flatten(2, 3), matrix).view(*rows.shape[:4], matrix.shape[-1])
+
+
+def _sum_over_queries(weights: Tensor, rows: Tensor) -> Tensor:
+    """`[b, g, r, c, t]` and `[b, g, r, c, d]` to `[b, g, t, d]`: summed over queries and the heads of a group."""
+    return torch.matmul(weights.flatten(2, 3).mT, rows.flatten(2, 3))
+
+
+def _scores(q: Tensor, k: Tensor, block: Block, rows: slice) -> Tensor:
+    """Scaled scores `[b, g, r, c, t]` of query rows, -inf where the causal mask hides a key."""
+    scores = _matmul(q, k.mT) * block.scale
+    if block.causal:
+        query = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+        hidden = torch.arange(k.shape[2], device=q.device)[None, :] > query
+        scores.masked_fill_(hidden, -torch.inf)
+    return scores
