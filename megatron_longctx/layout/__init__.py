@@ -1,0 +1,10 @@
+"""Which rank holds which token. Pure functions over integers; nothing here knows a process group or a device.
+
+`build_layout("zigzag", n, length)` returns a `Layout`; to add one, write a function in `layouts.py` that returns the
+spans of every rank and enter it in `LAYOUTS`.
+"""
+
+from .layout import Layout
+from .layouts import LAYOUTS, build_layout, contiguous, striped, zigzag
+
+__all__ = ["LAYOUTS", "Layout", "build_layout", "contiguous", "striped", "zigzag"]

@@ -1,0 +1,35 @@
+"""Parallelism modes as plans. Each mode is a small pure function from a layout to a `Plan`.
+
+`build_plan("zigzag", n, length)` builds, seals and caches one; `transpose` derives its backward; `verify` proves either;
+`describe` prints it and `draw` draws it. To add a mode, write its function in a file of its own, enter it in
+`SCHEDULES` and in `config.SCHEDULES`: the executor runs it unchanged.
+"""
+
+from .build import SCHEDULES, build_plan, seal
+from .describe import describe, moved_tokens
+from .plan import RESULTS, Attend, Block, Kind, Move, Plan, Step
+from .residency import Stay, buffer_need, stays
+from .transpose import transpose
+from .verify import PlanError, results_away, verify
+
+__all__ = [
+    "RESULTS",
+    "SCHEDULES",
+    "Attend",
+    "Block",
+    "Kind",
+    "Move",
+    "Plan",
+    "PlanError",
+    "Stay",
+    "Step",
+    "buffer_need",
+    "build_plan",
+    "describe",
+    "moved_tokens",
+    "results_away",
+    "seal",
+    "stays",
+    "transpose",
+    "verify",
+]

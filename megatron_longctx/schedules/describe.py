@@ -1,0 +1,86 @@
+"""A plan in words and numbers: who holds, sends and attends what, per step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .plan import Attend, Kind, Plan
+
+
+def moved_tokens(plan: Plan, rank: int) -> dict[Kind, tuple[int, int]]:
+    """Tokens (sent, received) by `rank` over the whole plan, per kind of block."""
+    moved: dict[Kind, tuple[int, int]] = {}
+    for step in plan.steps:
+        for block, source, destination, _ in step.moves:
+            sent, received = moved.get(block.kind, (0, 0))
+            if rank in (source, destination):
+                moved[block.kind] = (
+                    sent + block.tokens * (rank == source),
+                    received + block.tokens * (rank == destination),
+                )
+    return moved
+
+
+def describe(plan: Plan, bytes_per_token: Mapping[Kind, int] | None = None) -> str:
+    """The plan as text.
+
+    Args:
+        bytes_per_token: bytes of one token of a block, per kind; adds bytes moved and buffer bytes.
+    """
+    widths = bytes_per_token or {}
+    direction = "backward" if plan.backward else "forward"
+    mask = "causal" if plan.causal else "full"
+    lines = [
+        f"{plan.name} {direction}: {plan.n} ranks, {plan.layout.length} tokens ({plan.layout.name}), {mask} mask, "
+        f"{len(plan.steps)} steps, {plan.idle_fraction():.1%} of rank-time idle",
+        "",
+        "who holds what",
+        *(f"  rank {r}: {_spans(plan, r)}  ({plan.layout.num_tokens(r)} tokens)" for r in range(plan.n)),
+    ]
+    for t, step in enumerate(plan.steps):
+        lines += ["", f"step {t}"]
+        for rank in range(plan.n):
+            parts = [_attend(attend, rank) for attend in step.attends[rank]] or ["idle"]
+            parts += [f"send {m.block} -> {m.destination}" for m in step.moves if m.source == rank]
+            parts += [f"receive {m.block} <- {m.source}" for m in step.moves if m.destination == rank]
+            lines.append(f"  rank {rank}: " + "; ".join(parts))
+    return "\n".join([*lines, "", *_totals(plan, widths)])
+
+
+def _spans(plan: Plan, rank: int) -> str:
+    return " + ".join(
+        f"{span.start}:{span.stop}" + (f":{span.step}" if span.step != 1 else "") if len(span) else "nothing"
+        for span in plan.layout.spans[rank]
+    )
+
+
+def _attend(attend: Attend, rank: int) -> str:
+    keys = "+".join(f"{'own' if k.home == rank else k.home}[{k.start}:{k.stop}]" for k in attend.keys)
+    query = "" if attend.query.home == rank else f" of rank {attend.query.home}"
+    return (
+        f"attend q[{attend.query.start}:{attend.query.stop}]{query} x kv {keys} {'causal' if attend.causal else 'full'}"
+    )
+
+
+def _totals(plan: Plan, widths: Mapping[Kind, int]) -> list[str]:
+    mean = sum(map(plan.pairs, range(plan.n))) / plan.n or 1
+    lines = ["totals", f"  {'rank':>4} {'pairs':>16} {'load':>7}  tokens sent / received"]
+    for rank in range(plan.n):
+        moved = moved_tokens(plan, rank)
+        text = ", ".join(
+            f"{kind} {sent} / {received}" + (f" ({_bytes((sent + received) * widths[kind])})" if kind in widths else "")
+            for kind, (sent, received) in sorted(moved.items())
+        )
+        lines.append(f"  {rank:>4} {plan.pairs(rank):>16,} {plan.pairs(rank) / mean:>7.1%}  {text or 'nothing'}")
+    for kind, tokens in plan.buffers:
+        size = f" = {_bytes(tokens * widths[kind])}" if kind in widths else ""
+        lines.append(f"  buffers for other ranks' {kind}: {tokens} tokens{size} at most")
+    return lines
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

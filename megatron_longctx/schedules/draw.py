@@ -1,0 +1,110 @@
+"""A plan as a picture: which step computes which query-key pairs, and how evenly ranks are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_CELLS = 480  # resolution of the pair map: enough to see every span, whatever the length
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Write a PNG with the pair map and the load of every rank.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    height = min(max(4.8, 0.36 * plan.n + 2.4), 12.0)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(height * 2.35, height), width_ratios=(1, 1.25))
+    _pair_map(left, plan)
+    draw_on(right, plan)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def draw_on(axes: Axes, plan: Plan) -> None:
+    """Draw the load of every rank over time on `axes`: one bar per kernel call, its label the keys' home rank.
+
+    A step lasts as long as its busiest rank; grey is waiting. Colour is the step, as in the pair map.
+    """
+    colours = _colours(len(plan.steps))
+    start = 0.0
+    scale = 1.0 / max(plan.visible_pairs() / plan.n, 1)
+    for t, step in enumerate(plan.steps):
+        loads = [sum(a.pairs for a in attends) for attends in step.attends]
+        width = max(loads) * scale
+        for rank, attends in enumerate(step.attends):
+            left = start
+            for attend in attends:
+                share = attend.pairs * scale
+                axes.barh(rank, share, left=left, height=0.78, color=colours[t], edgecolor="white", linewidth=0.6)
+                if share > 0.045 and plan.n <= 16:
+                    homes = sorted({key.home for key in attend.keys})
+                    label = str(homes[0]) if len(homes) == 1 else f"{homes[0]}…{homes[-1]}"
+                    axes.text(left + share / 2, rank, label, ha="center", va="center", fontsize=7.5)
+                left += share
+            if left < start + width - 1e-9:
+                axes.barh(rank, start + width - left, left=left, height=0.78, color="#e9e9e9", hatch="////", edgecolor="#c4c4c4", linewidth=0)
+        start += width
+        if width:
+            axes.axvline(start, color="#888888", linewidth=0.5, linestyle=":")
+    axes.set_title(f"{plan.name}, {plan.n} ranks: load per rank ({plan.idle_fraction():.1%} idle)", fontsize=10)
+    axes.set_xlabel("time (1 = perfectly shared work); numbers: home rank of the keys", fontsize=9)
+    axes.set_ylabel("rank", fontsize=9)
+    axes.set_yticks(range(plan.n) if plan.n <= 16 else range(0, plan.n, max(1, plan.n // 8)))
+    axes.set_ylim(plan.n - 0.5, -0.5)
+    axes.set_xlim(0, max(start, 1.0) * 1.01)
+    axes.tick_params(labelsize=8)
+
+
+def _colours(count: int) -> list[Any]:
+    from matplotlib import colormaps
+
+    # Start light enough that the labels stay readable on every bar.
+    return [colormaps["viridis"](0.35 + 0.6 * t / max(count - 1, 1)) for t in range(count)]
+
+
+def _pair_map(axes: Axes, plan: Plan) -> None:
+    """Query tokens down, key tokens across; colour is the step that computes the pair."""
+    import numpy
+    from matplotlib.colors import ListedColormap
+
+    cells = min(_CELLS, plan.layout.length)
+    sample = [(2 * i + 1) * plan.layout.length // (2 * cells) for i in range(cells)]
+    where = [plan.layout.locate(token) for token in sample]
+    slots = {rank: [(i, slot) for i, (home, slot) in enumerate(where) if home == rank] for rank in range(plan.n)}
+    grid = numpy.full((cells, cells), numpy.nan)
+    tokens = numpy.array(sample)
+    for t, step in enumerate(plan.steps):
+        for attend in (attend for attends in step.attends for attend in attends):
+            query = attend.query
+            rows = [i for i, slot in slots[query.home] if query.start <= slot < query.stop]
+            columns = [j for key in attend.keys for j, slot in slots[key.home] if key.start <= slot < key.stop]
+            if rows and columns:
+                seen = tokens[rows][:, None] >= tokens[columns] if attend.causal else True
+                block = grid[numpy.ix_(rows, columns)]
+                grid[numpy.ix_(rows, columns)] = numpy.where(seen, t, block)
+    extent = (0, plan.layout.length, plan.layout.length, 0)
+    colours = ListedColormap(_colours(len(plan.steps)))
+    axes.imshow(grid, cmap=colours, vmin=-0.5, vmax=len(plan.steps) - 0.5, extent=extent, interpolation="nearest")
+    for span in (span for spans in plan.layout.spans for span in spans if span.step == 1):
+        axes.axhline(span.start, color="white", linewidth=0.5)
+        axes.axvline(span.start, color="white", linewidth=0.5)
+    handles = [axes.plot([], [], "s", color=colours(t))[0] for t in range(len(plan.steps))]
+    if len(handles) <= 16:
+        axes.legend(handles, [f"step {t}" for t in range(len(handles))], fontsize=8, loc="upper right", frameon=False)
+    axes.set_title(f"{plan.layout.name} layout: step that computes each query-key pair", fontsize=10)
+    axes.set_xlabel("key token", fontsize=9)
+    axes.set_ylabel("query token", fontsize=9)
+    axes.tick_params(labelsize=8)
