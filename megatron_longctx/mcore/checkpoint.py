@@ -1,0 +1,337 @@
+"""Checkpoints on Megatron's ``dist_checkpointing``: saved at any parallel sizes, loaded at any others.
+
+On disk (Megatron-LM's layout)::
+
+    <directory>/latest_checkpointed_iteration.txt    written last, atomically, by rank 0
+    <directory>/iter_0000100/                        common.pt, metadata.json, .metadata, *.distcp
+
+A checkpoint is written to ``iter_0000100.partial`` and renamed when complete; only the tracker file makes it count.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from megatron_longctx.mcore import checkpoint_optimizer
+from megatron_longctx.mcore.checkpoint_writer import InProcessSaveStrategy
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_REMEDY = "restore the checkpoint, or choose another iteration or directory"
+_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a checkpoint is taken from and loaded into.
+
+    Attributes:
+        models: the model chunks of this rank, wrapped in DDP or bare.
+        optimizer: None to leave the optimizer out (loading weights for inference).
+        scheduler: None to leave the schedule out.
+        fingerprint: JSON-able facts that make two models incompatible when they differ (layers, sizes, vocabulary);
+            nothing about parallel sizes.
+    """
+
+    models: Sequence[torch.nn.Module]
+    optimizer: MegatronOptimizer | None = None
+    scheduler: OptimizerParamScheduler | None = None
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What ``load`` read besides tensors.
+
+    Attributes:
+        iteration: the checkpoint's iteration.
+        extra: the dictionary given to ``save``.
+        rng_restored: False if the parallel sizes changed, so that the freshly seeded random states were kept.
+    """
+
+    iteration: int
+    extra: dict[str, Any]
+    rng_restored: bool
+
+
+def iteration_directory(directory: Path, iteration: int) -> Path:
+    """Where the checkpoint of ``iteration`` lies."""
+    return Path(directory) / f"iter_{iteration:07d}"
+
+
+def latest(directory: Path) -> int | None:
+    """The iteration of the newest complete checkpoint, or None if there is none.
+
+    Raises:
+        ValueError: if the tracker file does not hold a number.
+    """
+    tracker = Path(directory) / TRACKER
+    try:
+        text = tracker.read_text().strip()
+    except FileNotFoundError:
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"{tracker} holds {text!r}, expected an iteration number: write the number of a checkpoint")
+    return int(text)
+
+
+def save(
+    directory: Path, iteration: int, state: TrainingState, extra: Mapping[str, Any], *, keep: int | None = None
+) -> Path:
+    """Write a checkpoint and make it the latest one. Collective over the world.
+
+    Args:
+        directory: the run's checkpoint directory, on storage that every rank sees.
+        iteration: optimizer steps done.
+        state: what to save.
+        extra: JSON-able values, equal on every rank (consumed samples and the like).
+        keep: if given, the number of newest checkpoints (up to ``iteration``) to keep; older ones are deleted.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        ValueError: if ``extra`` or the fingerprint is not JSON-able, or ``keep`` is below 1.
+        OSError: on every rank, if rank 0 cannot write.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep is {keep}, expected at least 1: give the number of checkpoints to keep, or None")
+    extra, fingerprint = _jsonable("extra", extra), _jsonable("fingerprint", state.fingerprint)
+    final = iteration_directory(directory, iteration)
+    partial = final.with_name(final.name + ".partial")
+    _on_rank_zero(lambda: _empty_directory(partial))
+
+    sharded = _sharded_state_dict(state, is_loading=False, with_rng=True)
+    sharded |= {"iteration": iteration, "extra": extra}
+    content = {"fingerprint": fingerprint, "layout": _layout(), "optimizer": checkpoint_optimizer.kind(state.optimizer)}
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    # Replicas hold the same tensors: let them share the writing.
+    strategy = FullyParallelSaveStrategyWrapper(InProcessSaveStrategy(), group)
+    dist_checkpointing.save(sharded, str(partial), strategy, content_metadata=content)
+    # dist_checkpointing.save ends with a barrier: every rank's files are complete here.
+    _on_rank_zero(lambda: _publish(partial, final, iteration, keep))
+    return final
+
+
+def load(directory: Path, state: TrainingState, *, iteration: int | None = None) -> Loaded:
+    """Load a checkpoint into ``state``, whatever the parallel sizes it was saved at. Collective over the world.
+
+    The run's own learning rate, betas and schedule stay in force; moments, steps and the schedule's position are
+    loaded. Random states are restored only if the parallel sizes and the device type are those of the checkpoint.
+
+    Args:
+        directory: the run's checkpoint directory.
+        state: what to load into, built like the saved one.
+        iteration: which checkpoint; None for the latest.
+
+    Raises:
+        ValueError: on every rank, if the checkpoint is missing, damaged, of another model or of another optimizer.
+    """
+    fingerprint = _jsonable("fingerprint", state.fingerprint)
+    path, content = _on_rank_zero(lambda: _inspect(Path(directory), iteration))
+    _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer))
+    with_rng = content["layout"] == _layout()
+    hyperparameters = checkpoint_optimizer.hyperparameters(state.optimizer)
+    sharded = _sharded_state_dict(state, is_loading=True, with_rng=with_rng)
+    try:
+        loaded = dist_checkpointing.load(sharded, str(path))
+    except (CheckpointingException, CheckpointException) as error:
+        raise ValueError(f"{path} cannot be loaded ({error}), expected a complete checkpoint: {_REMEDY}") from error
+
+    for name, model in _named_models(state.models):
+        model.load_state_dict(loaded[name])
+    if state.optimizer is not None:
+        checkpoint_optimizer.load(state.optimizer, loaded["optimizer"])
+        checkpoint_optimizer.restore_hyperparameters(state.optimizer, hyperparameters)
+    if state.scheduler is not None:
+        # Megatron's scheduler adds the saved position to its own.
+        state.scheduler.num_steps = 0
+        state.scheduler.load_state_dict(loaded["scheduler"])
+    if with_rng:
+        _set_rng(loaded["rng"])
+    elif dist.get_rank() == 0:
+        _logger.warning("random states not restored: checkpoint was saved at %s, now %s", content["layout"], _layout())
+    return Loaded(int(loaded["iteration"]), loaded["extra"], with_rng)
+
+
+def _named_models(models: Sequence[torch.nn.Module]) -> list[tuple[str, Any]]:
+    """Megatron-LM's names: ``model`` for one chunk, ``model0``, ``model1`` for several."""
+    bare = unwrap_model(list(models))
+    return [("model" if len(bare) == 1 else f"model{index}", model) for index, model in enumerate(bare)]
+
+
+def _sharded_state_dict(state: TrainingState, *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    models = {name: model.sharded_state_dict(metadata=metadata) for name, model in _named_models(state.models)}
+    sharded: dict[str, Any] = dict(models)
+    if state.optimizer is not None:
+        # The optimizer finds each parameter's sharding by the parameter object inside the model's dictionary.
+        model_part: dict[str, Any] = models["model"] if len(models) == 1 else models
+        checkpoint_optimizer.create_missing_state(state.optimizer)
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(model_part, is_loading=is_loading, metadata=metadata)
+    if state.scheduler is not None:
+        sharded["scheduler"] = state.scheduler.state_dict()
+    if with_rng:
+        # One state per rank of the world: pipeline stages and tensor-parallel ranks differ.
+        sharded["rng"] = ShardedObject("rng_state", _get_rng(), (dist.get_world_size(),), (dist.get_rank(),))
+    return sharded
+
+
+def _layout() -> dict[str, Any]:
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+    }
+
+
+def _get_rng() -> dict[str, Any]:
+    numpy_state: Any = numpy.random.get_state()
+    _, keys, position, has_gauss, cached = numpy_state
+    return {
+        "python": random.getstate(),
+        "numpy": (keys.tolist(), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_rng(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    keys, *rest = states["numpy"]
+    numpy.random.set_state(("MT19937", numpy.array(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def _on_rank_zero(work: Callable[[], _T]) -> _T:
+    """Do file work on rank 0 and give its result, or its failure, to every rank: none is left waiting."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except (ValueError, OSError) as error:
+            outcome[1] = error
+        except Exception as error:
+            # Only exceptions that survive pickling may travel.
+            outcome[1] = RuntimeError(f"on rank 0: {error!r}")
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: _T = outcome[0]
+    return result
+
+
+def _empty_directory(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+
+
+def _publish(partial: Path, final: Path, iteration: int, keep: int | None) -> None:
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+    temporary = final.parent / (TRACKER + ".partial")
+    with temporary.open("w") as stream:
+        stream.write(str(iteration))
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(final.parent / TRACKER)
+    if keep is not None:
+        complete = [path for path in final.parent.glob("iter_*") if path.name[len("iter_") :].isdecimal()]
+        # Iterations after this one belong to an abandoned branch of the run; they are the user's to delete.
+        older = sorted(path for path in complete if path.name <= final.name)
+        for path in older[:-keep]:
+            shutil.rmtree(path)
+
+
+def _inspect(directory: Path, iteration: int | None) -> tuple[Path, dict[str, Any]]:
+    """Find a checkpoint, see that all of its files are whole, and read what it says about itself."""
+    if iteration is None:
+        iteration = latest(directory)
+    if iteration is None:
+        raise ValueError(f"{directory} has no {TRACKER}, expected a checkpoint: give the directory of a finished save")
+    path = iteration_directory(directory, iteration)
+    if not path.is_dir():
+        raise ValueError(f"{path} does not exist, expected the checkpoint of iteration {iteration}: {_REMEDY}")
+    try:
+        content = dist_checkpointing.load_content_metadata(str(path))
+        metadata = FileSystemReader(path).read_metadata()
+    except Exception as error:  # a damaged archive or pickle raises almost anything, by where the damage lies
+        raise ValueError(f"{path} is damaged ({error}), expected a complete checkpoint: {_REMEDY}") from error
+    if content is None or not {"fingerprint", "layout", "optimizer"} <= content.keys():
+        raise ValueError(f"{path} carries no fingerprint, expected a checkpoint of this project: {_REMEDY}")
+    ends: dict[str, int] = {}
+    for part in metadata.storage_data.values():
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    for name, end in ends.items():
+        size = (path / name).stat().st_size if (path / name).is_file() else 0
+        if size < end:
+            raise ValueError(f"{path / name} has {size} bytes, expected {end}: {_REMEDY}")
+    return path, content
+
+
+def _check_content(path: Path, content: Mapping[str, Any], fingerprint: Mapping[str, Any], kind: str | None) -> None:
+    """Refuse another model or optimizer; every rank has the same arguments, so all raise or none."""
+    saved = content["fingerprint"]
+    missing = "(absent)"
+    differing = [
+        f"{key}: checkpoint {saved.get(key, missing)!r}, model {fingerprint.get(key, missing)!r}"
+        for key in sorted(saved.keys() | fingerprint.keys())
+        if saved.get(key, missing) != fingerprint.get(key, missing)
+    ]
+    if differing:
+        raise ValueError(
+            f"{path} is of another model ({'; '.join(differing)}), expected equal fingerprints: "
+            "configure the model that was saved, or choose another directory"
+        )
+    if kind is not None and content["optimizer"] != kind:
+        raise ValueError(
+            f"{path} holds optimizer state of kind {content['optimizer']!r}, expected {kind!r}: use the optimizer "
+            "settings (distributed, bf16) that it was saved with, or load weights only"
+        )
+
+
+def _jsonable(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy as JSON would give it back, so that what is compared is what was stored."""
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(dict(value)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} is {value!r} ({error}), expected JSON values: convert it to numbers, strings, lists and dicts"
+        ) from error
+    return copy

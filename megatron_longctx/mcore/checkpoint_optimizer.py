@@ -1,0 +1,118 @@
+"""What loading Megatron's optimizers needs besides their own ``load_state_dict``.
+
+With torch's Adam (no TransformerEngine, no Apex) Megatron-Core 0.16.1 cannot describe an optimizer that has not
+stepped, does not expect ``step`` when it copies a parameter's state, and gives ONE ``step`` tensor to all parameters,
+so that the step would advance once per parameter. Fused Adams keep the step per group and pass through unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
+
+# Settings that live in the parameter groups and would otherwise be taken from the checkpoint.
+_HYPERPARAMETERS = ("max_lr", "min_lr", "betas", "eps")
+
+
+def kind(optimizer: MegatronOptimizer | None) -> str | None:
+    """Name of the optimizer's state layout: checkpoints load only into the same one. None for no optimizer."""
+    if optimizer is None:
+        return None
+    parts = _parts(optimizer)
+    if any(isinstance(part, DistributedOptimizer) for part in parts):
+        return "distributed"
+    return "fp32" if all(isinstance(part, FP32Optimizer) for part in parts) else "bf16"
+
+
+def create_missing_state(optimizer: MegatronOptimizer) -> None:
+    """Give torch's Adam zero moments and step 0 for parameters that it has not stepped yet."""
+    for adam in _torch_adams(optimizer):
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                if not adam.state[parameter]:
+                    adam.state[parameter].update(
+                        step=torch.zeros((), dtype=torch.float32, device=_step_device(group, parameter)),
+                        exp_avg=torch.zeros_like(parameter.data),
+                        exp_avg_sq=torch.zeros_like(parameter.data),
+                    )
+
+
+def load(optimizer: MegatronOptimizer, loaded: Any) -> None:
+    """Load what ``dist_checkpointing.load`` returned for this optimizer's sharded state dictionary.
+
+    Args:
+        optimizer: whose ``sharded_state_dict(is_loading=True)`` guided the load.
+        loaded: the loaded dictionary; by position if several optimizers are chained.
+    """
+    parts = _parts(optimizer)
+    states = [loaded] if len(parts) == 1 else [loaded[index] for index in sorted(loaded)]
+    for part, state in zip(parts, states, strict=True):
+        if isinstance(part, DistributedOptimizer):
+            _load_distributed(part, state)
+        else:
+            if isinstance(part.optimizer, torch.optim.Adam):
+                # Megatron leaves a step of 0 out of the checkpoint; torch refuses a state without a step.
+                state.get("optimizer", state)["state"].setdefault("common_step", torch.zeros(()))
+            part.load_state_dict(state)
+    if isinstance(optimizer, ChainedOptimizer) and len(parts) > 1:
+        optimizer._synchronize_steps()
+    for adam in _torch_adams(optimizer):
+        _separate_steps(adam)
+
+
+def hyperparameters(optimizer: MegatronOptimizer | None) -> list[dict[str, Any]]:
+    """The run's own settings of each parameter group, to put back after a load."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [{key: group[key] for key in _HYPERPARAMETERS if key in group} for group in groups]
+
+
+def restore_hyperparameters(optimizer: MegatronOptimizer, values: list[dict[str, Any]]) -> None:
+    """Put back what ``hyperparameters`` returned."""
+    for group, own in zip(optimizer.param_groups, values, strict=True):
+        group.update(own)
+
+
+def _load_distributed(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
+    state = dict(state)
+    parameter_state = state.pop("param_state")
+    sharding = state.pop("param_state_sharding_type")
+    assert sharding == "fully_reshardable", sharding
+    optimizer.load_state_dict(state)
+    # The copy below visits every entry of a parameter's state, and the checkpoint has no entry for the step.
+    steps = {}
+    for adam in _torch_adams(optimizer):
+        for parameter, entries in adam.state.items():
+            if "step" in entries:
+                steps[parameter] = (entries, entries.pop("step"))
+    with torch.no_grad():
+        optimizer.load_parameter_state_from_fully_reshardable(parameter_state)
+    for entries, step in steps.values():
+        entries["step"] = step
+
+
+def _separate_steps(adam: torch.optim.Optimizer) -> None:
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            entries = adam.state[parameter]
+            entries["step"] = entries["step"].to(_step_device(group, parameter)).clone()
+
+
+def _step_device(group: dict[str, Any], parameter: torch.Tensor) -> torch.device:
+    """Where torch's Adam expects its step: with the parameter only if a CUDA graph or fused kernel reads it."""
+    return parameter.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+
+
+def _torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+    for part in _parts(optimizer):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            yield part.optimizer
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    if isinstance(optimizer, ChainedOptimizer):
+        return list(optimizer.chained_optimizers)
+    return [optimizer]

@@ -1,0 +1,268 @@
+"""What Megatron-Core 0.16.1 needs to run on a machine without a CUDA device, all in one place.
+
+Megatron-Core names the device "cuda" in many files. ``apply()`` maps those names to the CPU, so that the same model,
+schedule, optimizer and checkpoint code runs in tests and on laptops. Nothing changes on import, and nothing changes
+where a CUDA device exists.
+
+The adjustments replace functions of torch and Megatron for the whole process rather than push a
+``TorchFunctionMode``: a mode belongs to one thread (autograd moves deeply nested recomputation to another one) and
+costs a little on every operation, while a replaced function holds in every thread and costs only where it is called.
+
+Model configurations on CPU still need ``use_cpu_initialization=True`` and every fusion switched off
+(``bias_activation_fusion``, ``bias_dropout_fusion``, ``masked_softmax_fusion``, ``apply_rope_fusion``,
+``gradient_accumulation_fusion``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_applied = False
+
+_CPU = torch.device("cpu")
+
+# Factories that Megatron calls with device="cuda", with torch.cuda.current_device(), or with pin_memory=True.
+_FACTORIES = (
+    "tensor",
+    "as_tensor",
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "eye",
+    "arange",
+    "linspace",
+    "rand",
+    "randn",
+    "randint",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+)
+
+
+def apply() -> bool:
+    """Make Megatron-Core usable without CUDA; call it once per process, before building groups or models.
+
+    Returns:
+        True if the adjustments are active after the call, False if a CUDA device exists and nothing was done.
+    """
+    global _applied
+    if torch.cuda.is_available():
+        return False
+    if not _applied:
+        _adjust_cuda_module()
+        _adjust_factories()
+        _adjust_tensor_methods()
+        _adjust_rng()
+        _applied = True
+    return True
+
+
+def is_applied() -> bool:
+    """Whether ``apply()`` has changed this process."""
+    return _applied
+
+
+def _adjust_cuda_module() -> None:
+    """``torch.cuda``: the current device is the CPU, waiting is nothing, a stream is a stand-in."""
+    # models/common/embeddings/rotary_pos_embedding.py, transformer/attention.py, utils.py (GlobalMemoryBuffer),
+    # tensor_parallel/layers.py and mappings.py, distributed/param_and_grad_buffer.py,
+    # pipeline_parallel/p2p_communication.py, optimizer/distrib_optimizer.py,
+    # dist_checkpointing/strategies/state_dict_saver.py: device=torch.cuda.current_device().
+    _replace(torch.cuda, "current_device", lambda: _CPU)
+    # pipeline_parallel/p2p_communication.py (after each batch of sends), dist_checkpointing/strategies/
+    # filesystem_async.py (after staging), transformer/cuda_graphs.py.
+    _replace(torch.cuda, "synchronize", lambda device=None: None)
+    # inference/engines/static_engine.py hands the device of the main thread to a worker thread.
+    _replace(torch.cuda, "set_device", lambda device: None)
+    # transformer/moe/token_dispatcher.py (all-to-all dispatcher) copies sizes on a side stream;
+    # inference/text_generation_controllers/text_generation_controller.py times with events.
+    stream = _CpuStream()
+    _replace(torch.cuda, "Stream", _CpuStream)
+    _replace(torch.cuda, "Event", _CpuEvent)
+    _replace(torch.cuda, "current_stream", lambda device=None: stream)
+    _replace(torch.cuda, "stream", lambda stream: contextlib.nullcontext(stream))
+    # transformer/moe/moe_utils.py (maybe_move_tensor_to_cpu) keeps memory alive for the side stream.
+    _replace(torch.Tensor, "record_stream", lambda self, stream: None)
+
+
+def _adjust_factories() -> None:
+    """Literal ``device="cuda"`` and ``pin_memory=True`` in tensor factories."""
+    # pipeline_parallel/schedules.py (total_num_tokens), optimizer/optimizer.py (scale and overflow buffers),
+    # optimizer/clip_grads.py, optimizer/grad_scaler.py, transformer/utils.py (masks),
+    # models/common/embeddings/rope_utils.py (pin_memory), rerun_state_machine.py,
+    # dist_checkpointing/strategies/state_dict_saver.py.
+    for name in _FACTORIES:
+        original = getattr(torch, name)
+        _replace(torch, name, _on_cpu(original))
+
+
+def _adjust_tensor_methods() -> None:
+    """``.cuda()``, ``.to("cuda")``, ``.pin_memory()`` and comparisons with ``"torch.cuda.FloatTensor"``."""
+    # models/common/embeddings/rope_utils.py, optimizer/distrib_optimizer.py (gather of the optimizer's state),
+    # models/common/language_module/language_module.py, optimizer/grad_scaler.py.
+    _replace(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+    # distributed/param_and_grad_buffer.py (offloading buffers).
+    _replace(torch.Tensor, "pin_memory", lambda self, *args, **kwargs: self)
+    # optimizer/cpu_offloading/hybrid_optimizer.py, transformer/transformer_layer.py.
+    _replace(torch.Tensor, "to", _to_cpu(torch.Tensor.to))
+    # optimizer/optimizer.py, optimizer/distrib_optimizer.py and optimizer/clip_grads.py sort parameters and check
+    # gradients by the string of their type.
+    _replace(torch.Tensor, "type", _cuda_type_names(torch.Tensor.type))
+
+
+def _adjust_rng() -> None:
+    """``tensor_parallel/random.py``: the tracked generator is the CPU's default generator."""
+    from megatron.core.tensor_parallel import random as mcore_random
+
+    class CpuRNGStatesTracker(mcore_random.CudaRNGStatesTracker):  # type: ignore[misc]
+        """Named random states of the CPU generator, with the interface of Megatron's CUDA tracker."""
+
+        def add(self, name: str, seed: int) -> None:
+            """Track a state called ``name`` that starts at ``seed``; both must be new."""
+            self._is_initialized = True
+            if seed in self.seeds_:
+                raise Exception(f"seed {seed} already exists")
+            if name in self.states_:
+                raise Exception(f"rng state {name} already exists")
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            """Draw from the state called ``name`` inside the context; the surrounding state is untouched."""
+            if name not in self.states_:
+                raise Exception(f"rng state {name} is not added")
+            outer = torch.get_rng_state()
+            # A nested fork of the same name continues the stream instead of replaying it.
+            outer_name: str = self._current_state_name  # type: ignore[has-type]
+            self._current_state_name = name
+            if outer_name != "default-rng":
+                self.states_[outer_name] = outer
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(self.states_[outer_name] if outer_name != "default-rng" else outer)
+                self._current_state_name = outer_name
+
+    def get_state(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        assert not graph_safe, "graph-safe random states exist on CUDA only"
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+        assert not graph_safe, "graph-safe random states exist on CUDA only"
+        torch.set_rng_state(new_state)
+
+    # initialize_rng_tracker looks the class up at call time; checkpoint() and CheckpointWithoutOutput use the two
+    # functions, which is what makes dropout under recomputation repeat exactly.
+    _replace(mcore_random, "CudaRNGStatesTracker", CpuRNGStatesTracker)
+    _replace(mcore_random, "_get_cuda_rng_state", get_state)
+    _replace(mcore_random, "_set_cuda_rng_state", set_state)
+
+
+class _CpuStream:
+    """A stream on which everything has already happened, since CPU operations return when they are done."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Always done."""
+        return True
+
+    def record_event(self, event: _CpuEvent | None = None) -> _CpuEvent:
+        """The given or a new event, recorded now."""
+        event = event or _CpuEvent()
+        event.record()
+        return event
+
+
+class _CpuEvent:
+    """An event that remembers the wall-clock time of its recording."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._seconds = time.perf_counter()
+
+    def record(self, stream: Any = None) -> None:
+        """Record now."""
+        self._seconds = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Always done."""
+        return True
+
+    def elapsed_time(self, end_event: _CpuEvent) -> float:
+        """Milliseconds from this event to ``end_event``."""
+        return (end_event._seconds - self._seconds) * 1000.0
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    # Through setattr: an assignment to a function of a typed module is an error to the type checker.
+    setattr(owner, name, value)
+
+
+def _names_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        # Without an accelerator there is no allocator of pinned memory.
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def _to_cpu(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and _names_cuda(args[0]):
+            args = (_CPU, *args[1:])
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return original(self, *args, **kwargs)
+
+    return to
+
+
+def _cuda_type_names(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        # Only the query form returns a string: "torch.FloatTensor" becomes "torch.cuda.FloatTensor".
+        if isinstance(result, str) and not result.startswith("torch.cuda."):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    return type_

@@ -1,0 +1,8 @@
+"""Worker functions of these tests are pickled by module name: spawned ranks must find `tests` on their path."""
+
+import sys
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parents[2])
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)

@@ -1,0 +1,75 @@
+"""The norms equal their formulas, keep dtypes, and carry the mark that sequence parallelism needs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_longctx.mcore import norms
+
+HIDDEN = 96
+
+
+def _config(**overrides: Any) -> Any:
+    fields = dict(
+        params_dtype=torch.float32,
+        sequence_parallel=False,
+        layernorm_zero_centered_gamma=False,
+        use_cpu_initialization=True,
+    )
+    return SimpleNamespace(**(fields | overrides))
+
+
+def _reference(name: str, x: torch.Tensor, norm: Any) -> torch.Tensor:
+    x = x.double()
+    if name == "LayerNorm":
+        x = x - x.mean(-1, keepdim=True)
+    y = x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight.double()
+    return y + norm.bias.double() if name == "LayerNorm" else y
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16])
+def test_value_and_dtype(name: str, parameters: torch.dtype, inputs: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm: Any = norms.norm_class(name)(_config(params_dtype=parameters), HIDDEN, eps=1e-3)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.copy_(torch.randn(HIDDEN))
+    # Far from zero mean: statistics in bf16 would be off by far more than one rounding of the output.
+    x = (5 * torch.randn(7, 3, HIDDEN) + 2).to(inputs)
+    y = norm(x)
+    assert y.dtype == inputs
+    assert all(parameter.dtype == parameters for parameter in norm.parameters())
+    tolerance = 2e-6 if inputs == torch.float32 else 2**-8
+    torch.testing.assert_close(y.double(), _reference(name, x, norm), rtol=tolerance, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+def test_gradients(name: str) -> None:
+    torch.manual_seed(0)
+    norm: Any = norms.norm_class(name)(_config(params_dtype=torch.float64), 6)
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(norm, (x,))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_parameters_are_marked(sequence_parallel: bool) -> None:
+    for name, count in (("RMSNorm", 1), ("LayerNorm", 2)):
+        norm = norms.norm_class(name)(_config(sequence_parallel=sequence_parallel), HIDDEN)
+        marks = [parameter.sequence_parallel for parameter in norm.parameters()]  # type: ignore[attr-defined]
+        assert marks == [sequence_parallel] * count
+
+
+def test_refusals() -> None:
+    assert norms.norm_class("rmsnorm") is norms.RMSNorm
+    assert norms.norm_class("LayerNorm") is norms.LayerNorm
+    with pytest.raises(ValueError, match="'L2Norm', expected rmsnorm or layernorm"):
+        norms.norm_class("L2Norm")
+    for name in ("rmsnorm", "layernorm"):
+        with pytest.raises(ValueError, match="layernorm_zero_centered_gamma is True, expected False"):
+            norms.norm_class(name)(_config(layernorm_zero_centered_gamma=True), HIDDEN)

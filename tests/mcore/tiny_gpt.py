@@ -1,0 +1,185 @@
+"""A GPT small enough to train in a test, with dense attention, on any parallel sizes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch.nn import functional
+
+from megatron_longctx.mcore import checkpoint, groups, norms
+from megatron_longctx.mcore import optimizer as optim
+
+VOCABULARY, SEQUENCE, BATCH = 64, 16, 4
+FINGERPRINT = {"num_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes and precision; what remains of the world is data parallel."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    distributed: bool = True
+    bf16: bool = False
+    overlap: bool = False
+
+
+class DenseAttention(torch.nn.Module):
+    """Causal attention over the whole sequence, with the interface of Megatron's core attention."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def model_config(layout: Layout, **overrides: Any) -> TransformerConfig:
+    dtype = torch.bfloat16 if layout.bf16 else torch.float32
+    settings: dict[str, Any] = dict(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=64,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        sequence_parallel=layout.tensor > 1,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=layout.bf16,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+    return TransformerConfig(**(settings | overrides))
+
+
+def build_model(config: TransformerConfig, collection: ProcessGroupCollection) -> GPTModel:
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    norm = norms.norm_class("RMSNorm")
+    spec.submodules.input_layernorm = norm
+    spec.submodules.pre_mlp_layernorm = norm
+    spec.submodules.self_attention.submodules.core_attention = DenseAttention
+    return GPTModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=_stage_specs(config, spec, collection), layer_norm=norm),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=collection.pp.rank() == 0,
+        post_process=collection.pp.rank() == collection.pp.size() - 1,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        pg_collection=collection,
+    )
+
+
+def _stage_specs(config: TransformerConfig, spec: Any, collection: ProcessGroupCollection) -> list[Any]:
+    return [spec] * (config.num_layers // collection.pp.size())
+
+
+class Trainer:
+    """Groups, model, optimizer and schedule for one layout, and the step that Megatron's loop would take."""
+
+    def __init__(self, layout: Layout, **config_overrides: Any) -> None:
+        self.groups = groups.initialize(tensor=layout.tensor, pipeline=layout.pipeline, seed=7)
+        self.config = model_config(layout, **config_overrides)
+        settings = optim.OptimizerSettings(
+            lr=2e-2,
+            min_lr=1e-3,
+            warmup_steps=1,
+            decay_steps=10,
+            distributed=layout.distributed,
+            bf16=layout.bf16,
+        )
+        self.models = optim.wrap_ddp(
+            [build_model(self.config, self.groups)],
+            self.config,
+            self.groups,
+            distributed=layout.distributed,
+            overlap_grad_reduce=layout.overlap,
+            overlap_param_gather=layout.overlap and layout.distributed,
+        )
+        self.optimizer = optim.build_optimizer(self.models, settings, self.groups)
+        self.scheduler = optim.build_scheduler(self.optimizer, settings, BATCH)
+        optim.connect(self.config, self.models, self.optimizer)
+
+    def state(self, **fingerprint: Any) -> checkpoint.TrainingState:
+        return checkpoint.TrainingState(self.models, self.optimizer, self.scheduler, FINGERPRINT | fingerprint)
+
+    def train(self, steps: range) -> list[float]:
+        """The mean loss of each step's batch, equal on every rank."""
+        return [self.step(step) for step in steps]
+
+    def step(self, step: int) -> float:
+        for model in self.models:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        share = BATCH // self.groups.dp.size()
+        first = self.groups.dp.rank() * share
+        samples = (_sample(step, index) for index in itertools.count(first))
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=samples,
+            model=self.models,
+            num_microbatches=share,
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        success, _, _ = self.optimizer.step()
+        assert success
+        self.scheduler.step(increment=BATCH)
+        total = torch.tensor([sum(float(part["loss"]) for part in losses), float(len(losses))])
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+    def close(self) -> None:
+        groups.destroy()
+
+
+def _sample(step: int, index: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    # Few of the words, each again four places later: learnable in a few steps, so that the loss moves.
+    head = torch.randint(8, (4,), generator=generator)
+    return head.repeat(SEQUENCE // 4 + 1)[: SEQUENCE + 1][None]
+
+
+def _forward_step(samples: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    tokens = next(samples)
+    positions = torch.arange(SEQUENCE)[None]
+    output = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous())
+
+    def loss_of(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = per_token.float().mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    return output, loss_of
+
+
+def data_parallel_rank() -> int:
+    return parallel_state.get_data_parallel_rank()
