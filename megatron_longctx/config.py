@@ -237,7 +237,14 @@ def _validate_training(config: Config) -> None:
     _one_of("train.device", train.device, DEVICES)
     _one_of("optim.decay_style", optim.decay_style, ("cosine", "linear", "constant"))
     _one_of("logging.wandb", config.logging.wandb, WANDB_MODES)
-    for name in ("steps", "global_batch_size", "micro_batch_size", "save_interval", "keep_checkpoints", "num_processes"):
+    for name in (
+        "steps",
+        "global_batch_size",
+        "micro_batch_size",
+        "save_interval",
+        "keep_checkpoints",
+        "num_processes",
+    ):
         _at_least(f"train.{name}", getattr(train, name), 1)
     for name in ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad"):
         _at_least(f"optim.{name}", getattr(optim, name), 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..layout import Layout
-from .plan import Attend, Block, Kind, Move, Plan, Step
+from .plan import Attend, Block, Move, Plan, Step
 from .ring import attends_on
 
 

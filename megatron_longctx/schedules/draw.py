@@ -55,7 +55,16 @@ def draw_on(axes: Axes, plan: Plan) -> None:
                     axes.text(left + share / 2, rank, label, ha="center", va="center", fontsize=7.5)
                 left += share
             if left < start + width - 1e-9:
-                axes.barh(rank, start + width - left, left=left, height=0.78, color="#e9e9e9", hatch="////", edgecolor="#c4c4c4", linewidth=0)
+                axes.barh(
+                    rank,
+                    start + width - left,
+                    left=left,
+                    height=0.78,
+                    color="#e9e9e9",
+                    hatch="////",
+                    edgecolor="#c4c4c4",
+                    linewidth=0,
+                )
         start += width
         if width:
             axes.axvline(start, color="#888888", linewidth=0.5, linestyle=":")

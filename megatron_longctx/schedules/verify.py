@@ -125,7 +125,9 @@ def _check_flow(plan: Plan) -> None:
     owed: Counter[Block] = Counter()  # results computed away from home and not delivered yet
     for t, step in enumerate(plan.steps):
         for move in step.moves:
-            _check_move(plan, move, held, f"{plan.name}, step {t}: {move.block} from {move.source} to {move.destination}")
+            _check_move(
+                plan, move, held, f"{plan.name}, step {t}: {move.block} from {move.source} to {move.destination}"
+            )
             if move.block.kind in RESULTS and move.destination == move.block.home:
                 owed[move.block] -= 1
                 if owed[move.block] < 0:

@@ -1,0 +1,149 @@
+"""Attention over a sequence sharded among the ranks of a process group, as one autograd function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm import BufferPool, P2PTransport
+from ..kernels import KernelRequest, choose
+from ..layout import Layout
+from ..schedules import Kind, Plan, build_plan
+from .executor import BackwardPass, Engine, ForwardPass
+from .program import Program, programs
+
+
+class ContextParallelAttention:
+    """Exact softmax attention; each rank gives and gets the tokens that the schedule's layout assigns to it.
+
+    One object serves every layer: they share its buffers and its stream.
+
+    Args:
+        group: the context-parallel process group, or None for one rank.
+        schedule: a name in `schedules.SCHEDULES`.
+        kernel: a name in `kernels.PROVIDERS`, or `auto`.
+        max_buffer_tokens: bound on other ranks' tokens held at once (`all_gather` only).
+        unit: ranks hold multiples of this many tokens (the tensor-parallel size, under sequence parallelism).
+        deterministic: ask for kernels whose results are bit-identical from run to run.
+
+    Raises:
+        ValueError: an unknown schedule (a kernel that cannot serve is refused by the first call, which knows shapes).
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        schedule: str = "zigzag",
+        kernel: str = "auto",
+        max_buffer_tokens: int | None = None,
+        unit: int = 1,
+        deterministic: bool = False,
+    ) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.world = dist.get_world_size(group) if group is not None else 1
+        self._schedule = schedule
+        self._kernel = kernel
+        self._max_buffer_tokens = max_buffer_tokens
+        self._unit = unit
+        self._deterministic = deterministic
+        self._programs: dict[tuple[int, bool], tuple[Program, Program]] = {}
+        self._engines: dict[KernelRequest, Engine] = {}
+        self._links: dict[torch.device, tuple[P2PTransport | None, BufferPool]] = {}
+        self.plan(0)
+
+    def plan(self, length: int, causal: bool = True) -> Plan:
+        """The forward plan for sequences of `length` tokens."""
+        return build_plan(self._schedule, self.world, length, causal, self._max_buffer_tokens, self._unit)
+
+    def layout(self, length: int) -> Layout:
+        """Which rank holds which of `length` tokens."""
+        return self.plan(length).layout
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, length: int, causal: bool = True, scale: float | None = None
+    ) -> Tensor:
+        """Attend, differentiably in q, k and v.
+
+        Args:
+            q: this rank's queries `[s, b, h, d]`, `s = layout(length).num_tokens(rank)`.
+            k, v: this rank's keys and values `[s, b, g, d]`; `g` divides `h`.
+            length: tokens of the whole sequence, over all ranks.
+            causal: token i sees tokens 0..i; otherwise every token sees every token.
+            scale: factor of the scores; default `d ** -0.5`.
+
+        Returns:
+            `[s, b, h, d]` in q's dtype.
+
+        Raises:
+            ValueError: shapes that do not fit each other or the layout, or no kernel that can serve them.
+        """
+        layout = self.layout(length)
+        expected = layout.num_tokens(self.rank)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.ndim != 4 or x.shape[0] != expected:
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}: expected [{expected}, b, heads, d], since rank {self.rank} of "
+                    f"{self.world} holds {expected} of {length} tokens in the {layout.name} layout. Shard the "
+                    f"sequence by this layout and give its global length."
+                )
+        if k.shape != v.shape or k.shape[1] != q.shape[1] or k.shape[3] != q.shape[3] or q.shape[2] % k.shape[2]:
+            raise ValueError(
+                f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected equal batch and head dimension, "
+                "k and v alike, and query heads a multiple of key/value heads."
+            )
+        engine = self._engine(q, k)
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        if (length, causal) not in self._programs:
+            self._programs[length, causal] = programs(self.plan(length, causal), self.rank)
+        return Attend.apply(q, k, v, self._programs[length, causal], engine, scale)  # type: ignore[no-any-return]
+
+    def _engine(self, q: Tensor, k: Tensor) -> Engine:
+        request = KernelRequest(
+            device_type=q.device.type,
+            dtype=q.dtype,
+            head_dim=q.shape[3],
+            num_heads=q.shape[2],
+            num_kv_heads=k.shape[2],
+            deterministic=self._deterministic,
+        )
+        if request not in self._engines:
+            kernel = choose(self._kernel, request)
+            if q.device not in self._links:
+                transport = P2PTransport(self._group, q.device) if self._group is not None and self.world > 1 else None
+                self._links[q.device] = (transport, BufferPool(q.device))
+            self._engines[request] = Engine(kernel, *self._links[q.device])
+        return self._engines[request]
+
+
+class Attend(torch.autograd.Function):
+    """Runs a rank's (forward, backward) programs. Keeps q, the packed k and v, out and lse: other ranks' blocks are fetched again in backward, not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pair: tuple[Program, Program], engine: Engine, scale: float
+    ) -> Tensor:
+        forward_program, ctx.program = pair
+        # On the wire k and v of a span are one message, so they lie together token by token.
+        kv = (k, v) if engine.transport is None else (torch.stack((k, v), dim=1),)
+        run = ForwardPass(forward_program, engine, {Kind.Q: (q,), Kind.KV: kv}, scale)
+        run.run()
+        out, lse = run.output.finish()
+        ctx.engine, ctx.scale = engine, scale
+        ctx.save_for_backward(q, out, lse, *kv)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_out,) = grads
+        q, out, lse, *kv = ctx.saved_tensors
+        home = {Kind.Q_GRAD: (q, out, grad_out, lse), Kind.KV: tuple(kv)}
+        run = BackwardPass(ctx.program, ctx.engine, home, ctx.scale)
+        run.run()
+        gradients = [total.finish() for total in run.dkv]
+        dk, dv = gradients if len(gradients) == 2 else gradients[0].unbind(1)
+        return run.dq.finish(), dk, dv, None, None, None

@@ -1,0 +1,151 @@
+"""One rank's share of a plan, with every block's place in memory decided: computed once, then only followed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..schedules import RESULTS, Attend, Block, Kind, Plan, Stay, results_away, seal, stays, transpose
+
+HOME = -1
+"""The slot number of a rank's own tokens."""
+
+
+class Place(NamedTuple):
+    """Rows `start..stop-1` of one kind in a buffer slot, or in the rank's own tensors (`slot=HOME`)."""
+
+    kind: Kind
+    slot: int
+    start: int
+    stop: int
+
+
+class Send(NamedTuple):
+    """A message out of `place`, or, where that is None, of the result `block` that this rank computed."""
+
+    block: Block
+    place: Place | None
+    peer: int
+
+
+class Receive(NamedTuple):
+    """A message into `place`; results are merged into the rank's own rows from `block.start` on once they are in."""
+
+    block: Block
+    place: Place
+    peer: int
+
+
+class Call(NamedTuple):
+    """One kernel call; `keys` has several places only where they are not side by side in memory."""
+
+    attend: Attend
+    query: Place
+    keys: tuple[Place, ...]
+    results: tuple[Block, ...]  # computed for other ranks, in the order of `results_away`
+
+
+class ProgramStep(NamedTuple):
+    """What one rank does in one step. The messages wait for its calls of step `after` (-1: only for the start)."""
+
+    sends: tuple[Send, ...]
+    receives: tuple[Receive, ...]
+    after: int
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's whole pass. `slots` gives kind and size in tokens of every buffer slot."""
+
+    steps: tuple[ProgramStep, ...]
+    slots: tuple[tuple[Kind, int], ...]
+    rank: int
+    num_tokens: int
+
+
+def programs(plan: Plan, rank: int) -> tuple[Program, Program]:
+    """(forward, backward) programs of `rank` for a forward plan."""
+    return compile_program(plan, rank), compile_program(seal(transpose(plan)), rank)
+
+
+def compile_program(plan: Plan, rank: int) -> Program:
+    """Place the blocks of `plan` in as few buffer slots as their stays allow."""
+    rank_stays = stays(plan)[rank]
+    slot_of, slots, busy_until = _assign(rank_stays)
+    steps = []
+    for t, step in enumerate(plan.steps):
+        receives, waits_for = [], -1
+        for index, stay in enumerate(rank_stays):
+            if stay.first == t:
+                receives += _receives(stay, slot_of[index])
+                waits_for = max(waits_for, busy_until[index])
+        order = {move.block: i for i, move in enumerate(step.moves) if move.destination == rank}
+        sources = {move.block: move.source for move in step.moves if move.destination == rank}
+        receives = [r._replace(peer=sources[r.block]) for r in sorted(receives, key=lambda r: order[r.block])]
+        sends = []
+        for move in step.moves:
+            if move.source == rank:
+                computed_here = move.block.kind in RESULTS and move.block.origin == rank
+                place = None if computed_here else _find(move.block, rank, rank_stays, slot_of, t)
+                waits_for = max(waits_for, t - 1) if computed_here else waits_for
+                sends.append(Send(move.block, place, move.destination))
+        calls = tuple(_call(attend, plan, rank, rank_stays, slot_of, t) for attend in step.attends[rank])
+        steps.append(ProgramStep(tuple(sends), tuple(receives), waits_for, calls))
+    return Program(tuple(steps), tuple(slots), rank, plan.layout.num_tokens(rank))
+
+
+def _assign(rank_stays: list[Stay]) -> tuple[list[int], list[tuple[Kind, int]], list[int]]:
+    """Give every stay a slot; also until which step that slot was busy before it (-1: never)."""
+    slots: list[tuple[Kind, int]] = []
+    busy: list[int] = []
+    slot_of, busy_until = [], []
+    for stay in rank_stays:
+        free = [i for i, (kind, _) in enumerate(slots) if kind == stay.kind and busy[i] < stay.first]
+        if free:
+            slot = min(free, key=lambda i: busy[i])  # the one free for longest: least to wait for
+            slots[slot] = (stay.kind, max(slots[slot][1], stay.tokens))
+        else:
+            slot = len(slots)
+            slots.append((stay.kind, stay.tokens))
+            busy.append(-1)
+        slot_of.append(slot)
+        busy_until.append(busy[slot])
+        busy[slot] = stay.last
+    return slot_of, slots, busy_until
+
+
+def _receives(stay: Stay, slot: int) -> list[Receive]:
+    receives, start = [], 0
+    for block in stay.blocks:
+        receives.append(Receive(block, Place(stay.kind, slot, start, start + block.tokens), -1))
+        start += block.tokens
+    return receives
+
+
+def _find(block: Block, rank: int, rank_stays: list[Stay], slot_of: list[int], t: int) -> Place:
+    """Where `rank` holds an input block in step `t`."""
+    if block.home == rank:
+        return Place(block.kind, HOME, block.start, block.stop)
+    for stay, slot in zip(rank_stays, slot_of, strict=True):
+        if stay.first < t <= stay.last:
+            start = 0
+            for held in stay.blocks:
+                if held.contains(block):
+                    start += block.start - held.start
+                    return Place(block.kind, slot, start, start + block.tokens)
+                start += held.tokens
+    raise AssertionError(f"rank {rank} does not hold {block} in step {t}: the plan was not verified")
+
+
+def _call(attend: Attend, plan: Plan, rank: int, rank_stays: list[Stay], slot_of: list[int], t: int) -> Call:
+    query = attend.query._replace(kind=Kind.Q_GRAD) if plan.backward else attend.query
+    keys: list[Place] = []
+    for block in attend.keys:
+        place = _find(block, rank, rank_stays, slot_of, t)
+        if keys and keys[-1].slot == place.slot and keys[-1].stop == place.start:
+            keys[-1] = keys[-1]._replace(stop=place.stop)
+        else:
+            keys.append(place)
+    results = tuple(results_away(attend, rank, plan.backward))
+    return Call(attend, _find(query, rank, rank_stays, slot_of, t), tuple(keys), results)
