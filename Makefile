@@ -1,0 +1,64 @@
+# `make` or `make help` lists the targets. Variables, given as `make TARGET NAME=value`:
+#   PYTHON  interpreter that .venv is made of (3.11 or later; default: python3);
+#           for test-gpu: the interpreter that runs the tests, with everything they need installed
+#   ARGS    more arguments for pytest, e.g. ARGS="-k zigzag -x"
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CODE := megatron_longctx analysis tests
+
+# One thread a process: tests start up to eight ranks, which would otherwise fight over the cores.
+TEST_ENV := OMP_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-gpu lint format types wheel clean
+
+help: ## List the targets
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Make .venv with everything the tests and the demo need
+
+# Again whenever the dependencies change; the stamp comes last, so that an interrupted set-up starts over.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Python {sys.version.split()[0]} found, 3.11 or later is needed: make setup PYTHON=python3.11")'
+	@echo "== set-up: $(VENV) (once; several minutes where torch is downloaded) =="
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup ## Train a small GPT with 4 context-parallel ranks and with 1, and compare them (CPU, minutes)
+	$(BIN)/megatron-longctx demo
+
+test: setup ## Run the CPU test suite
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+# On GPU machines torch and its friends are usually there already: PYTHON=... uses them and installs nothing.
+ifeq ($(origin PYTHON),file)
+test-gpu: setup ## Run the tests that need GPUs (PYTHON=python3: with that interpreter's own packages)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+else
+test-gpu:
+	$(PYTHON) -m pytest -m gpu $(ARGS)
+endif
+
+lint: setup ## Check style and format (ruff)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+
+format: setup ## Put the code into the project's format
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+types: setup ## Check types (mypy)
+	$(BIN)/mypy
+
+wheel: setup ## Build the wheel into dist/
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+clean: ## Remove .venv, caches and built files (runs/ and data/ stay)
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
