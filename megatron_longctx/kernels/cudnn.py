@@ -32,8 +32,8 @@ class CudnnKernel(AttentionKernel):
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
         self._no_seed: dict[torch.device, Tensor] = {}
-        # cuDNN refuses a single key and, in some versions on some GPUs, a single query; and decoding would build a new
-        # plan for every token, since the number of keys grows by one.
+        # ATen's own selection passes cuDNN over for a single key and, in some versions on some GPUs, refuses a single
+        # query; and decoding would build a new plan for every token, since the number of keys grows by one.
         self._single = FlashKernel(deterministic=deterministic)
 
     def why_not(self, request: KernelRequest) -> str | None:
@@ -73,8 +73,8 @@ class CudnnKernel(AttentionKernel):
             return self._single._backward(block, grad_out, out, lse)
         no_seed = self._seed(block.q.device)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            # ATen has looked up a cached plan by the layout of q, k and v alone (that of out, grad_out and lse entered
-            # the key later), so these three always come in one layout: another would be read with the wrong strides.
+            # ATen looks up a cached plan by the layout of q, k and v alone (seen in torch 2.11; later sources add the
+            # rest), so out, grad_out and lse always come in one layout: any other is read with the wrong strides.
             heads_first(grad_out.contiguous()),
             heads_first(block.q),
             heads_first(block.k),

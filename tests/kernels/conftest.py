@@ -4,6 +4,8 @@ Given as one fixture, since test folders are not packages.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
@@ -33,7 +35,12 @@ class KernelMath:
     """The tests' own arithmetic, independent of the package."""
 
     # Below these relative errors a result is as good as its dtype gets, whatever torch's own call achieves.
-    floor = {torch.float64: 1e-13, torch.float32: 5e-7, torch.bfloat16: 1e-3, torch.float16: 2e-4}
+    floor: ClassVar[dict[torch.dtype, float]] = {
+        torch.float64: 1e-13,
+        torch.float32: 5e-7,
+        torch.bfloat16: 1e-3,
+        torch.float16: 2e-4,
+    }
 
     @staticmethod
     def tensors(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> tuple[Tensor, ...]:
@@ -93,7 +100,7 @@ class KernelMath:
                 assert (result.double() - expected).abs().max() < (1e-10 if result.dtype == torch.float64 else 2e-3)
                 continue
             allowed = max(2 * cls.error(own[name], expected), cls.floor[result.dtype])
-            # Where a gradient is zero in exact arithmetic (one key), rounding is all there is: compare with grad_out's size.
+            # A gradient that is zero in exact arithmetic (one key) is all rounding: compare with grad_out's size, 1.
             if expected.norm() < 1e-9:
                 assert result.double().abs().max() < 0.05, name
                 continue
@@ -119,7 +126,7 @@ class KernelMath:
         acc = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = torch.zeros(q.shape, dtype=acc, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
-        blocks = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        blocks = [slice(a, b) for a, b in pairwise(cuts)]
         pairs = [
             (rows, cols, rows == cols)
             for rows in (blocks if case.causal else [slice(0, case.s)])
