@@ -1,0 +1,158 @@
+"""The import law of the rooms and the size budget, read from the sources of `megatron_longctx`.
+
+Every import counts, also those inside functions, under TYPE_CHECKING and through `importlib.import_module("…")`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+PACKAGE = "megatron_longctx"
+ROOT = Path(__file__).resolve().parents[1] / PACKAGE
+MOST_LINES = 500
+
+# In the order data flows: a room imports itself and what stands before it. `metrics` needs nothing but `config`.
+ROOMS = (
+    *("names", "config", "layout", "topology", "schedules", "kernels", "comm", "attention", "recompute", "metrics"),
+    *("inference", "mcore", "training", "convert", "doctor", "demo", "cli", "__main__", "testing"),
+)
+# The package's own __init__ is loaded by every import of any room, so it may know none.
+INIT = "__init__"
+
+# What a room may not import, besides what its place says: (room, forbidden module, files excepted).
+FORBIDDEN = (
+    ("layout", "torch", ()),
+    ("topology", "torch", ("measure.py",)),
+    ("schedules", "torch", ()),
+    ("metrics", "torch", ("hardware.py",)),
+    ("kernels", "torch.distributed", ()),
+    ("recompute", f"{PACKAGE}.schedules", ()),
+    *(("metrics", f"{PACKAGE}.{room}", ()) for room in ROOMS[2:] if room != "metrics"),
+    *((room, "megatron", ()) for room in (INIT, *ROOMS) if room not in ("mcore", "testing")),
+)
+
+
+def imported_modules(tree: ast.AST, module: PurePosixPath) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything `module` (its path inside the package) imports.
+
+    `from a import b` gives `a.b`, whether b is a module or not: a prefix of it is the module in either case.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = (PACKAGE, *module.parts)[: -node.level]
+                base = ".".join((*above, *([base] if base else [])))
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def within(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
+
+
+def broken_laws(name: str, room: str, file_name: str) -> Iterator[str]:
+    """What is wrong with `room` importing `name` in `file_name`."""
+    for of_room, module, excepted in FORBIDDEN:
+        if room == of_room and within(name, module) and file_name not in excepted:
+            yield f"{room} may not import {module}"
+    if not within(name, PACKAGE) or name == PACKAGE:
+        return
+    target = name.split(".")[1]
+    if target.startswith("__") and target != "__main__":
+        return  # megatron_longctx.__version__ and the like
+    if target not in ROOMS:
+        yield f"{target} is no room known to this test; give it its place in ROOMS"
+    elif target != room and (room == INIT or ROOMS.index(target) > ROOMS.index(room)):
+        yield f"{room} may not import {target}: imports point only up the list"
+
+
+def violations(root: Path) -> list[str]:
+    """Every broken law in the package at `root`, as `file:line: what`."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        module = PurePosixPath(path.relative_to(root).as_posix())
+        room = module.parts[0].removesuffix(".py")
+        if room not in (INIT, *ROOMS):
+            found.append(f"{module}: {room} is no room known to this test; give it its place in ROOMS")
+            continue
+        source = path.read_text(encoding="utf-8")
+        for line, name in imported_modules(ast.parse(source), module):
+            found += [f"{module}:{line}: {law}" for law in broken_laws(name, room, path.name)]
+        if (lines := len(source.splitlines())) > MOST_LINES:
+            found.append(f"{module}: {lines} lines, at most {MOST_LINES}; split it")
+    return found
+
+
+def test_the_package_keeps_the_law() -> None:
+    files = list(ROOT.rglob("*.py"))
+    assert len(files) > 5, f"{ROOT} is not the package"
+    assert violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "law"),
+    [
+        ("layout/a.py", "import torch", "layout may not import torch"),
+        ("layout/a.py", "def f():\n    from torch.nn import Module", "layout may not import torch"),
+        ("schedules/a.py", "from importlib import import_module\nimport_module('torch')", "may not import torch"),
+        ("topology/links.py", "import torch.distributed as dist", "topology may not import torch"),
+        ("metrics/sinks.py", "import torch", "metrics may not import torch"),
+        ("kernels/a.py", "from torch import distributed", "kernels may not import torch.distributed"),
+        ("kernels/a.py", "from ..comm import p2p", "kernels may not import comm: imports point only up"),
+        ("kernels/a.py", "from .. import comm", "kernels may not import comm: imports point only up"),
+        ("comm/a.py", f"from {PACKAGE}.attention.executor import run", "comm may not import attention"),
+        ("attention/a.py", "from megatron.core import parallel_state", "attention may not import megatron"),
+        ("training/a.py", "import megatron.core.models", "training may not import megatron"),
+        ("cli.py", "import megatron.core", "cli may not import megatron"),
+        ("inference/a.py", f"from {PACKAGE} import training", "inference may not import training"),
+        (
+            "recompute/a.py",
+            f"from {PACKAGE}.schedules import Plan",
+            "recompute may not import megatron_longctx.schedules",
+        ),
+        ("metrics/a.py", f"from {PACKAGE} import layout", "metrics may not import megatron_longctx.layout"),
+        ("training/a.py", f"from {PACKAGE}.testing.distributed import free_port", "training may not import testing"),
+        ("config.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .layout import Layout", "layout"),
+        ("__init__.py", "from .config import Config", "__init__ may not import config"),
+        ("names.py", "import megatron_longctx.config", "names may not import config"),
+        ("utils/a.py", "", "utils is no room known to this test"),
+        ("training/a.py", f"from {PACKAGE}.helpers import x", "helpers is no room known to this test"),
+        ("names.py", "\n" * (MOST_LINES + 1), f"{MOST_LINES + 1} lines, at most {MOST_LINES}"),
+    ],
+)
+def test_a_broken_law_is_found(tmp_path: Path, file: str, source: str, law: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source)
+    found = violations(tmp_path)
+    assert len(found) == 1 and law in found[0], found
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("topology/measure.py", "import torch.distributed as dist"),
+        ("metrics/hardware.py", "import torch"),
+        ("mcore/a.py", f"from megatron.core import parallel_state\nfrom {PACKAGE}.attention import executor"),
+        ("kernels/a.py", "import torch\nfrom torch.nn import functional\nfrom . import merge\nfrom .merge import f"),
+        ("schedules/draw.py", f"from ..layout import Layout\nfrom {PACKAGE} import config, __version__"),
+        ("training/a.py", f"import {PACKAGE}\nfrom {PACKAGE}.metrics.sinks import JsonlSink"),
+        ("testing/a.py", f"import torch\nimport megatron.core\nfrom {PACKAGE}.cli import main"),
+        ("layout/a.py", "import torchvision_like\nimport numpy"),
+    ],
+)
+def test_what_the_law_allows_is_not_reported(tmp_path: Path, file: str, source: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source)
+    assert violations(tmp_path) == []
