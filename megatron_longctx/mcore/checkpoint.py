@@ -27,6 +27,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -49,7 +50,8 @@ class TrainingState:
 
     Attributes:
         models: the model chunks of this rank, wrapped in DDP or bare.
-        optimizer: None to leave the optimizer out (loading weights for inference).
+        optimizer: None to leave the optimizer out. To train on from weights alone, load with None and then call
+            ``optimizer.reload_model_params()``.
         scheduler: None to leave the schedule out.
         fingerprint: JSON-able facts that make two models incompatible when they differ (layers, sizes, vocabulary);
             nothing about parallel sizes.
@@ -102,6 +104,9 @@ def save(
 ) -> Path:
     """Write a checkpoint and make it the latest one. Collective over the world.
 
+    With the distributed optimizer every rank gathers the optimizer state of its model-parallel shard in host memory
+    (12 bytes per parameter of the shard); loading needs the same.
+
     Args:
         directory: the run's checkpoint directory, on storage that every rank sees.
         iteration: optimizer steps done.
@@ -123,6 +128,7 @@ def save(
     partial = final.with_name(final.name + ".partial")
     _on_rank_zero(lambda: _empty_directory(partial))
 
+    _finish_parameter_gather(state.models)
     sharded = _sharded_state_dict(state, is_loading=False, with_rng=True)
     sharded |= {"iteration": iteration, "extra": extra}
     content = {"fingerprint": fingerprint, "layout": _layout(), "optimizer": checkpoint_optimizer.kind(state.optimizer)}
@@ -180,6 +186,13 @@ def _named_models(models: Sequence[torch.nn.Module]) -> list[tuple[str, Any]]:
     """Megatron-LM's names: ``model`` for one chunk, ``model0``, ``model1`` for several."""
     bare = unwrap_model(list(models))
     return [("model" if len(bare) == 1 else f"model{index}", model) for index, model in enumerate(bare)]
+
+
+def _finish_parameter_gather(models: Sequence[torch.nn.Module]) -> None:
+    """With ``overlap_param_gather`` the parameters updated by other ranks arrive only in the next forward pass."""
+    for model in models:
+        if isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather:
+            model.start_param_sync(force_sync=True)
 
 
 def _sharded_state_dict(state: TrainingState, *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
@@ -262,9 +275,12 @@ def _empty_directory(path: Path) -> None:
 
 
 def _publish(partial: Path, final: Path, iteration: int, keep: int | None) -> None:
+    replaced = final.with_name(final.name + ".replaced")
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(replaced)
     partial.rename(final)
+    if replaced.exists():
+        shutil.rmtree(replaced)
     temporary = final.parent / (TRACKER + ".partial")
     with temporary.open("w") as stream:
         stream.write(str(iteration))
@@ -272,11 +288,11 @@ def _publish(partial: Path, final: Path, iteration: int, keep: int | None) -> No
         os.fsync(stream.fileno())
     temporary.replace(final.parent / TRACKER)
     if keep is not None:
-        complete = [path for path in final.parent.glob("iter_*") if path.name[len("iter_") :].isdecimal()]
+        numbers = [path.name.removeprefix("iter_") for path in final.parent.glob("iter_*")]
         # Iterations after this one belong to an abandoned branch of the run; they are the user's to delete.
-        older = sorted(path for path in complete if path.name <= final.name)
-        for path in older[:-keep]:
-            shutil.rmtree(path)
+        kept = sorted(int(number) for number in numbers if number.isdecimal() and int(number) <= iteration)
+        for number in kept[:-keep]:
+            shutil.rmtree(iteration_directory(final.parent, number))
 
 
 def _inspect(directory: Path, iteration: int | None) -> tuple[Path, dict[str, Any]]:

@@ -62,6 +62,7 @@ def apply() -> bool:
         _adjust_factories()
         _adjust_tensor_methods()
         _adjust_rng()
+        _adjust_moe()
         _applied = True
     return True
 
@@ -168,6 +169,14 @@ def _adjust_rng() -> None:
     _replace(mcore_random, "CudaRNGStatesTracker", CpuRNGStatesTracker)
     _replace(mcore_random, "_get_cuda_rng_state", get_state)
     _replace(mcore_random, "_set_cuda_rng_state", set_state)
+
+
+def _adjust_moe() -> None:
+    """``transformer/moe/moe_utils.py`` reads a name that only TransformerEngine defines, as if it were None."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        _replace(moe_utils, "te_general_gemm", None)
 
 
 class _CpuStream:

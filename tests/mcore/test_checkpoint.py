@@ -11,11 +11,15 @@ import pytest
 import torch.distributed as dist
 
 from megatron_longctx.mcore import checkpoint
+from megatron_longctx.mcore import optimizer as optim
 from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.tiny_gpt import BATCH, Layout, Trainer
 
 SINGLE, DATA2, TENSOR2, PIPELINE2 = Layout(), Layout(overlap=True), Layout(tensor=2), Layout(pipeline=2)
+CONTEXT2, TENSOR2_DATA2, TENSOR2_PIPELINE2 = Layout(context=2), Layout(tensor=2), Layout(tensor=2, pipeline=2)
 STEPS = 7
+
+Curve = list[float]
 
 
 def _save(trainer: Trainer, directory: Path, iteration: int, **options: Any) -> Path:
@@ -23,16 +27,19 @@ def _save(trainer: Trainer, directory: Path, iteration: int, **options: Any) -> 
     return checkpoint.save(directory, iteration, trainer.state(), extra, **options)
 
 
+def _load(trainer: Trainer, directory: Path) -> None:
+    loaded = checkpoint.load(directory, trainer.state())
+    assert loaded.extra == {"consumed_samples": loaded.iteration * BATCH}
+    assert trainer.scheduler.num_steps == loaded.iteration * BATCH
+
+
 def _segment(
     layout: Layout, start: Path | None, steps: range, save_at: int | None = None, to: Path | None = None
-) -> list[float]:
-    """Load, train, and save in the middle; the losses of ``steps``."""
+) -> Curve:
+    """Load, train, and save in the middle; the loss, then the gradient norm, of each step."""
     trainer = Trainer(layout)
     if start is not None:
-        loaded = checkpoint.load(start, trainer.state())
-        assert loaded.iteration == steps.start
-        assert loaded.extra == {"consumed_samples": steps.start * BATCH}
-        assert trainer.scheduler.num_steps == steps.start * BATCH
+        _load(trainer, start)
     losses = []
     for step in steps:
         if step == save_at:
@@ -40,42 +47,84 @@ def _segment(
             _save(trainer, to, step)
         losses.append(trainer.step(step))
     trainer.close()
-    return losses
+    return losses + trainer.gradient_norms
 
 
-def _single_reference(rank: int, root: Path) -> list[float]:
-    return _segment(SINGLE, None, range(STEPS), 2, root / "single")
+def _convert(layout: Layout, start: Path, iteration: int, to: Path) -> None:
+    """Load and save at once: for layouts whose forward pass needs more than these tests have."""
+    trainer = Trainer(layout)
+    _load(trainer, start)
+    _save(trainer, to, iteration)
+    trainer.close()
 
 
-def _two_ranks(rank: int, root: Path) -> dict[str, list[float]]:
-    return {
+def _first_loss_from_weights(layout: Layout, start: Path, step: int) -> float:
+    trainer = Trainer(layout)
+    checkpoint.load(start, checkpoint.TrainingState(trainer.models, None, None, trainer.state().fingerprint))
+    trainer.optimizer.reload_model_params()
+    loss = trainer.step(step)
+    trainer.close()
+    return loss
+
+
+def _single_reference(rank: int, root: Path) -> tuple[Curve, Curve]:
+    untied = _segment(SINGLE, None, range(STEPS), 2, root / "single")
+    return untied, _segment(Layout(tied=True), None, range(STEPS), 2, root / "tied")
+
+
+def _two_ranks(rank: int, root: Path) -> tuple[dict[str, Curve], Curve, float]:
+    curves = {
         "single to DP2": _segment(DATA2, root / "single", range(2, STEPS), 3, root / "data"),
         "DP2 to TP2": _segment(TENSOR2, root / "data", range(3, STEPS), 4, root / "tensor"),
         "single to PP2": _segment(PIPELINE2, root / "single", range(2, STEPS), 4, root / "pipeline"),
         "TP2 to PP2": _segment(PIPELINE2, root / "tensor", range(4, STEPS)),
     }
+    tied = _segment(Layout(pipeline=2, tied=True), root / "tied", range(2, STEPS), 4, root / "tied_pipeline")
+    _convert(CONTEXT2, root / "data", 3, root / "context")
+    # Saved in the middle of an overlapped gather of parameters.
+    return curves, tied, _first_loss_from_weights(SINGLE, root / "data", 3)
 
 
-def _single_again(rank: int, root: Path) -> dict[str, list[float]]:
+def _four_ranks(rank: int, root: Path) -> dict[str, Curve]:
     return {
-        "TP2 to single": _segment(SINGLE, root / "tensor", range(4, STEPS)),
-        "PP2 to single": _segment(SINGLE, root / "pipeline", range(4, STEPS)),
-        "single to single": _segment(SINGLE, root / "single", range(2, STEPS)),
+        "single to TP2 DP2": _segment(TENSOR2_DATA2, root / "single", range(2, STEPS), 3, root / "four"),
+        "TP2 DP2 to TP2 PP2": _segment(TENSOR2_PIPELINE2, root / "four", range(3, STEPS), 4, root / "four_pipeline"),
     }
 
 
+def _single_again(rank: int, root: Path) -> tuple[dict[str, Curve], Curve]:
+    curves = {
+        "TP2 to single": _segment(SINGLE, root / "tensor", range(4, STEPS)),
+        "CP2 to single": _segment(SINGLE, root / "context", range(3, STEPS)),
+        "PP2 to single": _segment(SINGLE, root / "pipeline", range(4, STEPS)),
+        "TP2 PP2 to single": _segment(SINGLE, root / "four_pipeline", range(4, STEPS)),
+        "single to single": _segment(SINGLE, root / "single", range(2, STEPS)),
+    }
+    return curves, _segment(Layout(tied=True), root / "tied_pipeline", range(4, STEPS))
+
+
+def _tail(curve: Curve, count: int) -> Curve:
+    return curve[STEPS - count : STEPS] + curve[2 * STEPS - count :]
+
+
 def test_curves_and_resharding(tmp_path: Path) -> None:
-    [reference] = run_distributed(_single_reference, 1, tmp_path)
-    assert reference[-1] < reference[0] - 0.1, "the model must learn, or equal losses say little"
-    first, second = run_distributed(_two_ranks, 2, tmp_path)
-    assert first == second
-    [again] = run_distributed(_single_again, 1, tmp_path)
-    for name, losses in (first | again).items():
-        expected = reference[STEPS - len(losses) :]
-        assert len(losses) >= 3
-        assert losses == pytest.approx(expected, abs=1e-5), name
+    [(reference, tied_reference)] = run_distributed(_single_reference, 1, tmp_path)
+    assert reference[STEPS - 1] < reference[0] - 0.5, "the model must learn, or equal losses say little"
+    of_two, other = run_distributed(_two_ranks, 2, tmp_path)
+    assert of_two == other
+    of_four = run_distributed(_four_ranks, 4, tmp_path)
+    assert all(curves == of_four[0] for curves in of_four)
+    [(again, tied_again)] = run_distributed(_single_again, 1, tmp_path)
+
+    curves, tied, first_loss = of_two
+    for name, curve in (curves | of_four[0] | again).items():
+        assert len(curve) >= 6
+        assert curve == pytest.approx(_tail(reference, len(curve) // 2), rel=1e-5, abs=1e-5), name
+    assert tied == pytest.approx(_tail(tied_reference, 5), rel=1e-5, abs=1e-5)
+    assert tied_again == pytest.approx(_tail(tied_reference, 3), rel=1e-5, abs=1e-5)
+    assert first_loss == pytest.approx(reference[3], abs=1e-5)
     # The same layout resumes bit for bit.
-    assert again["single to single"] == reference[2:]
+    assert again["single to single"] == _tail(reference, 5)
 
 
 def _resume_exactly(rank: int, root: Path, layouts: list[Layout]) -> list[tuple[list[float], list[float]]]:
@@ -140,6 +189,15 @@ def _failures(rank: int, root: Path) -> dict[str, str]:
     assert checkpoint.latest(root) == 3
     assert checkpoint.load(root, state).iteration == 3
     assert checkpoint.load(root, state, iteration=2).iteration == 2
+
+    # The run's own settings stay in force; only the position comes from the checkpoint.
+    for group in trainer.optimizer.param_groups:
+        group.update(max_lr=5e-3, betas=(0.8, 0.9))
+    checkpoint.load(root, state)
+    for group in trainer.optimizer.param_groups:
+        assert (group["max_lr"], group["betas"]) == (5e-3, (0.8, 0.9))
+    # One optimizer step is the whole warm-up.
+    assert optim.learning_rate(trainer.optimizer) == pytest.approx(5e-3)
 
     messages["missing"] = _message(lambda: checkpoint.load(root, state, iteration=9))
     messages["model"] = _message(lambda: checkpoint.load(root, trainer.state(hidden_size=48, experts=8)))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -29,10 +28,12 @@ class Layout:
     """Parallel sizes and precision; what remains of the world is data parallel."""
 
     tensor: int = 1
+    context: int = 1
     pipeline: int = 1
     distributed: bool = True
     bf16: bool = False
     overlap: bool = False
+    tied: bool = False
 
 
 class DenseAttention(torch.nn.Module):
@@ -63,6 +64,7 @@ def model_config(layout: Layout, **overrides: Any) -> TransformerConfig:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tensor,
+        context_parallel_size=layout.context,
         pipeline_model_parallel_size=layout.pipeline,
         sequence_parallel=layout.tensor > 1,
         pipeline_dtype=dtype,
@@ -79,7 +81,7 @@ def model_config(layout: Layout, **overrides: Any) -> TransformerConfig:
     return TransformerConfig(**(settings | overrides))
 
 
-def build_model(config: TransformerConfig, collection: ProcessGroupCollection) -> GPTModel:
+def build_model(config: TransformerConfig, collection: ProcessGroupCollection, *, tied: bool) -> GPTModel:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     norm = norms.norm_class("RMSNorm")
     spec.submodules.input_layernorm = norm
@@ -93,7 +95,7 @@ def build_model(config: TransformerConfig, collection: ProcessGroupCollection) -
         pre_process=collection.pp.rank() == 0,
         post_process=collection.pp.rank() == collection.pp.size() - 1,
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=tied,
         pg_collection=collection,
     )
 
@@ -106,7 +108,7 @@ class Trainer:
     """Groups, model, optimizer and schedule for one layout, and the step that Megatron's loop would take."""
 
     def __init__(self, layout: Layout, **config_overrides: Any) -> None:
-        self.groups = groups.initialize(tensor=layout.tensor, pipeline=layout.pipeline, seed=7)
+        self.groups = groups.initialize(tensor=layout.tensor, context=layout.context, pipeline=layout.pipeline, seed=7)
         self.config = model_config(layout, **config_overrides)
         settings = optim.OptimizerSettings(
             lr=2e-2,
@@ -117,7 +119,7 @@ class Trainer:
             bf16=layout.bf16,
         )
         self.models = optim.wrap_ddp(
-            [build_model(self.config, self.groups)],
+            [build_model(self.config, self.groups, tied=layout.tied)],
             self.config,
             self.groups,
             distributed=layout.distributed,
@@ -126,6 +128,7 @@ class Trainer:
         )
         self.optimizer = optim.build_optimizer(self.models, settings, self.groups)
         self.scheduler = optim.build_scheduler(self.optimizer, settings, BATCH)
+        self.gradient_norms: list[float] = []
         optim.connect(self.config, self.models, self.optimizer)
 
     def state(self, **fingerprint: Any) -> checkpoint.TrainingState:
@@ -151,8 +154,9 @@ class Trainer:
             micro_batch_size=1,
             forward_only=False,
         )
-        success, _, _ = self.optimizer.step()
+        success, norm, _ = self.optimizer.step()
         assert success
+        self.gradient_norms.append(float(norm))
         self.scheduler.step(increment=BATCH)
         total = torch.tensor([sum(float(part["loss"]) for part in losses), float(len(losses))])
         dist.all_reduce(total)
@@ -179,7 +183,3 @@ def _forward_step(samples: Any, model: Any) -> tuple[torch.Tensor, Any]:
         return loss, {"loss": loss.detach().clone()}
 
     return output, loss_of
-
-
-def data_parallel_rank() -> int:
-    return parallel_state.get_data_parallel_rank()
