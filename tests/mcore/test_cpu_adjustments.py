@@ -14,7 +14,7 @@ import torch
 from megatron_longctx.mcore import cpu
 from megatron_longctx.testing.distributed import run_distributed
 
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the adjustments exist only without CUDA")
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 def test_nothing_happens_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,6 @@ def _check_names() -> None:
     assert start.elapsed_time(end) >= 0.0
 
 
-@without_cuda
 def test_cuda_names_mean_the_cpu() -> None:
     run_distributed(_names, 1)
 
@@ -121,7 +120,6 @@ def tracker_fork() -> Any:
     return get_cuda_rng_tracker().fork()
 
 
-@without_cuda
 def test_random_tracker_and_groups() -> None:
     run_distributed(_tracker, 2)
 
@@ -145,6 +143,5 @@ def _recompute(rank: int) -> None:
     quiet.close()
 
 
-@without_cuda
 def test_dropout_under_recomputation_repeats_exactly() -> None:
     run_distributed(_recompute, 2)
