@@ -24,7 +24,8 @@ setup: $(STAMP) ## Make .venv with everything the tests and the demo need
 
 # Again whenever the dependencies change; the stamp comes last, so that an interrupted set-up starts over.
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Python {sys.version.split()[0]} found, 3.11 or later is needed: make setup PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
+		"Python %s found, 3.11 or later is needed: make setup PYTHON=python3.11" % sys.version.split()[0])'
 	@echo "== set-up: $(VENV) (once; several minutes where torch is downloaded) =="
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
