@@ -17,7 +17,8 @@ MOST_LINES = 500
 
 # In the order data flows: a room imports itself and what stands before it. `metrics` needs nothing but `config`.
 ROOMS = (
-    *("names", "config", "layout", "topology", "schedules", "kernels", "comm", "attention", "recompute", "metrics"),
+    *("names", "config", "compose"),
+    *("layout", "topology", "schedules", "kernels", "comm", "attention", "recompute", "metrics"),
     *("inference", "mcore", "training", "convert", "doctor", "demo", "cli", "__main__", "testing"),
 )
 # The package's own __init__ is loaded by every import of any room, so it may know none.
