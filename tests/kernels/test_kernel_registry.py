@@ -8,7 +8,16 @@ import types
 import pytest
 import torch
 
-from megatron_longctx.kernels import AUTO_ORDER, PROVIDERS, KernelRequest, available, choose, flash_attn, registry
+from megatron_longctx.kernels import (
+    AUTO_ORDER,
+    PROVIDERS,
+    KernelRequest,
+    available,
+    choose,
+    flash_attn,
+    merge_into,
+    registry,
+)
 
 
 def request_for(**changes):
@@ -183,4 +192,9 @@ def test_flash_attn_adapter_speaks_the_packages_signatures(kernel_math, make_cas
         tensors = kernel_math.tensors(case, torch.float32)
         found = kernel_math.run(PROVIDERS["flash_attn"](deterministic=deterministic), *tensors, case)
         kernel_math.check(found, kernel_math.truth(*tensors, case), kernel_math.torch_own(*tensors, case))
-    assert seen == [deterministic] * 2
+    # Merged, the lse is stored token first: the package must still get it as contiguous (b, h, s).
+    found = kernel_math.run_in_blocks(
+        PROVIDERS["flash_attn"](deterministic=deterministic), merge_into, *tensors, case, [0, 11, 30]
+    )
+    kernel_math.check(found, kernel_math.truth(*tensors, case), kernel_math.torch_own(*tensors, case))
+    assert seen == [deterministic] * 4
