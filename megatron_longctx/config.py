@@ -41,6 +41,8 @@ class ModelConfig:
     bias: bool = False
     tie_embeddings: bool = False
     init_std: float = 0.02
+    # Whose layers surround our attention: auto (TransformerEngine's on GPUs where installed, else Megatron's local)
+    implementation: str = "auto"  # auto | local | transformer_engine
 
     @property
     def kv_channels(self) -> int:
@@ -85,7 +87,7 @@ class RecomputeConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Megatron indexed data. `prefix` names `<prefix>.bin` and `<prefix>.idx`, as `megatron-longctx data` writes them."""
+    """Megatron indexed data: `<prefix>.bin` and `<prefix>.idx`, as `megatron-longctx data` writes them."""
 
     prefix: str = "data/stdlib"
     seq_length: int = 4096
@@ -93,7 +95,6 @@ class DataConfig:
     tokenizer_path: str | None = None  # needed by all but byte-level
     split: str = "100,0,0"
     mask_eod_loss: bool = False
-    num_workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class TrainConfig:
     precision: str = "bf16"  # fp32 | bf16
     device: str = "auto"  # auto | cpu | cuda
     seed: int = 1234
+    save: bool = True  # checkpoint at the end and when stopped
     save_interval: int | None = None  # steps; null: only at the end and when stopped
     keep_checkpoints: int | None = None  # null: all
     num_processes: int | None = None  # ranks started on this host; null: one per GPU, or the smallest that fits on CPU
@@ -185,6 +187,7 @@ def _validate_model(model: ModelConfig) -> None:
     _one_of("model.normalization", model.normalization, ("rmsnorm", "layernorm"))
     _one_of("model.activation", model.activation, ("swiglu", "gelu"))
     _one_of("model.position_embedding", model.position_embedding, ("rope", "learned"))
+    _one_of("model.implementation", model.implementation, ("auto", "local", "transformer_engine"))
     for name in ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "ffn_hidden_size"):
         _at_least(f"model.{name}", getattr(model, name), 1)
     _at_least("model.vocab_multiple", model.vocab_multiple, 1)
@@ -265,7 +268,6 @@ def _validate_training(config: Config) -> None:
         )
     _one_of("data.tokenizer", data.tokenizer, TOKENIZERS)
     _at_least("data.seq_length", data.seq_length, 1)
-    _at_least("data.num_workers", data.num_workers, 0)
     if data.tokenizer != "byte-level" and data.tokenizer_path is None:
         raise refuse(
             "data.tokenizer_path", None, f"a path for data.tokenizer={data.tokenizer}", "Set data.tokenizer_path."
@@ -294,7 +296,10 @@ def data_parallel_size(config: Config, world_size: int) -> int:
         ValueError: the sizes do not multiply to `world_size`, or the batch does not divide among the ranks.
     """
     par, train = config.parallelism, config.train
-    product = f"tensor {par.tensor_parallel_size} x context {par.context_parallel_size} x pipeline {par.pipeline_parallel_size}"
+    product = (
+        f"tensor {par.tensor_parallel_size} x context {par.context_parallel_size} "
+        f"x pipeline {par.pipeline_parallel_size}"
+    )
     if world_size % par.model_parallel_size:
         raise refuse(
             "world size",

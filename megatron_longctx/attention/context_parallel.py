@@ -100,7 +100,8 @@ class ContextParallelAttention:
         scale = q.shape[3] ** -0.5 if scale is None else scale
         if (length, causal) not in self._programs:
             self._programs[length, causal] = programs(self.plan(length, causal), self.rank)
-        return Attend.apply(q, k, v, self._programs[length, causal], engine, scale)  # type: ignore[no-any-return]
+        out: Tensor = Attend.apply(q, k, v, self._programs[length, causal], engine, scale)  # type: ignore[no-untyped-call]
+        return out
 
     def _engine(self, q: Tensor, k: Tensor) -> Engine:
         request = KernelRequest(
@@ -121,7 +122,10 @@ class ContextParallelAttention:
 
 
 class Attend(torch.autograd.Function):
-    """Runs a rank's (forward, backward) programs. Keeps q, the packed k and v, out and lse: other ranks' blocks are fetched again in backward, not kept."""
+    """Runs a rank's (forward, backward) programs.
+
+    Keeps q, the packed k and v, out and lse; other ranks' blocks are fetched again in backward, not kept.
+    """
 
     @staticmethod
     def forward(

@@ -131,7 +131,8 @@ class ForwardPass(_Pass):
             self.output.add(call.attend.query.start, out, lse)
 
     def merge(self, block: Block, fields: Fields) -> None:
-        self.output.add(block.start, *fields, borrowed=True)
+        out, lse = fields
+        self.output.add(block.start, out, lse, borrowed=True)
 
     def row_like(self, kind: Kind) -> Fields:
         if kind is Kind.OUT:

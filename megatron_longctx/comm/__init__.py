@@ -1,6 +1,7 @@
 """The only room that issues communication. It moves tensors between ranks and knows nothing of attention.
 
-`P2PTransport` sends and receives batches of messages on a stream of its own; `BufferPool` lends the memory they land in.
+`P2PTransport` sends and receives batches of messages on a stream of its own; `BufferPool` lends the memory in which
+they land.
 """
 
 from .buffers import BufferPool

@@ -6,9 +6,10 @@ that a transfer never queues behind a kernel it does not depend on, and the host
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ class P2PTransport:
         self._pending: set[int] = set()
         self._stream: torch.cuda.Stream | None = None
         if self._cuda:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             if self.world > 1:
                 # NCCL joins the group's ranks on its first call. In a plan some ranks may have nothing to send in the
                 # first step, and the others would wait for them for ever: so let all meet here.
@@ -102,7 +103,7 @@ class P2PTransport:
             for work in exchange.works:
                 work.wait()
 
-    def _operation(self, direction: object, messages: Sequence[Message]) -> list[dist.P2POp]:
+    def _operation(self, direction: Callable[..., Any], messages: Sequence[Message]) -> list[dist.P2POp]:
         """Messages of one pair of ranks carry their number as tag, so that gloo matches them in order."""
         count: dict[int, int] = {}
         operations = []
@@ -115,8 +116,6 @@ class P2PTransport:
         if not 0 <= peer < self.world or peer == self.rank:
             raise ValueError(f"peer={peer}: expected another rank of the group's {self.world} (this is {self.rank})")
         if not tensor.is_contiguous():
-            raise ValueError(
-                f"message of shape {tuple(tensor.shape)} is not contiguous: send a contiguous slice or copy"
-            )
+            raise ValueError(f"message of shape {tuple(tensor.shape)} is not contiguous: send a copy")
         if tensor.device.type != self.device.type:
             raise ValueError(f"message on {tensor.device}: expected {self.device}, the transport's own device")

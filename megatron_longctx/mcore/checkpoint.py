@@ -351,3 +351,19 @@ def _jsonable(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
             f"{name} is {value!r} ({error}), expected JSON values: convert it to numbers, strings, lists and dicts"
         ) from error
     return copy
+
+
+def check(directory: Path, fingerprint: Mapping[str, Any]) -> int | None:
+    """See, in one process and without loading, that the latest checkpoint of `directory` is whole and of this model.
+
+    Returns:
+        Its iteration; None if there is no checkpoint.
+
+    Raises:
+        ValueError: as `load` does.
+    """
+    iteration = latest(directory)
+    if iteration is not None:
+        path, content = _inspect(Path(directory), iteration)
+        _check_content(path, content, _jsonable("fingerprint", fingerprint), content["optimizer"])
+    return iteration

@@ -1,7 +1,7 @@
 """Parallelism modes as plans. Each mode is a small pure function from a layout to a `Plan`.
 
-`build_plan("zigzag", n, length)` builds, seals and caches one; `transpose` derives its backward; `verify` proves either;
-`describe` prints it and `draw` draws it. To add a mode, write its function in a file of its own, enter it in
+`build_plan("zigzag", n, length)` builds, seals and caches one; `transpose` derives its backward; `verify` proves
+either; `describe` prints it and `draw` draws it. To add a mode, write its function in a file of its own, enter it in
 `SCHEDULES` and in `config.SCHEDULES`: the executor runs it unchanged.
 """
 

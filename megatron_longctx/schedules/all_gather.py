@@ -28,7 +28,8 @@ def all_gather(layout: Layout, causal: bool, max_buffer_tokens: int | None = Non
     room = total if max_buffer_tokens is None or max_buffer_tokens >= total else max_buffer_tokens // 2
     if total and room < 1:
         raise ValueError(
-            f"max_buffer_tokens={max_buffer_tokens}: expected at least 2 (one group arrives while another is attended). "
+            f"max_buffer_tokens={max_buffer_tokens}: expected at least 2 (one group arrives while "
+            "another is attended). "
             f"All remote keys at once would take {total}."
         )
     groups = [list(_groups(attends, room)) for attends in wanted]

@@ -24,9 +24,7 @@ class Schedule:
 
 SCHEDULES: dict[str, Schedule] = {
     "ring": Schedule("contiguous", lambda layout, causal, _: ring(layout, causal), "Ring Attention, contiguous tokens"),
-    "zigzag": Schedule(
-        "zigzag", lambda layout, causal, _: ring(layout, causal, "zigzag"), "balanced ring, head-tail tokens"
-    ),
+    "zigzag": Schedule("zigzag", lambda layout, causal, _: ring(layout, causal, "zigzag"), "balanced ring"),
     "all_gather": Schedule("zigzag", all_gather, "fetch needed keys from their homes, few long kernel calls"),
 }
 

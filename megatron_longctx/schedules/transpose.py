@@ -11,8 +11,8 @@ def transpose(plan: Plan) -> Plan:
     """Same pairs on the same ranks; inputs travel as in forward, gradients go straight home.
 
     A rank that attended another rank's keys sends its partial dK, dV to their home in the next step, and the home adds
-    up what arrives in fp32. Sent in the kernel's own output precision, this loses nothing and moves half the bytes of an
-    accumulator that travels the ring in fp32. Likewise for queries that a helper attended.
+    up what arrives in fp32. Sent in the kernel's own output precision, this loses nothing and moves half the bytes of
+    an accumulator that travels the ring in fp32. Likewise for queries that a helper attended.
 
     Raises:
         ValueError: `plan` is a backward plan already.

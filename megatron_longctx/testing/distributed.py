@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import pickle
-import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+from ..ports import free_port
 
 
 def run_distributed(
@@ -43,7 +37,9 @@ def run_distributed(
     """
     with tempfile.TemporaryDirectory() as folder:
         job = (fn, args, world_size, backend, timeout, free_port(), folder)
-        context = mp.start_processes(_rank_main, args=job, nprocs=world_size, join=False, start_method="spawn")
+        context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+            _rank_main, args=job, nprocs=world_size, join=False, start_method="spawn"
+        )
         deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout)
         while not context.join(timeout=1.0, grace_period=2.0):
             if datetime.datetime.now() > deadline:

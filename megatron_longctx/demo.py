@@ -1,0 +1,49 @@
+"""The demo: the same training with four context-parallel ranks and with one, side by side."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import shutil
+import time
+from pathlib import Path
+
+from .compose import bundled, compose_config
+from .training.launcher import train
+from .training.run_folder import RunFolder
+from .training.text import prepare
+
+logger = logging.getLogger(__name__)
+
+_RUNS = (("demo-cp4", "cp4"), ("demo-cp1", "single"))
+
+
+def demo() -> None:
+    """Prepare the text, train twice, print one table and write `runs/demo.png`."""
+    begin = time.perf_counter()
+    data = compose_config(["experiment=demo"]).data
+    if not Path(data.prefix + ".json").is_file():
+        logger.info("== text: the sources of Python's standard library ==")
+        prepare("stdlib", Path(data.prefix), "", data.tokenizer, data.tokenizer_path)
+    folders = []
+    for name, parallelism in _RUNS:
+        settings = ["experiment=demo", f"parallelism={parallelism}", f"run.name={name}"]
+        folder = RunFolder.of(compose_config(settings)).path
+        if folder.exists():
+            logger.info("removing %s of an earlier demo", folder)
+            shutil.rmtree(folder)
+        logger.info("== %s ==", " ".join(["megatron-longctx train", *settings]))
+        train(settings)
+        folders.append(folder)
+    compare = _load_compare()
+    picture = compare.compare(sorted(folders), out=folders[0].parent / "demo.png")  # type: ignore[attr-defined]
+    logger.info("picture: %s; the demo took %.0f s", picture, time.perf_counter() - begin)
+
+
+def _load_compare() -> object:
+    """`analysis/compare.py`, which is a script beside the package rather than a part of it."""
+    spec = importlib.util.spec_from_file_location("compare", bundled("analysis") / "compare.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,194 @@
+"""Megatron's indexed datasets: written from text, checked, and served as the batches of a training step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
+from torch import Tensor
+
+from ..config import Config, DataConfig, refuse
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What `<prefix>.json` says beside `<prefix>.bin` and `<prefix>.idx`."""
+
+    tokenizer: str
+    vocab_size: int
+    documents: int
+    tokens: int
+
+
+def write_corpus(
+    documents: Iterable[Iterable[str]], prefix: Path, tokenizer: MegatronTokenizerText, library: str
+) -> Corpus:
+    """Tokenize documents into Megatron's indexed form.
+
+    Every document is one or more texts (files, say), each closed by the end-of-document token and kept together as one
+    sequence of tokens. Files appear under their names only when complete.
+
+    Args:
+        documents: the texts of every document.
+        prefix: path without suffix; `.bin`, `.idx` and `.json` are written.
+        tokenizer: as `build_tokenizer` gives it.
+        library: its name, recorded for the check at load time.
+
+    Raises:
+        ValueError: no document has any text.
+    """
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    partial = prefix.with_name(prefix.name + ".partial")
+    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=dtype)
+    count = tokens = 0
+    for texts in documents:
+        ids = [token for text in texts for token in (*tokenizer.tokenize(text), tokenizer.eod)]
+        if ids:
+            builder.add_document(numpy.asarray(ids, dtype=dtype), [len(ids)])
+            count, tokens = count + 1, tokens + len(ids)
+    builder.finalize(f"{partial}.idx")
+    if not count:
+        for suffix in (".bin", ".idx"):
+            os.remove(f"{partial}{suffix}")
+        raise ValueError(f"no text for {prefix}: expected at least one document that is not empty. Check the source.")
+    corpus = Corpus(library, tokenizer.vocab_size, count, tokens)
+    for suffix in (".bin", ".idx"):
+        os.replace(f"{partial}{suffix}", f"{prefix}{suffix}")
+    Path(f"{prefix}.json").write_text(json.dumps(asdict(corpus), indent=2) + "\n")
+    return corpus
+
+
+def check_corpus(data: DataConfig) -> int:
+    """Refuse an absent, empty, corrupt or mismatched dataset before any rank starts.
+
+    Returns:
+        its number of tokens.
+
+    Raises:
+        ValueError: names what is wrong with `data.prefix` and what to do.
+    """
+    remedy = "Write it with `megatron-longctx data`, or set data.prefix to another."
+    sizes = []
+    for suffix in (".idx", ".bin"):
+        path = Path(data.prefix + suffix)
+        if not path.is_file():
+            raise refuse("data.prefix", data.prefix, f"the files {data.prefix}.idx and .bin; {path} is missing", remedy)
+        sizes.append(path.stat().st_size)
+    if not all(sizes):
+        raise refuse("data.prefix", data.prefix, "files that are not empty", remedy)
+    try:
+        dataset = IndexedDataset(data.prefix)
+        lengths = numpy.asarray(dataset.sequence_lengths, dtype=numpy.int64)
+        item = numpy.dtype(dataset.index.dtype).itemsize
+    except Exception as error:  # a corrupt index fails in many ways: assertions, struct and numpy errors
+        raise refuse(
+            "data.prefix", data.prefix, f"a Megatron index file ({error or type(error).__name__})", remedy
+        ) from error
+    tokens = int(lengths.sum())
+    if tokens * item != sizes[1]:
+        wanted = f"{tokens * item} bytes in {data.prefix}.bin, as its index says; it has {sizes[1]}"
+        raise refuse("data.prefix", data.prefix, wanted, f"The file is cut or not of this index. {remedy}")
+    if tokens < data.seq_length + 1:
+        raise refuse(
+            "data.seq_length",
+            data.seq_length,
+            f"at most {tokens - 1}: {data.prefix} has {tokens} tokens",
+            "Lower data.seq_length or use more text.",
+        )
+    note = Path(data.prefix + ".json")
+    if note.is_file():
+        made_with = json.loads(note.read_text()).get("tokenizer")
+        if made_with != data.tokenizer:
+            raise refuse("data.tokenizer", data.tokenizer, f"{made_with}, which {data.prefix} was written with", remedy)
+    return tokens
+
+
+class TrainingData:
+    """Samples in a fixed order that depends on the seed alone: not on steps, batch sizes or ranks.
+
+    Building is collective: every rank constructs it with the same arguments.
+
+    Args:
+        config: `data`, `train.seed`, `train.steps` and `train.global_batch_size` are read.
+        tokenizer: the one the data was written with.
+        vocab_size: rows of the model's embedding.
+    """
+
+    def __init__(self, config: Config, tokenizer: MegatronTokenizerText, vocab_size: int) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._epochs: list[GPTDataset] = [self._epoch(0)]
+        wanted = config.train.steps * config.train.global_batch_size
+        # Each pass over the data has a shuffle of its own; all are made now, since making one is collective.
+        while len(self._epochs) * len(self._epochs[0]) < wanted:
+            self._epochs.append(self._epoch(len(self._epochs)))
+
+    def batch(self, first: int, count: int) -> dict[str, Tensor]:
+        """Samples `first .. first+count-1` as `[count, S]` tensors: tokens, labels, loss_mask, position_ids.
+
+        Labels are the next tokens, shifted over the whole sequence.
+
+        Raises:
+            ValueError: a token that the model has no embedding for.
+        """
+        samples = [self._sample(index) for index in range(first, first + count)]
+        batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+        highest = int(max(batch["tokens"].max(), batch["labels"].max()))
+        if highest >= self._vocab_size:
+            raise refuse(
+                "data.prefix",
+                self._config.data.prefix,
+                f"token ids below the vocabulary's {self._vocab_size}; {highest} is there",
+                "Use the tokenizer the data was written with, or a model with a larger vocabulary.",
+            )
+        return batch
+
+    def _sample(self, index: int) -> dict[str, Tensor]:
+        size = len(self._epochs[0])
+        sample: dict[str, Tensor] = self._epochs[index // size][index % size]
+        return sample
+
+    def _epoch(self, number: int) -> GPTDataset:
+        data = self._config.data
+        config = GPTDatasetConfig(
+            random_seed=self._config.train.seed + number,
+            sequence_length=data.seq_length,
+            blend=([data.prefix], None),
+            split=data.split,
+            tokenizer=self._tokenizer,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=data.mask_eod_loss,
+            create_attention_mask=False,
+        )
+        train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, config).build()
+        if train is None or not len(train):
+            raise refuse(
+                "data.split",
+                data.split,
+                f"a training part of at least {data.seq_length + 1} tokens",
+                "Give the first part of data.split more weight.",
+            )
+        return train
+
+
+def micro_batches(
+    data: TrainingData, step: int, config: Config, dp_rank: int, dp_size: int
+) -> Iterator[dict[str, Tensor]]:
+    """This data-parallel rank's whole (unsharded) micro-batches of one step, in order."""
+    train = config.train
+    per_rank = train.global_batch_size // dp_size
+    first = step * train.global_batch_size + dp_rank * per_rank
+    for offset in range(0, per_rank, train.micro_batch_size):
+        yield data.batch(first + offset, train.micro_batch_size)

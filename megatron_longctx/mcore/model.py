@@ -1,0 +1,152 @@
+"""From the project's configuration to Megatron's: TransformerConfig and GPTModel."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from torch.nn import functional
+
+from ..config import Config, ModelConfig
+from .rope import ShardedRotaryEmbedding
+from .sequence import ShardedSequence
+from .spec import block_spec
+
+logger = logging.getLogger(__name__)
+
+
+def padded_vocab_size(model: ModelConfig, tokenizer_size: int) -> int:
+    """Rows of the embedding: the model's own size, or the tokenizer's rounded up.
+
+    It does not depend on the tensor-parallel size, so that checkpoints load at any other.
+
+    Raises:
+        ValueError: a model with fewer entries than the tokenizer.
+    """
+    if model.vocab_size is None:
+        return -(-tokenizer_size // model.vocab_multiple) * model.vocab_multiple
+    if model.vocab_size < tokenizer_size:
+        raise ValueError(
+            f"model.vocab_size={model.vocab_size}: expected at least the tokenizer's {tokenizer_size}. "
+            "Raise it, or set it to null to take the tokenizer's size."
+        )
+    return model.vocab_size
+
+
+def uses_transformer_engine(model: ModelConfig) -> bool:
+    """Whether layers come from TransformerEngine; `auto` takes it where it is installed."""
+    return model.implementation == "transformer_engine" or (
+        model.implementation == "auto"
+        and torch.cuda.is_available()
+        and importlib.util.find_spec("transformer_engine") is not None
+    )
+
+
+def transformer_config(config: Config) -> TransformerConfig:
+    """Megatron's configuration of the model and its parallelism.
+
+    Fusions that need TransformerEngine or Apex follow what is installed; on CPU all are off.
+    """
+    model, par = config.model, config.parallelism
+    cuda = torch.cuda.is_available()
+    bf16 = config.train.precision == "bf16"
+    fused_accumulation = cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    swiglu = model.activation == "swiglu"
+    recompute: dict[str, Any] = {}
+    if config.recompute.mode == "layer":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_kv_heads,
+        kv_channels=model.kv_channels,
+        ffn_hidden_size=model.ffn_hidden_size,
+        normalization={"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[model.normalization],
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=swiglu,
+        activation_func=functional.silu if swiglu else functional.gelu,
+        add_bias_linear=model.bias,
+        add_qkv_bias=model.bias,
+        init_method_std=model.init_std,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        tensor_model_parallel_size=par.tensor_parallel_size,
+        pipeline_model_parallel_size=par.pipeline_parallel_size,
+        context_parallel_size=par.context_parallel_size,
+        sequence_parallel=par.uses_sequence_parallel,
+        # Initialising on the CPU gives the same weights at every tensor-parallel size, but is slow for big models.
+        use_cpu_initialization=not cuda,
+        # Ranks may hold unequal numbers of tokens: gradients are summed and divided once by the number of tokens.
+        calculate_per_token_loss=True,
+        batch_p2p_comm=cuda,
+        batch_p2p_sync=False,
+        bias_activation_fusion=cuda and swiglu,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=fused_accumulation,
+        attention_softmax_in_fp32=True,
+        deterministic_mode=False,
+        **recompute,
+    )
+
+
+def build_model(
+    config: Config,
+    megatron: TransformerConfig,
+    groups: ProcessGroupCollection,
+    sequence: ShardedSequence,
+    vocab_size: int,
+) -> GPTModel:
+    """This pipeline stage's share of the GPT, with context-parallel attention and positions of the layout in use."""
+    model = config.model
+    use_te = uses_transformer_engine(model)
+    if dist_rank_zero():
+        logger.info("transformer layers: %s", "TransformerEngine" if use_te else "Megatron-Core (local)")
+    gpt = GPTModel(
+        config=megatron,
+        transformer_layer_spec=block_spec(megatron, sequence, transformer_engine=use_te),
+        vocab_size=vocab_size,
+        max_sequence_length=config.data.seq_length,
+        pre_process=groups.pp.rank() == 0,
+        post_process=groups.pp.rank() == groups.pp.size() - 1,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type={"rope": "rope", "learned": "learned_absolute"}[model.position_embedding],
+        rotary_base=model.rope_base,
+        pg_collection=groups,
+    )
+    if model.position_embedding == "rope":
+        gpt.rotary_pos_emb = ShardedRotaryEmbedding(gpt.rotary_pos_emb, sequence)
+    return gpt
+
+
+def dist_rank_zero() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
+    """What a checkpoint must agree on with the model that loads it; nothing about parallel sizes."""
+    model = config.model
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.kv_channels,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "vocab_size": vocab_size,
+        "normalization": model.normalization,
+        "activation": model.activation,
+        "position_embedding": model.position_embedding,
+        "rope_base": model.rope_base,
+        "bias": model.bias,
+        "tie_embeddings": model.tie_embeddings,
+    }

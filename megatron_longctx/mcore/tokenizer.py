@@ -1,0 +1,33 @@
+"""Megatron-Core's tokenizers by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.core.tokenizers import MegatronTokenizer
+from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
+
+BYTE_LEVEL_EOD = 256
+BYTE_LEVEL_PAD = 257
+
+
+def build_tokenizer(library: str, path: str | None = None) -> MegatronTokenizerText:
+    """The tokenizer `library` of Megatron-Core, from `path` where it needs one.
+
+    The byte-level one has ids 0..255 for bytes; its end-of-document id is set to 256, since Megatron's default 0 is a
+    byte that occurs in text.
+
+    Raises:
+        ValueError: a path that is missing or that the library cannot read.
+    """
+    if library == "byte-level":
+        return MegatronTokenizer.from_pretrained(
+            metadata_path={"library": library}, _eos_id=BYTE_LEVEL_EOD, _pad_id=BYTE_LEVEL_PAD
+        )
+    remedy = "Set data.tokenizer_path to what the tokenizer library reads, or use data.tokenizer=byte-level."
+    if path is None or not (Path(path).exists() or library == "huggingface"):
+        raise ValueError(f"data.tokenizer_path={path}: expected the files of a {library} tokenizer. {remedy}")
+    try:
+        return MegatronTokenizer.from_pretrained(tokenizer_path=path, metadata_path={"library": library})
+    except Exception as error:  # every library raises its own kind
+        raise ValueError(f"data.tokenizer_path={path}: cannot be read by {library} ({error}). {remedy}") from error

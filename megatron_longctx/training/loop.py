@@ -1,0 +1,225 @@
+"""The training loop: data, step, optimizer, metrics, checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import names
+from ..config import Config
+from ..mcore import checkpoint, groups, model, optimizer
+from ..mcore.data import TrainingData, micro_batches
+from ..mcore.sequence import build_sequence
+from ..mcore.step import LossSum, TrainStep, local_device
+from ..mcore.tokenizer import build_tokenizer
+from ..metrics.flops import performance, training_flops
+from ..metrics.hardware import current_device_name, peak_tflops
+from ..metrics.sinks import ConsoleSink, JsonlSink, Sink, WandbSink
+from .nonfinite import NonFiniteError, dump
+from .run_folder import RunFolder
+from .signals import StopRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step gave, equal on all ranks."""
+
+    loss: LossSum
+    grad_norm: float | None
+    lr: float
+
+
+class Trainer:
+    """One rank's share of a run. Construction is collective, and resumes from the run's latest checkpoint."""
+
+    def __init__(self, config: Config, folder: RunFolder, stop: StopRequest) -> None:
+        self.config = config
+        self.folder = folder
+        self.stop = stop
+        par, train = config.parallelism, config.train
+        self.groups = groups.initialize(
+            tensor=par.tensor_parallel_size,
+            context=par.context_parallel_size,
+            pipeline=par.pipeline_parallel_size,
+            seed=train.seed,
+        )
+        if config.attention.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
+        self.vocab_size = model.padded_vocab_size(config.model, tokenizer.vocab_size)
+        self.data = TrainingData(config, tokenizer, self.vocab_size)
+        self.sequence = build_sequence(config, self.groups.cp)
+        self._build()
+        dp_size = self.groups.dp.size()
+        self.train_step = TrainStep(
+            models=self.models,
+            sequence=self.sequence,
+            groups=self.groups,
+            micro_batch_size=train.micro_batch_size,
+            num_micro_batches=train.global_batch_size // train.micro_batch_size // dp_size,
+        )
+        self.step = self._resume()
+        self.sinks = self._open_sinks() if dist.get_rank() == 0 else []
+
+    def train(self) -> None:
+        """Run to `train.steps`, or to the step in which a stop signal arrives; the last state is checkpointed."""
+        train = self.config.train
+        saved = self.step
+        if self.step >= train.steps:
+            logger.info("the run is complete at step %d: raise train.steps to go on", self.step)
+        try:
+            while self.step < train.steps and not self._stopped():
+                begin = time.perf_counter()
+                result = self._one_step()
+                self.step += 1
+                self._report(result, time.perf_counter() - begin)
+                if train.save_interval and self.step % train.save_interval == 0 and train.save:
+                    self._save()
+                    saved = self.step
+            if train.save and saved != self.step:
+                self._save()
+        finally:
+            for sink in self.sinks:
+                sink.close()
+        if self.step < train.steps:
+            logger.info("stopped at step %d of %d: the same command goes on from here", self.step, train.steps)
+
+    def _build(self) -> None:
+        config, par = self.config, self.config.parallelism
+        megatron = model.transformer_config(config)
+        gpt = model.build_model(config, megatron, self.groups, self.sequence, self.vocab_size)
+        self.models = optimizer.wrap_ddp(
+            [gpt],
+            megatron,
+            self.groups,
+            distributed=config.optim.distributed,
+            overlap_grad_reduce=par.overlap_grad_reduce,
+            overlap_param_gather=par.overlap_param_gather,
+        )
+        optim = config.optim
+        settings = optimizer.OptimizerSettings(
+            lr=optim.lr,
+            min_lr=optim.min_lr,
+            warmup_steps=optim.warmup_steps,
+            decay_steps=optim.decay_steps or config.train.steps,
+            decay_style=optim.decay_style,
+            weight_decay=optim.weight_decay,
+            beta1=optim.beta1,
+            beta2=optim.beta2,
+            eps=optim.eps,
+            clip_grad=optim.clip_grad,
+            distributed=optim.distributed,
+            bf16=config.train.precision == "bf16",
+        )
+        self.optimizer = optimizer.build_optimizer(self.models, settings, self.groups)
+        self.scheduler = optimizer.build_scheduler(self.optimizer, settings, config.train.global_batch_size)
+        optimizer.connect(megatron, self.models, self.optimizer)
+
+    def _one_step(self) -> StepResult:
+        train = self.config.train
+        batches = list(micro_batches(self.data, self.step, self.config, self.groups.dp.rank(), self.groups.dp.size()))
+        for chunk in self.models:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = self.train_step.run(iter(batches))
+        self._require_finite("loss", loss.mean, batches)
+        lr = optimizer.learning_rate(self.optimizer)
+        _, grad_norm, _ = self.optimizer.step()
+        if grad_norm is not None:
+            self._require_finite("gradient norm", float(grad_norm), batches)
+        self.scheduler.step(increment=train.global_batch_size)
+        return StepResult(loss, None if grad_norm is None else float(grad_norm), lr)
+
+    def _require_finite(self, what: str, value: float, batches: list[dict[str, Tensor]]) -> None:
+        if not math.isfinite(value):
+            path = dump(self.folder.path, self.step + 1, {what: value}, batches, self.models)
+            raise NonFiniteError(
+                f"{what} is {value} in step {self.step + 1}: expected a finite number. What every rank saw is "
+                f"in {path}; "
+                f"the last checkpoint is untouched. Lower optim.lr, check the data, or try train.precision=fp32."
+            )
+
+    def _report(self, result: StepResult, seconds: float) -> None:
+        if not self.sinks:
+            return
+        config = self.config
+        tokens_per_step = config.train.global_batch_size * config.data.seq_length
+        record: dict[str, Any] = {
+            names.STEP: self.step,
+            names.TOKENS: self.step * tokens_per_step,
+            names.LOSS: result.loss.mean,
+            names.GRAD_NORM: result.grad_norm,
+            names.LEARNING_RATE: result.lr,
+            **performance(self._flops, tokens_per_step, seconds, dist.get_world_size(), self._peak),
+            **_memory(),
+            names.IMBALANCE_PCT: self._imbalance_pct,
+        }
+        for sink in self.sinks:
+            sink.write(record)
+
+    def _open_sinks(self) -> list[Sink]:
+        config = self.config
+        self._flops = training_flops(
+            config.model, self.vocab_size, config.data.seq_length, config.train.global_batch_size
+        )
+        self._peak = peak_tflops(current_device_name(), config.logging.peak_tflops)
+        plan = self.sequence.attention.plan(self.sequence.length)
+        pairs = [plan.pairs(rank) for rank in range(plan.n)]
+        self._imbalance_pct = 100 * (max(pairs) * plan.n / sum(pairs) - 1)
+        return [
+            JsonlSink(self.folder.metrics, self.step),
+            WandbSink(self.folder.path, config, self._peak),
+            ConsoleSink(config.train.steps),
+        ]
+
+    def _state(self) -> checkpoint.TrainingState:
+        return checkpoint.TrainingState(
+            self.models, self.optimizer, self.scheduler, model.fingerprint(self.config, self.vocab_size)
+        )
+
+    def _resume(self) -> int:
+        if checkpoint.latest(self.folder.checkpoints) is None:
+            return 0
+        loaded = checkpoint.load(self.folder.checkpoints, self._state())
+        samples = loaded.extra["consumed_samples"]
+        batch = self.config.train.global_batch_size
+        if samples != loaded.iteration * batch:
+            raise ValueError(
+                f"train.global_batch_size={batch}: expected {samples // loaded.iteration}, with which "
+                f"{self.folder.path} was trained to step {loaded.iteration}. Set it back, or start a run "
+                "of another run.name."
+            )
+        logger.info("resumed from step %d of %s", loaded.iteration, self.folder.checkpoints)
+        return loaded.iteration
+
+    def _save(self) -> None:
+        begin = time.perf_counter()
+        extra = {"consumed_samples": self.step * self.config.train.global_batch_size}
+        keep = self.config.train.keep_checkpoints
+        path = checkpoint.save(self.folder.checkpoints, self.step, self._state(), extra, keep=keep)
+        logger.info("saved %s in %.1f s", path, time.perf_counter() - begin)
+
+    def _stopped(self) -> bool:
+        """Whether any rank has been asked to stop: all must agree, or some would wait for the others for ever."""
+        flag = torch.tensor(float(self.stop.received or 0), device=local_device())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+def _memory() -> dict[str, float | None]:
+    if not torch.cuda.is_available():
+        return {names.PEAK_ACTIVE_GIB: None, names.PEAK_RESERVED_GIB: None}
+    stats = torch.cuda.memory_stats()
+    return {
+        names.PEAK_ACTIVE_GIB: stats["active_bytes.all.peak"] / 2**30,
+        names.PEAK_RESERVED_GIB: stats["reserved_bytes.all.peak"] / 2**30,
+    }

@@ -1,0 +1,74 @@
+"""What a run leaves in `runs/<name>/`."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from pathlib import Path
+
+from ..compose import RESOLVED, load_config, save_config
+from ..config import Config
+
+
+class RunFolder:
+    """Paths of one run: `resolved.yaml`, `metrics.jsonl`, `log.txt`, `checkpoints/`, W&B's data, errors of ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of(cls, config: Config) -> RunFolder:
+        return cls(Path(config.run.root, config.run.name))
+
+    @property
+    def resolved(self) -> Path:
+        return self.path / RESOLVED
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def errors(self) -> Path:
+        return self.path / "errors"
+
+    def prepare(self, config: Config, resumed_step: int | None) -> None:
+        """Write the run's configuration; an earlier, different one is kept under the step it was in force until."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        if self.resolved.is_file():
+            try:
+                unchanged = load_config(self.resolved) == config
+            except ValueError:  # of another version, say: still the user's, so kept
+                unchanged = False
+            if not unchanged:
+                kept = self.path / f"resolved.until_step_{resumed_step or 0}.yaml"
+                self.resolved.replace(kept)
+        save_config(config, self.resolved)
+        for old in self.errors.glob("rank_*.txt"):
+            old.unlink()
+
+    def note_error(self, rank: int, error: BaseException) -> None:
+        """Record why `rank` failed; the earliest note of a job names the rank that brought it down."""
+        self.errors.mkdir(parents=True, exist_ok=True)
+        text = "".join(traceback.format_exception(error))
+        summary = f"{type(error).__name__}: {error}"
+        (self.errors / f"rank_{rank}.txt").write_text(f"{time.time():.6f}\n{summary}\n\n{text}")
+
+    def first_error(self) -> str | None:
+        """The earliest note, as `rank k failed: …`; None if no rank left one."""
+        notes = []
+        for path in self.errors.glob("rank_*.txt"):
+            when, _, rest = path.read_text().partition("\n")
+            notes.append((float(when), path.stem.replace("_", " "), rest.split("\n\n", 1)[0], path))
+        if not notes:
+            return None
+        _, rank, summary, path = min(notes)
+        return f"{rank} failed: {summary}\n(its traceback: {path})"

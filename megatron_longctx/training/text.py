@@ -1,0 +1,73 @@
+"""Text sources of a corpus: this Python's own library, a folder of files, or a JSONL file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from ..mcore.data import Corpus, write_corpus
+from ..mcore.tokenizer import build_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_SKIP = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+def prepare(source: str, out: Path, glob: str, library: str, tokenizer_path: str | None) -> Corpus:
+    """Write the corpus of `source` to `out` (`.bin`, `.idx`, `.json`).
+
+    Args:
+        source: `stdlib`, a folder, or a `.jsonl` file with a `text` in each line.
+        glob: which files of a folder.
+        library: a tokenizer of Megatron-Core; `tokenizer_path` its files.
+
+    Raises:
+        ValueError: a source that is not there or has no text, a JSONL line without text, an unusable tokenizer.
+    """
+    tokenizer = build_tokenizer(library, tokenizer_path)
+    documents = tqdm(_documents(source, glob), desc="tokenizing", unit=" documents", disable=not sys.stderr.isatty())
+    corpus = write_corpus(documents, out, tokenizer, library)
+    logger.info(
+        "%s: %s documents, %s tokens (%s), the %s tokenizer",
+        out, f"{corpus.documents:,}", f"{corpus.tokens:,}", source, library,
+    )  # fmt: skip
+    return corpus
+
+
+def _documents(source: str, glob: str) -> Iterator[list[str]]:
+    if source == "stdlib":
+        return _by_package(Path(sysconfig.get_paths()["stdlib"]), "**/*.py")
+    path = Path(source)
+    if path.is_dir():
+        return _by_package(path, glob)
+    if path.is_file() and path.suffix == ".jsonl":
+        return _lines(path)
+    raise ValueError(f"--source {source}: expected `stdlib`, a folder or a .jsonl file. Check the path.")
+
+
+def _by_package(root: Path, glob: str) -> Iterator[list[str]]:
+    """One document for each package (top-level folder or file): its files in order, each a text of its own."""
+    packages: dict[str, list[Path]] = {}
+    for path in sorted(root.glob(glob)):
+        inside = path.relative_to(root)
+        if path.is_file() and not _SKIP.intersection(inside.parts):
+            packages.setdefault(inside.parts[0], []).append(path)
+    for paths in packages.values():
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+        yield [text for text in texts if text]
+
+
+def _lines(path: Path) -> Iterator[list[str]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f'{path}:{number}: expected {{"text": "…"}}. Fix or remove the line.') from None
+            yield [str(text)]

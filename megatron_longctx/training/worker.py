@@ -1,0 +1,86 @@
+"""What every rank runs: joins the group, builds the model, loads the checkpoint, trains."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..compose import load_config
+from ..config import Config
+from .run_folder import RunFolder
+from .signals import StopRequest
+
+logger = logging.getLogger("megatron_longctx")
+
+
+def spawned(local_rank: int, world_size: int, port: int, run_folder: str) -> None:
+    """Entry of a rank that the launcher started on this host."""
+    os.environ.update(
+        RANK=str(local_rank),
+        LOCAL_RANK=str(local_rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    folder = RunFolder(Path(run_folder))
+    try:
+        config = load_config(folder.resolved)
+        join_group(config, local_rank)
+    except BaseException as error:
+        folder.note_error(local_rank, error)
+        raise
+    run(config)
+
+
+def join_group(config: Config, local_rank: int) -> None:
+    """Join the job's process group: NCCL on GPUs, gloo on CPUs."""
+    cuda = torch.cuda.is_available() and config.train.device != "cpu"
+    if cuda:
+        torch.cuda.set_device(local_rank)
+    else:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=config.parallelism.timeout_s)
+    )
+
+
+def run(config: Config) -> None:
+    """Train as this rank, in a joined group. A failure is noted in the run folder before it ends the process."""
+    rank = dist.get_rank()
+    folder = RunFolder.of(config)
+    _log_to(folder.log, rank)
+    stop = StopRequest()
+    try:
+        from .loop import Trainer  # here, so that Megatron's import failing is this rank's noted error too
+
+        trainer = Trainer(config, folder, stop)
+        trainer.train()
+    except BaseException as error:
+        folder.note_error(rank, error)
+        raise
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _log_to(path: Path, rank: int) -> None:
+    """Rank 0 logs to the console and the run's log; the others only warnings, with their number."""
+    form = logging.Formatter("%(asctime)s %(message)s" if rank == 0 else f"rank {rank}: %(message)s", "%H:%M:%S")
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    if rank == 0:
+        handlers.append(logging.FileHandler(path))
+    root = logging.getLogger()
+    root.handlers.clear()
+    for handler in handlers:
+        handler.setFormatter(form)
+        root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("megatron_longctx").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
