@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -42,8 +43,9 @@ def demo() -> None:
 
 def _load_compare() -> object:
     """`analysis/compare.py`, which is a script beside the package rather than a part of it."""
-    spec = importlib.util.spec_from_file_location("compare", bundled("analysis") / "compare.py")
+    spec = importlib.util.spec_from_file_location("longctx_compare", bundled("analysis") / "compare.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
