@@ -19,6 +19,7 @@ from ..mcore.data import TrainingData, micro_batches
 from ..mcore.sequence import build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
 from ..mcore.tokenizer import build_tokenizer
+from ..metrics import environment
 from ..metrics.flops import performance, training_flops
 from ..metrics.hardware import current_device_name, peak_tflops
 from ..metrics.sinks import ConsoleSink, JsonlSink, Sink, WandbSink
@@ -175,6 +176,7 @@ class Trainer:
         plan = self.sequence.attention.plan(self.sequence.length)
         pairs = [plan.pairs(rank) for rank in range(plan.n)]
         self._imbalance_pct = 100 * (max(pairs) * plan.n / sum(pairs) - 1)
+        environment.write(self.folder.path / "environment.json")
         return [
             JsonlSink(self.folder.metrics, self.step),
             WandbSink(self.folder.path, config, self._peak),

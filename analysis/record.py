@@ -1,0 +1,120 @@
+"""Record training runs as a result: one JSON with configuration, environment and steps, and one Markdown table.
+
+    python analysis/record.py --out analysis/results/NAME --title "what was measured" runs/a runs/b
+
+Medians leave out the first steps, in which kernels are chosen and memory is first allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+WARM_UP_STEPS = 3
+COLUMNS = (
+    ("tokens/s", "perf/tokens_per_s", ",.0f"),
+    ("tokens/s/GPU", "perf/tokens_per_s_per_gpu", ",.0f"),
+    ("TFLOP/s/GPU (causal)", "perf/tflops_per_gpu", ".1f"),
+    ("MFU causal %", "perf/mfu_causal_pct", ".1f"),
+    ("MFU dense %", "perf/mfu_dense_pct", ".1f"),
+    ("step s", "perf/step_s", ".3f"),
+    ("peak GiB active", "mem/peak_active_gib", ".1f"),
+    ("peak GiB reserved", "mem/peak_reserved_gib", ".1f"),
+)
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Everything recorded of one run.
+
+    Raises:
+        ValueError: the folder lacks a file of a run, or has no steps.
+    """
+    try:
+        steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        config = yaml.safe_load((folder / "resolved.yaml").read_text())
+        environment = json.loads((folder / "environment.json").read_text())
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{error.filename}: expected this file of a training run. Give a folder under runs/."
+        ) from None
+    if not steps:
+        raise ValueError(f"{folder}/metrics.jsonl: expected at least one step. Train the run first.")
+    steady = steps[WARM_UP_STEPS:] or steps
+    medians = {
+        key: statistics.median(values)
+        for _, key, _ in COLUMNS
+        if (values := [step[key] for step in steady if step.get(key) is not None])
+    }
+    return {"name": folder.name, "environment": environment, "config": config, "medians": medians, "steps": steps}
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Markdown: one row a run."""
+    head = ["run", "layers", "tokens", "CP", "TP", "schedule", "steps", "first loss", "last loss"]
+    rows = [head + [title for title, _, _ in COLUMNS]]
+    for run in runs:
+        config, steps = run["config"], run["steps"]
+        par = config["parallelism"]
+        rows.append(
+            [
+                run["name"],
+                str(config["model"]["num_layers"]),
+                f"{config['data']['seq_length']:,}",
+                str(par["context_parallel_size"]),
+                str(par["tensor_parallel_size"]),
+                par["schedule"],
+                str(len(steps)),
+                f"{steps[0]['train/loss']:.4f}",
+                f"{steps[-1]['train/loss']:.4f}",
+                *(format(run["medians"][key], form) if key in run["medians"] else "-" for _, key, form in COLUMNS),
+            ]
+        )
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def describe_environment(environment: dict[str, Any]) -> str:
+    """One line: date, hardware, versions, commit."""
+    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
+    gpu = ""
+    if "cuda" in environment:
+        gpu = f"CUDA {environment['cuda']}, cuDNN {environment['cudnn']}, NCCL {environment['nccl']}; "
+    hosts = environment.get("devices_per_host")
+    device = f"{hosts} x {environment['device']}" if hosts else environment["device"]
+    return f"{environment['date']}; {device}; {packages}; {gpu}commit {environment['commit']}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write `OUT.json` and `OUT.md`; 2 on a user's error."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="path without suffix")
+    parser.add_argument("--title", required=True)
+    parser.add_argument("--note", default="", help="a paragraph under the table")
+    arguments = parser.parse_args(argv)
+    try:
+        runs = [read_run(folder) for folder in arguments.runs]
+    except ValueError as error:
+        print(f"record: {error}", file=sys.stderr)
+        return 2
+    out: Path = arguments.out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{out}.json").write_text(
+        json.dumps({"title": arguments.title, "note": arguments.note, "runs": runs}, indent=1)
+    )
+    parts = [f"# {arguments.title}", describe_environment(runs[0]["environment"]), table(runs)]
+    parts += [f"Medians over the steps after the first {WARM_UP_STEPS}. {arguments.note}".strip()]
+    Path(f"{out}.md").write_text("\n\n".join(parts) + "\n")
+    print(f"{out}.json, {out}.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

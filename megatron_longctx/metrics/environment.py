@@ -1,0 +1,65 @@
+"""What a run ran on: versions and devices, so that its numbers can be read later."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("megatron-longctx", "megatron-core", "torch", "triton", "transformer-engine", "flash-attn", "apex")
+
+
+def environment() -> dict[str, Any]:
+    """Date (UTC), packages, CUDA, cuDNN and NCCL versions, device, and the commit where this is a checkout."""
+    import torch  # here, so that the formulas and sinks need no torch
+
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "device": "cpu",
+        "cpu_threads_per_rank": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        nccl_version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        nccl = ".".join(map(str, nccl_version))
+        facts |= {
+            "device": torch.cuda.get_device_name(),
+            "devices_per_host": torch.cuda.device_count(),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "nccl": nccl,
+        }
+    return facts
+
+
+def write(path: Path) -> None:
+    """Write `environment()` as JSON."""
+    path.write_text(json.dumps(environment(), indent=2) + "\n")
+
+
+def commit() -> str | None:
+    """The checkout's commit, with `+` if files differ from it; LONGCTX_COMMIT where the checkout has no history."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        if not (root / ".git").exists():
+            return os.environ.get("LONGCTX_COMMIT")
+        run = {"cwd": root, "capture_output": True, "text": True, "check": True, "timeout": 10}
+        head = subprocess.run(["git", "rev-parse", "HEAD"], **run).stdout.strip()  # type: ignore[call-overload]
+        changed = subprocess.run(["git", "status", "--porcelain"], **run).stdout.strip()  # type: ignore[call-overload]
+    except (OSError, subprocess.SubprocessError):  # no git: the numbers are worth recording all the same
+        return os.environ.get("LONGCTX_COMMIT")
+    return str(head) + ("+" if changed else "")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
