@@ -1,0 +1,249 @@
+"""Tiny runs of the real `Trainer` for tests: corpus, configuration, several runs in one spawn, and what each run saw."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from ..compose import save_config
+from ..config import Config, ParallelismConfig, validate
+from ..mcore import checkpoint, groups, model
+from ..mcore.data import Corpus, write_corpus
+from ..mcore.sequence import build_sequence
+from ..mcore.tokenizer import build_tokenizer
+from ..training.loop import StepResult, Trainer
+from ..training.run_folder import RunFolder
+from ..training.signals import StopRequest
+
+Gradients = dict[str, Tensor]
+
+# Small and quick to learn: a few steps move the loss, so equal curves mean something.
+TINY: Mapping[str, Any] = {
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.ffn_hidden_size": 64,
+    "model.rope_base": 1000.0,
+    "model.implementation": "local",
+    "data.seq_length": 96,
+    "optim.lr": 3e-3,
+    "optim.min_lr": 3e-4,
+    "optim.warmup_steps": 2,
+    "train.steps": 20,
+    "train.precision": "fp32",
+    "train.device": "cpu",
+    "train.save": False,
+    "logging.wandb": "disabled",
+}
+
+
+def tiny_corpus(prefix: Path, documents: int = 40, seed: int = 0) -> Corpus:
+    """Write a learnable byte-level corpus: short documents of made-up words."""
+    source = random.Random(seed)
+    words = ["".join(source.choices("abcdefgh", k=source.randint(2, 6))) for _ in range(12)]
+    texts = [[" ".join(source.choices(words, k=source.randint(5, 40)))] for _ in range(documents)]
+    return write_corpus(texts, prefix, build_tokenizer("byte-level"), "byte-level")
+
+
+def tiny_config(root: Path, name: str, settings: Mapping[str, Any] | None = None) -> Config:
+    """A validated configuration of run `name` in `root`, over `root/corpus`; `settings` are dotted keys.
+
+    Raises:
+        ValueError: a key that `Config` does not have, or a value that it refuses.
+    """
+    where = {"data.prefix": str(root / "corpus"), "run.root": str(root), "run.name": name}
+    return changed(Config(), {**TINY, **where, **(settings or {})})
+
+
+def changed(config: Config, settings: Mapping[str, Any]) -> Config:
+    """A validated copy of `config` with other values under some dotted keys.
+
+    Raises:
+        ValueError: as `tiny_config`.
+    """
+    by_group: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        group, _, name = key.partition(".")
+        if name not in {f.name for f in dataclasses.fields(getattr(config, group))}:
+            raise ValueError(f"{key}: expected a key of the configuration.")
+        by_group.setdefault(group, {})[name] = value
+    parts = {group: dataclasses.replace(getattr(config, group), **values) for group, values in by_group.items()}
+    result = dataclasses.replace(config, **parts)
+    validate(result)
+    return result
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the real trainer.
+
+    Args:
+        config: of the run; its folder is made.
+        gradients_at: steps, counted from 0, whose gradients are kept.
+        start_from: weights of this checkpoint directory (its latest) take the place of the fresh ones.
+        save_start: write a checkpoint of step 0 into the run's folder first.
+        round_weights: round the initial weights to bf16.
+        stop_in: the step, counted from 0, in which the last rank gets a stop signal.
+        before_optimizer: called with the trainer in every step between backward and the optimizer; for faults.
+    """
+
+    config: Config
+    gradients_at: tuple[int, ...] = ()
+    start_from: Path | None = None
+    save_start: bool = False
+    round_weights: bool = False
+    stop_in: int | None = None
+    before_optimizer: Callable[[Trainer], None] | None = None
+
+
+@dataclass
+class Record:
+    """What one rank saw of a run. Gradients are whole: reduced, and merged over all parallel axes."""
+
+    first_step: int = 0
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+    gradients: dict[int, Gradients] = field(default_factory=dict)
+    error: str | None = None
+
+
+class RecordingTrainer(Trainer):
+    """The real trainer, observed between backward and the optimizer, and after each step."""
+
+    def __init__(self, job: Job) -> None:
+        folder = RunFolder.of(job.config)
+        if dist.get_rank() == 0:
+            folder.checkpoints.mkdir(parents=True, exist_ok=True)
+            save_config(job.config, folder.resolved)
+        dist.barrier()
+        self.job = job
+        super().__init__(job.config, folder, StopRequest())
+        self.record = Record(self.step)
+        self._exports: list[int] = []
+        self._set_weights()
+        optimizer_step = self.optimizer.step
+
+        def observed_step() -> Any:
+            if self.step in job.gradients_at:
+                self._keep_gradients()
+            if job.before_optimizer is not None:
+                job.before_optimizer(self)
+            if self.step == job.stop_in and dist.get_rank() == dist.get_world_size() - 1:
+                self.stop.received = signal.SIGTERM
+            return optimizer_step()
+
+        self.optimizer.step = observed_step
+
+    def run(self) -> Record:
+        """Train; groups are gone afterwards.
+
+        Errors of the project's own (ValueError, ArithmeticError) are recorded, not raised.
+        """
+        try:
+            self.train()
+        except (ValueError, ArithmeticError) as error:
+            self.record.error = f"{type(error).__name__}: {error}"
+        groups.destroy()
+        for step in self._exports:
+            self.record.gradients[step] = _merged(self.config, self._export_folder, step, self.vocab_size)
+        return self.record
+
+    def _one_step(self) -> StepResult:
+        result = super()._one_step()
+        self.record.losses.append(result.loss.mean)
+        self.record.learning_rates.append(result.lr)
+        if result.grad_norm is not None:
+            self.record.grad_norms.append(result.grad_norm)
+        return result
+
+    def _set_weights(self) -> None:
+        job = self.job
+        if job.start_from is not None:
+            checkpoint.load(job.start_from, self._weights())
+        if job.round_weights:
+            for parameter in self.models[0].parameters():
+                parameter.data.copy_(parameter.data.bfloat16())
+        if job.start_from is not None or job.round_weights:
+            self.optimizer.reload_model_params()
+        if job.save_start:
+            self._save()
+
+    def _weights(self) -> checkpoint.TrainingState:
+        return checkpoint.TrainingState(
+            self.models, None, None, fingerprint=model.fingerprint(self.config, self.vocab_size)
+        )
+
+    @property
+    def _export_folder(self) -> Path:
+        return self.folder.path / "gradients"
+
+    def _keep_gradients(self) -> None:
+        if self.config.optim.distributed:
+            self._gather_gradients()
+        parameters = dict(unwrap_model(self.models)[0].named_parameters())
+        gradients = {name: parameter.main_grad.clone() for name, parameter in parameters.items()}
+        if self.groups.tp.size() * self.groups.pp.size() == 1:
+            self.record.gradients[self.step] = gradients
+            return
+        # Checkpoints know how to merge what tensor and pipeline ranks hold: write the gradients as if weights.
+        weights = {name: parameter.data.clone() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.data.copy_(gradients[name])
+        checkpoint.save(self._export_folder, self.step, self._weights(), {})
+        for name, parameter in parameters.items():
+            parameter.data.copy_(weights[name])
+        self._exports.append(self.step)
+
+    def _gather_gradients(self) -> None:
+        """With the distributed optimizer each data- and context-parallel rank has reduced one piece of each bucket."""
+        group = self.groups.dp_cp
+        for buffer in self.models[0].buffers:
+            for bucket in buffer.buckets:
+                pieces = bucket.grad_data.chunk(group.size())
+                dist.all_gather(list(pieces), pieces[group.rank()].clone(), group=group)
+
+
+def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Record]:
+    """Worker for `run_distributed`: several runs, one after the other."""
+    return [run_job(job) for job in jobs]
+
+
+def run_job(job: Job) -> Record:
+    """One run in the joined process group; a refusal by the constructor is recorded, too."""
+    try:
+        trainer = RecordingTrainer(job)
+    except ValueError as error:
+        groups.destroy()
+        return Record(error=f"{type(error).__name__}: {error}")
+    return trainer.run()
+
+
+def _merged(config: Config, directory: Path, iteration: int, vocab_size: int) -> Gradients:
+    """The parameters of a checkpoint, loaded into a model that is not parallel."""
+    single = dataclasses.replace(config, parallelism=ParallelismConfig())
+    collection = groups.initialize(seed=config.train.seed)
+    gpt = model.build_model(
+        single, model.transformer_config(single), collection, build_sequence(single, collection.cp), vocab_size
+    )
+    state = checkpoint.TrainingState([gpt], None, None, fingerprint=model.fingerprint(config, vocab_size))
+    checkpoint.load(directory, state, iteration=iteration)
+    groups.destroy()
+    return {name: parameter.detach().clone() for name, parameter in gpt.named_parameters()}
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """Norm of the difference over the norm of `reference`."""
+    difference = torch.linalg.vector_norm(value.double() - reference.double())
+    return float(difference / torch.linalg.vector_norm(reference.double()).clamp_min(torch.finfo(torch.float64).tiny))

@@ -1,0 +1,195 @@
+"""A run gives the same losses, gradient norms and gradients at every parallel size, for every schedule.
+
+All runs of one world size share one spawn; the tests then compare what the ranks recorded with the run of one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.training import Job, Record, relative_error, run_jobs, tiny_config, tiny_corpus
+
+FP32 = 1e-5
+BF16_TIMES_SINGLE = 2.0
+LATER = {20: 10, 6: 4}
+
+CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))
+SCHEDULE, BOUND = "parallelism.schedule", "parallelism.max_buffer_tokens"
+RING, ZIGZAG, GATHER = {SCHEDULE: "ring"}, {SCHEDULE: "zigzag"}, {SCHEDULE: "all_gather"}
+BOUNDED = {SCHEDULE: "all_gather", BOUND: 25}
+SHARDED, UNSHARDED = {"optim.distributed": True}, {"optim.distributed": False}
+OVERLAP = {"parallelism.overlap_grad_reduce": True, "parallelism.overlap_param_gather": True}
+
+# What the single rank trains; every case names one of these and adds its parallel sizes. Masked losses (one token
+# after each end of document) make the ranks' shares of the loss unequal even where their lengths are equal.
+SHORT = {"train.steps": 6}
+MODELS: dict[str, dict[str, Any]] = {
+    "gqa": {"data.mask_eod_loss": True, "train.steps": 20},
+    "bf16": {"data.mask_eod_loss": True, "train.steps": 20, "train.precision": "bf16"},
+    "mha uneven": {**SHORT, "model.num_kv_heads": 4, "data.seq_length": 101, "data.mask_eod_loss": True,
+                   "train.micro_batch_size": 2, "train.global_batch_size": 4},
+    "mqa recompute": {**SHORT, "model.num_kv_heads": 1, "data.seq_length": 67, "recompute.mode": "layer",
+                      "train.micro_batch_size": 3, "train.global_batch_size": 3},
+    "gpt2": {**SHORT, "model.num_kv_heads": 4, "model.normalization": "layernorm", "model.activation": "gelu",
+             "model.position_embedding": "learned", "model.bias": True, "model.tie_embeddings": True,
+             "data.seq_length": 70, "train.micro_batch_size": 1, "train.global_batch_size": 4},
+    # In units of two tokens (TP=2 with sequence parallelism) four zigzag pieces of 100 are 24, 26, 24 and 26.
+    "mix": {**SHORT, "data.seq_length": 100, "data.mask_eod_loss": True,
+            "train.micro_batch_size": 2, "train.global_batch_size": 8},
+    # The end of document lies in a few ranks' shares, and some ranks hold one or two tokens.
+    "few tokens": {**SHORT, "data.seq_length": 19, "train.global_batch_size": 2, "data.mask_eod_loss": True},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A parallel run, to be compared with the run of one rank of the same model."""
+
+    name: str
+    model: str
+    world: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def _context_cases() -> list[Case]:
+    cases = []
+    for n in (2, 3, 4, 8):
+        for name, schedule in (("ring", RING), ("zigzag", ZIGZAG), ("all_gather", GATHER), ("bounded", BOUNDED)):
+            cases.append(Case(f"cp{n} {name}", "gqa", n, {CP: n, **schedule}))
+        for name, schedule in (("ring", RING), ("zigzag", ZIGZAG), ("all_gather", GATHER)):
+            cases.append(Case(f"bf16 cp{n} {name}", "bf16", n, {CP: n, **schedule}))
+        cases.append(Case(f"mha uneven cp{n}", "mha uneven", n, {CP: n, **(RING if n == 4 else ZIGZAG)}))
+        cases.append(Case(f"mqa recompute cp{n}", "mqa recompute", n, {CP: n, **(GATHER if n == 3 else ZIGZAG)}))
+        cases.append(Case(f"gpt2 cp{n}", "gpt2", n, {CP: n, **(BOUNDED if n == 4 else ZIGZAG)}))
+    cases.append(Case("few tokens cp8 ring", "few tokens", 8, {CP: 8, **RING}))
+    cases.append(Case("few tokens cp8 zigzag", "few tokens", 8, {CP: 8, **ZIGZAG}))
+    return cases
+
+
+CASES = [
+    *_context_cases(),
+    Case("tp2", "mix", 2, {TP: 2, **SHARDED}),
+    Case("tp2 without sequence parallelism", "mix", 2, {TP: 2, "parallelism.sequence_parallel": False}),
+    Case("pp2", "mix", 2, {PP: 2, **UNSHARDED}),
+    Case("dp2", "mix", 2, SHARDED),
+    Case("dp2 unsharded", "mix", 2, UNSHARDED),
+    Case("gpt2 tp2", "gpt2", 2, {TP: 2}),
+    Case("tp2 cp2", "mix", 4, {TP: 2, CP: 2, **SHARDED}),
+    Case("tp2 cp2 ring unsharded", "mix", 4, {TP: 2, CP: 2, **RING, **UNSHARDED}),
+    Case("tp2 cp2 all_gather without sequence parallelism", "mix", 4,
+         {TP: 2, CP: 2, **GATHER, "parallelism.sequence_parallel": False}),
+    Case("pp2 cp2", "mix", 4, {PP: 2, CP: 2, **SHARDED}),
+    Case("pp2 cp2 ring unsharded", "mix", 4, {PP: 2, CP: 2, **RING, **UNSHARDED}),
+    Case("dp2 cp2", "mix", 4, {CP: 2, **UNSHARDED}),
+    Case("dp2 cp2 overlap", "mix", 4, {CP: 2, **SHARDED, **OVERLAP}),
+    Case("gpt2 tp2 cp2", "gpt2", 4, {TP: 2, CP: 2}),
+    Case("gpt2 pp2 cp2", "gpt2", 4, {PP: 2, CP: 2}),
+    Case("tp2 dp2 cp2", "mix", 8, {TP: 2, CP: 2, **SHARDED}),
+    Case("tp2 dp2 cp2 unsharded", "mix", 8, {TP: 2, CP: 2, **RING, **UNSHARDED}),
+    Case("tp2 pp2 cp2", "mix", 8, {TP: 2, PP: 2, CP: 2, **SHARDED}),
+    Case("tp2 pp2 cp2 unsharded", "mix", 8, {TP: 2, PP: 2, CP: 2, **GATHER, **UNSHARDED}),
+]  # fmt: skip
+BF16_CASES = [case for case in CASES if case.model == "bf16"]
+FP32_CASES = [case for case in CASES if case.model != "bf16"]
+
+Runs = dict[str, Record]
+
+
+def _job(root: Path, name: str, model: str, settings: dict[str, Any], **options: Any) -> Job:
+    config = tiny_config(root, name.replace(" ", "-"), {**MODELS[model], **settings})
+    return Job(config, gradients_at=(0, LATER[config.train.steps]), **options)
+
+
+def _reference_jobs(root: Path) -> dict[str, Job]:
+    jobs = {name: _job(root, name, name, {}, save_start=name in ("mix", "gpt2")) for name in MODELS}
+    # bf16 is judged by an fp32 run from the same, rounded weights, whose own error is smaller by five digits.
+    jobs["bf16 in fp32"] = _job(root, "bf16 in fp32", "bf16", {"train.precision": "fp32"}, round_weights=True)
+    return jobs
+
+
+def _parallel_job(root: Path, case: Case) -> Job:
+    # Every pipeline stage draws its weights from a stream of its own: begin where the single rank began.
+    start = root / case.model / "checkpoints" if PP in case.settings else None
+    return _job(root, case.name, case.model, case.settings, start_from=start)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """What rank 0 recorded of every run, by name, after a look at whether the other ranks saw the same."""
+    root = tmp_path_factory.mktemp("parity")
+    tiny_corpus(root / "corpus")
+    found: Runs = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        for world in (1, 2, 3, 4, 8):
+            named = (
+                _reference_jobs(root)
+                if world == 1
+                else {case.name: _parallel_job(root, case) for case in CASES if case.world == world}
+            )
+            ranks = run_distributed(run_jobs, world, list(named.values()), timeout=400.0)
+            for index, name in enumerate(named):
+                first: Record = ranks[0][index]
+                assert first.error is None, f"{name}: {first.error}"
+                for rank in ranks:
+                    assert (rank[index].losses, rank[index].grad_norms) == (first.losses, first.grad_norms), name
+                found[name] = first
+    return found
+
+
+def _ids(cases: list[Case]) -> list[str]:
+    return [case.name.replace(" ", "-") for case in cases]
+
+
+@pytest.mark.parametrize("name", [*MODELS, "bf16 in fp32"])
+def test_the_single_rank_learns(runs: Runs, name: str) -> None:
+    losses = runs[name].losses
+    assert len(losses) == MODELS.get(name, MODELS["bf16"])["train.steps"]
+    assert losses[-1] < losses[0] - 0.2, "flat curves are easily equal"
+    assert all(float(torch.linalg.vector_norm(g)) > 0 for g in runs[name].gradients[0].values())
+
+
+@pytest.mark.parametrize("case", FP32_CASES, ids=_ids(FP32_CASES))
+def test_fp32_runs_agree(runs: Runs, case: Case) -> None:
+    run, single = runs[case.name], runs[case.model]
+    assert run.losses == pytest.approx(single.losses, rel=FP32, abs=0)
+    assert run.grad_norms == pytest.approx(single.grad_norms, rel=FP32, abs=0)
+    assert run.learning_rates == single.learning_rates
+    assert run.gradients.keys() == single.gradients.keys() and len(run.gradients) == 2
+    for step, gradients in single.gradients.items():
+        assert run.gradients[step].keys() == gradients.keys()
+        errors = {name: relative_error(run.gradients[step][name], g) for name, g in gradients.items()}
+        assert max(errors.values()) < FP32, f"step {step}: {errors}"
+
+
+def _rms_error(values: list[float], reference: list[float]) -> float:
+    differences = torch.tensor(values, dtype=torch.float64) - torch.tensor(reference, dtype=torch.float64)
+    return float(differences.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("case", BF16_CASES, ids=_ids(BF16_CASES))
+def test_bf16_error_is_that_of_one_rank(runs: Runs, case: Case) -> None:
+    run, single, exact = runs[case.name], runs["bf16"], runs["bf16 in fp32"]
+    # Over all steps: in a single one the lone rank's error can be small by luck.
+    for of_run, of_single, reference in (
+        (run.losses, single.losses, exact.losses),
+        (run.grad_norms, single.grad_norms, exact.grad_norms),
+    ):
+        own = _rms_error(of_single, reference)
+        assert 1e-6 < own < 0.1, "the yardstick must be bf16's rounding"
+        assert _rms_error(of_run, reference) < BF16_TIMES_SINGLE * own
+    for step, gradients in exact.gradients.items():
+        for name, gradient in gradients.items():
+            own = relative_error(single.gradients[step][name], gradient)
+            assert relative_error(run.gradients[step][name], gradient) < BF16_TIMES_SINGLE * own, (step, name)
+
+
+def test_sharded_and_unsharded_optimizers_agree(runs: Runs) -> None:
+    for sharded, unsharded in (("dp2", "dp2 unsharded"), ("tp2 dp2 cp2", "tp2 dp2 cp2 unsharded")):
+        assert runs[sharded].losses == pytest.approx(runs[unsharded].losses, rel=FP32, abs=0)
