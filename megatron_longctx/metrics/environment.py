@@ -33,7 +33,7 @@ def environment() -> dict[str, Any]:
             "device": torch.cuda.get_device_name(),
             "devices_per_host": torch.cuda.device_count(),
             "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
             "nccl": nccl,
         }
     return facts

@@ -48,7 +48,10 @@ def join_group(config: Config, local_rank: int) -> None:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
     dist.init_process_group(
-        "nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=config.parallelism.timeout_s)
+        "nccl" if cuda else "gloo",
+        timeout=datetime.timedelta(seconds=config.parallelism.timeout_s),
+        # NCCL otherwise guesses the device from the rank when a barrier is its first call.
+        device_id=torch.device("cuda", local_rank) if cuda else None,
     )
 
 
