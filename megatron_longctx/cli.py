@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,19 +23,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        0; 1 when a rank of a job failed; 2 when the job was refused.
+        0; 1 when a rank of a job failed; 2 when the job was refused; 130 when interrupted.
     """
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("megatron_longctx").setLevel(logging.INFO)
     try:
-        return int(arguments.run(arguments) or 0)
+        code = int(arguments.run(arguments) or 0)
+        sys.stdout.flush()  # here, where a closed pipe is expected
+        return code
     except ValueError as error:
         print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
         return 2
     except _job_failed() as error:
         print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # the reader (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        reason = error.strerror or error
+        print(f"megatron-longctx {arguments.verb}: {place}{reason}. Check the path and the disk.", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"megatron-longctx {arguments.verb}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
 
     demo = verbs.add_parser("demo", help="train on real text with 4 context-parallel ranks and with 1, and compare")
+    demo.add_argument("settings", nargs="*", help="key=value words for both runs, e.g. train.steps=10")
     demo.set_defaults(run=_demo)
     return parser
 
@@ -117,7 +133,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _demo(arguments: argparse.Namespace) -> None:
     from .demo import demo
 
-    demo()
+    demo(arguments.settings)
 
 
 def _job_failed() -> type[Exception]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .config import Config, validate
+from .config import Config, refuse, validate
 
 RESOLVED = "resolved.yaml"
 
@@ -24,11 +24,16 @@ RESOLVED = "resolved.yaml"
 def bundled(name: str) -> Path:
     """A folder that stands beside the package in a checkout and inside it when installed: recipes, launch, analysis.
 
+    A checkout's own folder counts even where an editable installation has left copies.
+
     Raises:
         ValueError: it is in neither place.
     """
     package = Path(__file__).resolve().parent
-    for folder in (package / name, package.parent / name):
+    places = [package / name]
+    if (package.parent / "pyproject.toml").is_file():  # beside an installed package stand those of other projects
+        places.insert(0, package.parent / name)
+    for folder in places:
         if folder.is_dir():
             return folder
     raise ValueError(f"{name}: expected this folder in {package} or beside it. Install the package again.")
@@ -38,8 +43,11 @@ def compose_config(overrides: Sequence[str]) -> Config:
     """Compose the recipes with `overrides` (`experiment=demo`, `train.steps=5`, …) and validate the result.
 
     Raises:
-        ValueError: an unknown key or recipe (with the nearest that exist), a value of the wrong type or range.
+        ValueError: a word that is not a setting, an unknown key or recipe (with the nearest that exist), a value of the
+            wrong type or range.
     """
+    for word in overrides:
+        _check_word(word)
     _store_schema()
     GlobalHydra.instance().clear()
     try:
@@ -47,7 +55,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
             composed = compose("config", overrides=list(overrides))
         config = cast(Config, OmegaConf.to_object(composed))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_explain(error)) from None
+        raise ValueError(_explain(error, overrides)) from None
     validate(config)
     return config
 
@@ -93,40 +101,118 @@ def _store_schema() -> None:
     ConfigStore.instance().store("schema", _schema())
 
 
-def _explain(error: Exception) -> str:
-    """What was wrong, in the words of this project's errors."""
-    text = _first_line(error)
-    key = re.search(r"Could not override '([\w.@/]+)'", text) or re.search(r"Key '([\w.]+)' (?:is )?not in", str(error))
-    if key:
-        full = re.search(r"full_key: ([\w.]+)", str(error))
-        name = full.group(1) if full else key.group(1)
-        nearest = difflib.get_close_matches(name, _known_keys(), n=3, cutoff=0.5)
-        hint = f"Nearest: {', '.join(nearest)}." if nearest else "See recipes/ and docs for what there is."
-        return f"{name}: expected a key of the configuration; there is none of this name. {hint}"
-    group = re.search(r"Could not find '(\w+)/([\w.-]+)'", str(error))
-    if group:
-        names = sorted(path.stem for path in (bundled("recipes") / group.group(1)).glob("*.yaml"))
-        return (
-            f"{group.group(1)}={group.group(2)}: expected one of {', '.join(names) or 'nothing'}. Choose one of these."
+def _check_word(word: str) -> None:
+    """Refuse a word that sets nothing, before Hydra answers it in terms of its own grammar."""
+    left, equals, value = word.partition("=")
+    name = left.lstrip("+~")
+    prefix = left.removesuffix(name)
+    fields, groups = _fields(), _groups()
+    if prefix.startswith("~"):
+        raise ValueError(
+            f"{word}: expected key=value; keys cannot be removed. Leave {name or 'it'} out to have its default."
         )
-    cause = _first_line(error.__cause__) if error.__cause__ else ""
-    return " ".join(part for part in (text, cause) if part) + ". Check the value's type in recipes/ and config.py."
+    if not equals or not name:
+        names = [*groups, *fields]
+        hint = f"Did you mean {near}=…?" if (near := _nearest(name, names, 1)) else "For example train.steps=100."
+        raise ValueError(f"{word}: expected a setting of the form group=NAME or key.subkey=value. {hint}")
+    if name in groups:
+        if value not in groups[name]:
+            hint = f"Nearest: {near}." if (near := _nearest(value, groups[name])) else "Choose one of these."
+            raise refuse(name, value, "one of " + ", ".join(groups[name]), hint)
+    elif name not in fields:
+        inside = [key for key in fields if key.startswith(name + ".")]
+        if inside:
+            raise ValueError(
+                f"{word}: expected one of the keys inside {name}, which has no recipes to choose from. "
+                f"Set {', '.join(inside[:3])}{', …' if len(inside) > 3 else ''}."
+            )
+        raise _unknown_key(name)
+    if prefix:
+        raise ValueError(
+            f"{word}: expected key=value without {prefix}; every key exists and is only set. Write {name}={value}."
+        )
+
+
+def _unknown_key(name: str) -> ValueError:
+    near = _nearest(name, [*_fields(), *_groups()])
+    hint = f"Nearest: {near}." if near else "The keys are in megatron_longctx/config.py, the recipes in recipes/."
+    return ValueError(f"{name}: expected a key of the configuration; there is none of this name. {hint}")
+
+
+def _explain(error: Exception, overrides: Sequence[str] = ()) -> str:
+    """What was wrong, in the words of this project's errors."""
+    whole = str(error)
+    if unknown := re.search(r"Key '([\w.]+)' (?:is )?not in", whole):  # in a recipe: words have been checked
+        full = re.search(r"full_key: ([\w.]+)", whole)
+        return _where(whole) + str(_unknown_key(full.group(1) if full else unknown.group(1)))
+    words = {word.split("=", 1)[0]: word for word in overrides}
+    fields = _fields()
+    for cause in (error, error.__cause__):
+        unread = getattr(cause, "override", None) or ""  # the word that Hydra's grammar does not take
+        key = unread.partition("=")[0] or getattr(cause, "full_key", None) or _named_key(str(cause), words)
+        if key in fields:
+            expected, example = fields[key]
+            given = words.get(key) or f"{_where(whole)}{key}{_given_value(str(cause))}"
+            quotes = f"; quote what has any of , = ' {{ in it: \"{key}='a,b'\"" if expected.startswith("text") else ""
+            return f"{given}: expected {expected}. For example {key}={example}{quotes}."
+    return f"{_first_line(error)}: expected settings and recipes that Hydra can read. Check them one by one."
+
+
+def _where(text: str) -> str:
+    """Which recipe Hydra speaks of, if it names one."""
+    found = re.match(r"In '([\w/.-]+)'", text)
+    return f"recipes/{found.group(1)}.yaml: " if found else ""
+
+
+def _given_value(text: str) -> str:
+    found = re.search(r"Value '(.*?)'", text)
+    return f"={found.group(1)}" if found else ""
+
+
+def _named_key(text: str, words: Mapping[str, str]) -> str | None:
+    """The key of the word, or else of the recipe, that an error's text is about."""
+    named = [key for key, word in words.items() if word in text]
+    full = re.search(r"full_key: ([\w.]+)", text)
+    return named[-1] if named else full.group(1) if full else None
+
+
+def _nearest(name: str, known: Sequence[str], count: int = 3) -> str:
+    """The names most like `name`, of all of it or of its last part (`step` finds `train.steps`)."""
+    found = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    last = {key: key.rsplit(".", 1)[-1] for key in known}
+    close = difflib.get_close_matches(name.rsplit(".", 1)[-1], list(last.values()), n=count, cutoff=0.75)
+    found += [key for key in known if last[key] in close and key not in found]
+    return ", ".join(found[:count])
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
 
 
-def _known_keys() -> list[str]:
-    keys: list[str] = []
+def _groups() -> dict[str, list[str]]:
+    """The recipes of every group."""
+    folders = sorted(path for path in bundled("recipes").iterdir() if path.is_dir())
+    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+
+
+def _fields() -> dict[str, tuple[str, object]]:
+    """Every key of the configuration: what its value must be, in words, and an example."""
+    fields: dict[str, tuple[str, object]] = {}
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    examples: dict[type, object] = {int: 1, float: 1.0, bool: "true", str: "NAME"}
 
     def walk(prefix: str, cls: Any) -> None:
+        types = get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            child = field.default_factory if field.default_factory is not dataclasses.MISSING else None
-            if dataclasses.is_dataclass(child):
-                walk(f"{prefix}{field.name}.", child)
-            else:
-                keys.append(f"{prefix}{field.name}")
+            kind = types[field.name]
+            if dataclasses.is_dataclass(kind):
+                walk(f"{prefix}{field.name}.", kind)
+                continue
+            plain = next(option for option in (get_args(kind) or (kind,)) if option is not type(None))
+            default = str(field.default).lower() if plain is bool else field.default
+            nullable = " or null" if type(None) in get_args(kind) else ""
+            example = examples[plain] if default is None else default
+            fields[f"{prefix}{field.name}"] = (words[plain] + nullable, example)
 
     walk("", Config)
-    return keys
+    return fields

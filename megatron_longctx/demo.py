@@ -7,6 +7,7 @@ import logging
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from .compose import bundled, compose_config
@@ -19,16 +20,24 @@ logger = logging.getLogger(__name__)
 _RUNS = (("demo-cp4", "cp4"), ("demo-cp1", "single"))
 
 
-def demo() -> None:
-    """Prepare the text, train twice, print one table and write `runs/demo.png`."""
+def demo(overrides: Sequence[str] = ()) -> None:
+    """Prepare the text, train twice, print one table and write `runs/demo.png`.
+
+    Args:
+        overrides: settings of both runs, after those of the demo.
+
+    Raises:
+        ValueError: settings that cannot run.
+        JobFailed: a rank failed.
+    """
     begin = time.perf_counter()
-    data = compose_config(["experiment=demo"]).data
+    data = compose_config(["experiment=demo", *overrides]).data
     if not Path(data.prefix + ".json").is_file():
         logger.info("== text: the sources of Python's standard library ==")
         prepare("stdlib", Path(data.prefix), "", data.tokenizer, data.tokenizer_path)
     folders = []
     for name, parallelism in _RUNS:
-        settings = ["experiment=demo", f"parallelism={parallelism}", f"run.name={name}"]
+        settings = ["experiment=demo", f"parallelism={parallelism}", f"run.name={name}", *overrides]
         folder = RunFolder.of(compose_config(settings)).path
         if folder.exists():
             logger.info("removing %s of an earlier demo", folder)
@@ -37,8 +46,9 @@ def demo() -> None:
         train(settings)
         folders.append(folder)
     compare = _load_compare()
-    picture = compare.compare(sorted(folders), out=folders[0].parent / "demo.png")  # type: ignore[attr-defined]
-    logger.info("picture: %s; the demo took %.0f s", picture, time.perf_counter() - begin)
+    logger.info("\n== the two runs side by side ==")
+    compare.compare(sorted(folders), out=folders[0].parent / "demo.png")  # type: ignore[attr-defined]
+    logger.info("the demo took %.0f s", time.perf_counter() - begin)
 
 
 def _load_compare() -> object:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO, cast
+from typing import Any, Literal, Protocol, cast
 from uuid import uuid4
 
 from megatron_longctx import names
@@ -173,17 +172,21 @@ class WandbSink:
 
 
 class ConsoleSink:
-    """One line a step: step/total, loss, gradient norm, lr, tokens/s, TFLOP/s, MFU both ways, memory, time left."""
+    """One line a step: step/total, loss, gradient norm, lr, tokens/s, TFLOP/s, MFU both ways, memory, time left.
 
-    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
+    Args:
+        total_steps: of the run, for `step 3/20` and the time left.
+        emit: takes the line; a logger's `info`, say.
+    """
+
+    def __init__(self, total_steps: int, emit: Callable[[str], None]) -> None:
         self.total_steps = total_steps
-        self._stream = stream
+        self._emit = emit
         self._eta = Eta()
 
     def write(self, record: Mapping[str, Value]) -> None:
-        """Print one record; a dash stands for what is not known."""
-        # Looked up now, since a test runner or a progress bar may have replaced stdout since the start.
-        print(self.line(record), file=self._stream or sys.stdout, flush=True)
+        """Emit one record's line; a dash stands for what is not known."""
+        self._emit(self.line(record))
 
     def line(self, record: Mapping[str, Value]) -> str:
         """The line for one record; also notes its step time for the time left."""
@@ -213,4 +216,4 @@ class ConsoleSink:
         )
 
     def close(self) -> None:
-        """Nothing to finish; the stream belongs to the caller."""
+        """Nothing to finish; what `emit` writes to belongs to the caller."""

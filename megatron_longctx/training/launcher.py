@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from types import FrameType
+from typing import NoReturn
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -22,7 +27,10 @@ from .signals import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
-_KILL_AFTER_S = 10.0  # a rank that hangs in a collective with a dead peer does not hear SIGTERM
+# After a failure, the other ranks get this long to end by themselves, and again after SIGTERM: a rank that hangs in a
+# collective with a dead peer does not hear it.
+_KILL_AFTER_S = 5.0
+_LET_RANK_ZERO_SPEAK_S = 3.0
 
 
 class JobFailed(RuntimeError):
@@ -64,7 +72,12 @@ def train(overrides: Sequence[str]) -> None:
         JobFailed: a rank failed.
     """
     place = placement(dict(os.environ))
-    config = compose_config(overrides)
+    try:
+        config = compose_config(overrides)
+    except ValueError:
+        if place is None or place.rank == 0:
+            raise
+        _refused()
     if config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron takes a GPU wherever it sees one
     if place is None:
@@ -81,33 +94,77 @@ def _start_ranks(config: Config) -> None:
     device = preflight.device_type(config)
     logger.info("starting %d %s rank%s; run folder %s", world_size, device, "s" * (world_size > 1), folder.path)
     job = (world_size, free_port(), str(folder.path))
-    context = mp.start_processes(worker.spawned, args=job, nprocs=world_size, join=False, start_method="spawn")  # type: ignore[attr-defined, no-untyped-call]
-    previous = {number: signal.signal(number, _forward_to(context.pids())) for number in STOP_SIGNALS}
+    with _blocked(STOP_SIGNALS):  # ranks inherit this: what comes before they listen waits for them
+        context = mp.start_processes(worker.spawned, args=job, nprocs=world_size, join=False, start_method="spawn")  # type: ignore[attr-defined, no-untyped-call]
+        forward = _Forward(context.pids())
+    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # says at length which ranks it ends
     try:
         while not context.join(timeout=1.0, grace_period=_KILL_AFTER_S):
             pass
     except ProcessException as error:
-        raise JobFailed(folder.first_error() or f"rank {error.error_index} died: {error}") from None
+        raise JobFailed(_reason(error, folder)) from None
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        forward.close()
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
 
 
-def _forward_to(pids: Sequence[int]) -> Callable[[int, FrameType | None], None]:
-    def forward(number: int, frame: FrameType | None) -> None:
-        for pid in pids:
-            try:
+def _reason(error: ProcessException, folder: RunFolder) -> str:
+    """What brought the job down: the first note that a rank left, or what killed a rank."""
+    note = folder.first_error()
+    name = getattr(error, "signal_name", None)
+    if name is None:
+        return note or f"rank {error.error_index} died: {error}"
+    hint = "; out of memory? (see dmesg)" if name == "SIGKILL" else ""
+    killed = f"rank {error.error_index} was killed by {name}{hint}"
+    return killed if note is None else f"{killed}\n{note}"
+
+
+@contextlib.contextmanager
+def _blocked(numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """Let signals wait inside the context, in this process and in those it starts."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    resource_tracker.ensure_running()  # started later, by the first rank, it would unblock them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.difference(numbers))
+
+
+class _Forward:
+    """Hands this process's stop signals to the ranks. A second SIGINT raises KeyboardInterrupt instead."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._interrupts = 0
+        self._previous = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+            logger.info("interrupted: stopping after this step with a checkpoint; once more to stop at once")
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
                 os.kill(pid, signal.SIGTERM if number == signal.SIGINT else number)
-            except ProcessLookupError:  # it has ended already
-                continue
 
-    return forward
+    def close(self) -> None:
+        """Put the handlers back that were there before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
 
 def _join(config: Config, place: Placement) -> None:
     """Be one rank; rank 0 checks the job and its configuration is everybody's."""
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank))
-    worker.join_group(config, place.local_rank)
+    try:
+        worker.join_group(config, place.local_rank)
+    except RuntimeError as error:
+        meeting = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise JobFailed(f"rank {place.rank} cannot join the other ranks at {meeting}: {error}") from None
     answer: list[object] = [None]
     if place.rank == 0:
         try:
@@ -119,6 +176,18 @@ def _join(config: Config, place: Placement) -> None:
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], ValueError):
         dist.destroy_process_group()
-        raise answer[0]
+        if place.rank == 0:
+            raise answer[0]
+        _refused()
     assert isinstance(answer[0], Config)
-    worker.run(answer[0])
+    try:
+        worker.run(answer[0])
+    except Exception as error:
+        note = RunFolder.of(answer[0]).error_of(place.rank)
+        raise JobFailed(note or f"rank {place.rank} failed: {error}") from None
+
+
+def _refused() -> NoReturn:
+    """End a rank other than 0 whose job is refused, after rank 0, which says why: the first to end ends the others."""
+    time.sleep(_LET_RANK_ZERO_SPEAK_S)
+    sys.exit(2)

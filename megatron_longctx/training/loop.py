@@ -180,7 +180,7 @@ class Trainer:
         return [
             JsonlSink(self.folder.metrics, self.step),
             WandbSink(self.folder.path, config, self._peak),
-            ConsoleSink(config.train.steps),
+            ConsoleSink(config.train.steps, logger.info),
         ]
 
     def _state(self) -> checkpoint.TrainingState:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..compose import load_config
 from ..config import Config, data_parallel_size, refuse
-from ..kernels import KernelRequest, choose
+from ..kernels import AUTO_ORDER, KernelRequest, available
 from ..mcore import checkpoint
 from ..mcore.data import check_corpus
 from ..mcore.model import fingerprint, padded_vocab_size, uses_transformer_engine
@@ -57,19 +58,48 @@ def check(config: Config, world_size: int) -> int | None:
     check_corpus(config.data)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
-    return checkpoint.check(RunFolder.of(config).checkpoints, fingerprint(config, vocab_size))
+    folder = RunFolder.of(config)
+    resumed = checkpoint.check(folder.checkpoints, fingerprint(config, vocab_size))
+    if resumed is not None:
+        _check_batch(config, folder)
+    return resumed
+
+
+def _check_batch(config: Config, folder: RunFolder) -> None:
+    """Refuse another batch size than the run's own, since the order of samples goes by it."""
+    try:
+        earlier = load_config(folder.resolved).train.global_batch_size
+    except ValueError:  # missing, or of another version: the checkpoint itself is asked when it is loaded
+        return
+    if earlier != config.train.global_batch_size:
+        raise refuse(
+            "train.global_batch_size",
+            config.train.global_batch_size,
+            f"{earlier}, with which {folder.path} has been trained so far",
+            "Set it back, or start a run of another run.name.",
+        )
 
 
 def _check_kernel(config: Config, device: str) -> None:
-    model, tp = config.model, config.parallelism.tensor_parallel_size
-    choose(
-        config.attention.kernel,
-        KernelRequest(
-            device_type=device,
-            dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
-            head_dim=model.kv_channels,
-            num_heads=model.num_attention_heads // tp,
-            num_kv_heads=model.num_kv_heads // tp,
-            deterministic=config.attention.deterministic,
-        ),
+    model, tp, name = config.model, config.parallelism.tensor_parallel_size, config.attention.kernel
+    request = KernelRequest(
+        device_type=device,
+        dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
+        head_dim=model.kv_channels,
+        num_heads=model.num_attention_heads // tp,
+        num_kv_heads=model.num_kv_heads // tp,
+        deterministic=config.attention.deterministic,
     )
+    reasons = dict(
+        available(request)
+    )  # not `choose`, which also says what it took: that is for rank 0 and the run's log
+    usable = [kernel for kernel, reason in reasons.items() if reason is None]
+    candidates = AUTO_ORDER[device] if name == "auto" else (name,)
+    if not any(kernel in usable for kernel in candidates):
+        why = "; ".join(f"{kernel}: {reasons[kernel]}" for kernel in candidates)
+        raise refuse(
+            "attention.kernel",
+            name,
+            f"a kernel that can be used here ({why})",
+            f"Set attention.kernel to one of {', '.join(usable)}." if usable else "Change precision, heads or device.",
+        )

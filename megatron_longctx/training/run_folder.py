@@ -7,7 +7,9 @@ import traceback
 from pathlib import Path
 
 from ..compose import RESOLVED, load_config, save_config
-from ..config import Config
+from ..config import Config, refuse
+
+_REMEDY = "Set run.root to a folder of yours on a disk with space."
 
 
 class RunFolder:
@@ -41,7 +43,18 @@ class RunFolder:
         return self.path / "errors"
 
     def prepare(self, config: Config, resumed_step: int | None) -> None:
-        """Write the run's configuration; an earlier, different one is kept under the step it was in force until."""
+        """Write the run's configuration; an earlier, different one is kept under the step it was in force until.
+
+        Raises:
+            ValueError: the folder cannot be written.
+        """
+        try:
+            self._prepare(config, resumed_step)
+        except OSError as error:
+            reason = error.strerror or error
+            raise refuse("run.root", config.run.root, f"to be able to write {self.path} ({reason})", _REMEDY) from error
+
+    def _prepare(self, config: Config, resumed_step: int | None) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         if self.resolved.is_file():
             try:
@@ -60,15 +73,25 @@ class RunFolder:
         self.errors.mkdir(parents=True, exist_ok=True)
         text = "".join(traceback.format_exception(error))
         summary = f"{type(error).__name__}: {error}"
-        (self.errors / f"rank_{rank}.txt").write_text(f"{time.time():.6f}\n{summary}\n\n{text}")
+        self._note_path(rank).write_text(f"{time.time():.6f}\n{summary}\n\n{text}")
 
     def first_error(self) -> str | None:
         """The earliest note, as `rank k failed: …`; None if no rank left one."""
         notes = []
         for path in self.errors.glob("rank_*.txt"):
-            when, _, rest = path.read_text().partition("\n")
-            notes.append((float(when), path.stem.replace("_", " "), rest.split("\n\n", 1)[0], path))
-        if not notes:
-            return None
-        _, rank, summary, path = min(notes)
-        return f"{rank} failed: {summary}\n(its traceback: {path})"
+            notes.append((float(path.read_text().partition("\n")[0]), path))
+        return self._told(min(notes)[1]) if notes else None
+
+    def error_of(self, rank: int) -> str | None:
+        """The note of `rank`, as `first_error` gives it; None if it left none."""
+        path = self._note_path(rank)
+        return self._told(path) if path.is_file() else None
+
+    def _note_path(self, rank: int) -> Path:
+        return self.errors / f"rank_{rank}.txt"
+
+    @staticmethod
+    def _told(path: Path) -> str:
+        _, _, rest = path.read_text().partition("\n")
+        summary = rest.split("\n\n", 1)[0]
+        return f"{path.stem.replace('_', ' ')} failed: {summary}\n(its traceback: {path})"

@@ -9,14 +9,18 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
-    """Notes the first stop signal of this process. A second SIGINT interrupts at once."""
+    """Notes the first stop signal of this process, one that has been waiting included. A second SIGINT interrupts."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._interrupted = False
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher starts ranks with these blocked
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is signal.SIGINT and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
         self.received = self.received or signal.Signals(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -21,6 +22,9 @@ logger = logging.getLogger("megatron_longctx")
 
 def spawned(local_rank: int, world_size: int, port: int, run_folder: str) -> None:
     """Entry of a rank that the launcher started on this host."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        return  # it died while this rank was starting; from here on its death arrives as SIGINT
     os.environ.update(
         RANK=str(local_rank),
         LOCAL_RANK=str(local_rank),
