@@ -36,6 +36,7 @@ class _Pass:
         self._home = home
         self._scale = scale
         self._slots: list[Fields] = []
+        self._to_send: dict[Kind, Fields] = {}
         self._outgoing: dict[Block, list[Fields]] = defaultdict(list)
 
     def run(self) -> None:
@@ -46,6 +47,10 @@ class _Pass:
                     self.attend(call)
             return
         self._slots = [self._slot(i, kind, tokens) for i, (kind, tokens) in enumerate(self._program.slots)]
+        # Copied before the mark that the messages wait for, never between it and the sending.
+        places = (send.place for step in self._program.steps for send in step.sends)
+        kinds = {place.kind for place in places if place is not None and place.slot == HOME}
+        self._to_send = {kind: tuple(field.contiguous() for field in self._home[kind]) for kind in kinds}
         begin = transport.now()
         exchange: Exchange | None = None
         arrived: tuple[Receive, ...] = ()
@@ -79,6 +84,11 @@ class _Pass:
         fields = self._home[place.kind] if place.slot == HOME else self._slots[place.slot]
         return tuple(field[place.start : place.stop] for field in fields)
 
+    def _rows_to_send(self, place: Place) -> Fields:
+        if place.slot != HOME:
+            return self.rows(place)
+        return tuple(field[place.start : place.stop] for field in self._to_send[place.kind])
+
     def keys(self, call: Call) -> tuple[Tensor, Tensor]:
         """(k, v), each `[t, b, g, d]`."""
         if len(call.keys) == 1 and call.keys[0].slot == HOME and len(self._home[Kind.KV]) == 2:
@@ -101,8 +111,8 @@ class _Pass:
     def _messages(self, step: ProgramStep) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]]:
         sends, receives = [], []
         for block, place, peer in step.sends:
-            fields = self._outgoing[block].pop(0) if place is None else self.rows(place)
-            sends += [(field.contiguous(), peer) for field in fields]
+            fields = self._outgoing[block].pop(0) if place is None else self._rows_to_send(place)
+            sends += [(field, peer) for field in fields]
         for _, place, peer in step.receives:
             receives += [(field, peer) for field in self.rows(place)]
         return sends, receives

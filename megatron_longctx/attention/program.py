@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,14 +76,16 @@ def compile_program(plan: Plan, rank: int) -> Program:
     slot_of, slots, busy_until = _assign(rank_stays)
     steps = []
     for t, step in enumerate(plan.steps):
-        receives, waits_for = [], -1
+        waits_for, places = -1, {}
         for index, stay in enumerate(rank_stays):
             if stay.first == t:
-                receives += _receives(stay, slot_of[index])
+                places[stay.kind] = _places(stay, slot_of[index])
                 waits_for = max(waits_for, busy_until[index])
-        order = {move.block: i for i, move in enumerate(step.moves) if move.destination == rank}
-        sources = {move.block: move.source for move in step.moves if move.destination == rank}
-        receives = [r._replace(peer=sources[r.block]) for r in sorted(receives, key=lambda r: order[r.block])]
+        receives = [
+            Receive(move.block, next(places[move.block.kind]), move.source)
+            for move in step.moves
+            if move.destination == rank
+        ]
         sends = []
         for move in step.moves:
             if move.source == rank:
@@ -115,12 +118,12 @@ def _assign(rank_stays: list[Stay]) -> tuple[list[int], list[tuple[Kind, int]], 
     return slot_of, slots, busy_until
 
 
-def _receives(stay: Stay, slot: int) -> list[Receive]:
-    receives, start = [], 0
+def _places(stay: Stay, slot: int) -> Iterator[Place]:
+    """Where the blocks of `stay` land, side by side in the order of the step's moves."""
+    start = 0
     for block in stay.blocks:
-        receives.append(Receive(block, Place(stay.kind, slot, start, start + block.tokens), -1))
+        yield Place(stay.kind, slot, start, start + block.tokens)
         start += block.tokens
-    return receives
 
 
 def _find(block: Block, rank: int, rank_stays: list[Stay], slot_of: list[int], t: int) -> Place:

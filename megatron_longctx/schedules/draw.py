@@ -104,9 +104,11 @@ def _pair_map(axes: Axes, plan: Plan) -> None:
                 seen = tokens[rows][:, None] >= tokens[columns] if attend.causal else True
                 block = grid[numpy.ix_(rows, columns)]
                 grid[numpy.ix_(rows, columns)] = numpy.where(seen, t, block)
-    extent = (0, plan.layout.length, plan.layout.length, 0)
+    end = max(plan.layout.length, 1)
     colours = ListedColormap(_colours(len(plan.steps)))
-    axes.imshow(grid, cmap=colours, vmin=-0.5, vmax=len(plan.steps) - 0.5, extent=extent, interpolation="nearest")
+    axes.imshow(
+        grid, cmap=colours, vmin=-0.5, vmax=len(plan.steps) - 0.5, extent=(0, end, end, 0), interpolation="nearest"
+    )
     for span in (span for spans in plan.layout.spans for span in spans if span.step == 1):
         axes.axhline(span.start, color="white", linewidth=0.5)
         axes.axvline(span.start, color="white", linewidth=0.5)

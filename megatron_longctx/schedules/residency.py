@@ -25,7 +25,10 @@ class Stay:
 
 
 def stays(plan: Plan) -> list[list[Stay]]:
-    """The stays of every rank, in order of arrival. Results stay until the step after they arrive, when they merge."""
+    """The stays of every rank, in order of arrival. Results stay until the step after they arrive, when they merge.
+
+    A rank that only passes results on keeps them until it has.
+    """
     uses = _uses(plan)
     result: list[list[Stay]] = [[] for _ in range(plan.n)]
     for t, step in enumerate(plan.steps):
@@ -33,7 +36,7 @@ def stays(plan: Plan) -> list[list[Stay]]:
         for move in step.moves:
             arriving.setdefault((move.destination, move.block.kind), []).append(move.block)
         for (rank, kind), blocks in arriving.items():
-            last = t + 1 if kind in RESULTS else max(_last_use(block, uses[rank], t) for block in blocks)
+            last = max(_last_use(block, uses[rank], t + (kind in RESULTS)) for block in blocks)
             result[rank].append(Stay(kind, tuple(blocks), t, last))
     return result
 
@@ -55,8 +58,8 @@ def _uses(plan: Plan) -> list[_Uses]:
     return uses
 
 
-def _last_use(block: Block, uses: _Uses, arrival: int) -> int:
-    return max((t for used, t in uses.get((block.kind, block.home), ()) if block.contains(used)), default=arrival)
+def _last_use(block: Block, uses: _Uses, least: int) -> int:
+    return max((t for used, t in uses.get((block.kind, block.home), ()) if block.contains(used)), default=least)
 
 
 def buffer_need(plan: Plan) -> dict[Kind, int]:

@@ -1,0 +1,85 @@
+"""Plans written by hand, with what no mode of `SCHEDULES` does yet: queries and partial results that travel."""
+
+from __future__ import annotations
+
+from ..layout import contiguous
+from ..schedules import Attend, Block, Kind, Move, Plan, Step, seal
+
+
+def kv(home: int, start: int, stop: int) -> Block:
+    return Block(Kind.KV, home, start, stop)
+
+
+def queries(home: int, start: int, stop: int) -> Block:
+    return Block(Kind.Q, home, start, stop)
+
+
+def out(home: int, start: int, stop: int, by: int) -> Block:
+    return Block(Kind.OUT, home, start, stop, by)
+
+
+def helper_plan(n: int, length: int) -> Plan:
+    """The causal plan in which rank 0 computes for the last rank's queries, of 2 or 3 ranks.
+
+    With 3 ranks it is the balanced schedule of DistFlashAttention; with 2, rank 0 takes the second half of the
+    queries. Every rank has to hold two tokens at least.
+
+    Raises:
+        ValueError: another number of ranks, or too few tokens.
+    """
+    layout = contiguous(n, length)
+    sizes = [layout.num_tokens(rank) for rank in range(n)]
+    if n not in (2, 3) or min(sizes) < 2:
+        raise ValueError(f"n={n}, length={length}: expected 2 or 3 ranks with at least 2 tokens each.")
+    last, size = n - 1, sizes[n - 1]
+    helped = size // 2 if n == 2 else 0
+    whole = [kv(rank, 0, sizes[rank]) for rank in range(n)]
+    own = tuple((Attend(queries(r, 0, sizes[r]), (whole[r],), True),) for r in range(n))
+    fetched = tuple(Move(whole[r - 1], r - 1, r) for r in range(1, n))
+    help_away = (Attend(queries(last, helped, size), (whole[0],), False),)
+    stop = {1: helped} if n == 2 else {1: sizes[1], 2: size}
+    at_home = tuple((Attend(queries(r, 0, stop[r]), (whole[r - 1],), False),) for r in range(1, n))
+    steps = (
+        Step((*fetched, Move(queries(last, helped, size), last, 0)), own),
+        Step((), (help_away, *at_home)),
+        Step((Move(out(last, helped, size, 0), 0, last),), ((),) * n),
+    )
+    return seal(Plan("helper", layout, True, steps))
+
+
+def tangled_plan(length: int) -> Plan:
+    """A causal plan for 3 ranks that is legal and awkward.
+
+    Rank 1 splits its queries and the keys of rank 0 unevenly, so that in backward several results of the same name and
+    of different sizes travel in turn; it helps rank 2 over keys that lie in two places (a buffer and its own); and the
+    helped result goes by rank 0, which keeps it for a while.
+
+    Raises:
+        ValueError: ranks with fewer than 4 tokens, or with different numbers of them.
+    """
+    layout = contiguous(3, length)
+    c = length // 3
+    if length % 3 or c < 4:
+        raise ValueError(f"length={length}: expected a multiple of 3, 12 or more.")
+    cut = c - 1
+    whole = [kv(rank, 0, c) for rank in range(3)]
+    own = tuple((Attend(queries(r, 0, c), (whole[r],), True),) for r in range(3))
+    crossed = tuple(
+        Attend(queries(1, *rows), (kv(0, *columns),), False)
+        for rows, columns in (((0, 2), (0, cut)), ((0, 2), (cut, c)), ((2, c), (0, cut)), ((2, c), (cut, c)))
+    )
+    helped = Attend(queries(2, 0, cut), (whole[0], whole[1]), False)
+    rest = Attend(queries(2, cut, c), (whole[0], whole[1]), False)
+    result = out(2, 0, cut, 1)
+    idle: tuple[tuple[Attend, ...], ...] = ((), (), ())
+    steps = (
+        Step(
+            (Move(whole[0], 0, 1), Move(whole[0], 0, 2), Move(whole[1], 1, 2), Move(queries(2, 0, cut), 2, 1)),
+            own,
+        ),
+        Step((), ((), (*crossed, helped), (rest,))),
+        Step((Move(result, 1, 0),), idle),
+        Step((), idle),
+        Step((Move(result, 0, 2),), idle),
+    )
+    return seal(Plan("tangled", layout, True, steps))
