@@ -1,8 +1,9 @@
-"""Tiny runs of the real `Trainer` for tests: corpus, configuration, several runs in one spawn, and what each run saw."""
+"""Tiny runs of the real `Trainer` for tests: corpus, configuration, several runs in one spawn, and what each saw."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ TINY: Mapping[str, Any] = {
     "model.num_kv_heads": 2,
     "model.ffn_hidden_size": 64,
     "model.rope_base": 1000.0,
+    "model.init_std": 0.08,  # sharp enough that attention, and the positions in it, matter from the first step
     "model.implementation": "local",
     "data.seq_length": 96,
     "optim.lr": 3e-3,
@@ -112,6 +114,7 @@ class Record:
     """What one rank saw of a run. Gradients are whole: reduced, and merged over all parallel axes."""
 
     first_step: int = 0
+    last_step: int = 0
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
@@ -141,7 +144,7 @@ class RecordingTrainer(Trainer):
             if job.before_optimizer is not None:
                 job.before_optimizer(self)
             if self.step == job.stop_in and dist.get_rank() == dist.get_world_size() - 1:
-                self.stop.received = signal.SIGTERM
+                os.kill(os.getpid(), signal.SIGTERM)
             return optimizer_step()
 
         self.optimizer.step = observed_step
@@ -155,6 +158,7 @@ class RecordingTrainer(Trainer):
             self.train()
         except (ValueError, ArithmeticError) as error:
             self.record.error = f"{type(error).__name__}: {error}"
+        self.record.last_step = self.step
         groups.destroy()
         for step in self._exports:
             self.record.gradients[step] = _merged(self.config, self._export_folder, step, self.vocab_size)

@@ -1,0 +1,66 @@
+"""Which tokens of a batch each rank gets, as literal lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_longctx.testing.sequences import sequence_of
+
+ZIGZAG = [
+    (8, 1, [[0, 1, 6, 7], [2, 3, 4, 5]]),
+    (7, 1, [[0, 5, 6], [1, 2, 3, 4]]),
+    (12, 2, [[0, 1, 8, 9, 10, 11], [2, 3, 4, 5, 6, 7]]),
+    (9, 1, [[0, 7, 8], [1, 2, 6], [3, 4, 5]]),
+    (2, 1, [[1], [], [0]]),
+]
+CONTIGUOUS = [
+    (8, 1, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    (7, 1, [[0, 1, 2], [3, 4, 5, 6]]),
+    (8, 1, [[0, 1], [2, 3, 4], [5, 6, 7]]),
+    (10, 2, [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9]]),
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "length", "unit", "expected"),
+    [("zigzag", *case) for case in ZIGZAG]
+    + [("all_gather", *case) for case in ZIGZAG]
+    + [("ring", *case) for case in CONTIGUOUS],
+)
+def test_literal_shares(schedule: str, length: int, unit: int, expected: list[list[int]]) -> None:
+    text = torch.arange(100, 101 + length)
+    # Labels are shifted over the whole sequence: the last token's label is the sample's extra token.
+    batch = {
+        "tokens": torch.stack((text[:-1], text[:-1] + 100)),
+        "labels": torch.stack((text[1:], text[1:] + 100)),
+        "loss_mask": torch.arange(2 * length, dtype=torch.float32).view(2, length),
+    }
+    for rank, positions in enumerate(expected):
+        sequence = sequence_of(rank, len(expected), length, schedule, unit)
+        share = sequence.shard_batch(batch)
+        assert share.keys() == batch.keys()
+        assert sequence.num_local_tokens == len(positions)
+        assert sequence.positions(torch.device("cpu")).tolist() == positions
+        assert share["tokens"].tolist() == [[100 + p for p in positions], [200 + p for p in positions]]
+        assert share["labels"].tolist() == [[101 + p for p in positions], [201 + p for p in positions]]
+        assert share["loss_mask"].tolist() == [positions, [length + p for p in positions]]
+        assert share["loss_mask"].dtype == torch.float32
+
+
+def test_one_rank_gets_the_batch() -> None:
+    tokens = torch.arange(10).view(2, 5)
+    assert torch.equal(sequence_of(length=5).shard_batch({"tokens": tokens})["tokens"], tokens)
+
+
+def test_another_length_takes_another_share() -> None:
+    sequence = sequence_of(rank=0, world=2, length=8)
+    sequence.shard_batch({"tokens": torch.arange(8)[None]})
+    sequence.length = 4
+    assert sequence.shard_batch({"tokens": torch.arange(4)[None]})["tokens"].tolist() == [[0, 3]]
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (8,), (1, 2, 8), (8, 2)])
+def test_only_whole_batches(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"batch\['labels'\] has shape .*: expected \[batch, 8\], the whole sequence"):
+        sequence_of(rank=0, world=2, length=8).shard_batch({"labels": torch.zeros(shape)})

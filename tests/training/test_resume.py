@@ -1,0 +1,173 @@
+"""A stopped run goes on from its folder, at any other parallel sizes, as if it had never stopped."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_longctx.mcore import checkpoint
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.training import Job, Record, changed, run_jobs, tiny_config, tiny_corpus
+from megatron_longctx.training import preflight
+from megatron_longctx.training.loop import Trainer
+
+STEPS = 10
+RUN: dict[str, Any] = {
+    "data.seq_length": 100,
+    "data.mask_eod_loss": True,
+    "optim.decay_steps": STEPS,  # by default it follows train.steps, which the tests change
+    "train.steps": STEPS,
+    "train.global_batch_size": 8,
+    "train.micro_batch_size": 2,
+    "train.save": True,
+}
+CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))
+SCHEDULE = "parallelism.schedule"
+
+
+def _break(trainer: Trainer) -> None:
+    if trainer.step == 5:
+        raise ArithmeticError("broken in the sixth step")
+
+
+def _jobs(root: Path) -> list[tuple[int, dict[str, Job]]]:
+    """Spawns, in order: the world size and its runs. All runs called `chain …` share one folder."""
+
+    def job(name: str, settings: dict[str, Any] | None = None, **options: Any) -> Job:
+        return Job(tiny_config(root, name.split()[0], RUN | (settings or {})), **options)
+
+    crash = {"train.save_interval": 2}
+    unsharded = {"optim.distributed": False}
+    return [
+        (1, {
+            "whole": job("whole", {"train.save": False}),
+            "chain single": job("chain", stop_in=1),
+            "crash before": job("crash", crash, before_optimizer=_break),
+            "crash after": job("crash", crash),
+            "unsharded single": job("unsharded", unsharded, stop_in=2),
+        }),
+        (2, {
+            "chain cp2": job("chain", {CP: 2}, stop_in=3),
+            "chain dp2": job("chain", stop_in=4),
+            "chain tp2": job("chain", {TP: 2}, stop_in=5),
+            "unsharded cp2": job("unsharded", {CP: 2, SCHEDULE: "ring", **unsharded}, stop_in=4),
+        }),
+        (4, {
+            "chain pp2 cp2": job("chain", {PP: 2, CP: 2}, stop_in=6),
+            "chain cp4": job("chain", {CP: 4, SCHEDULE: "ring", "train.steps": 8}),
+            "unsharded tp2 cp2": job("unsharded", {TP: 2, CP: 2, **unsharded, "train.steps": 6}),
+        }),
+        (1, {
+            "chain single again": job("chain"),
+            "chain complete": job("chain"),
+            "chain other batch": job("chain", {"train.global_batch_size": 4, "train.steps": 12}),
+            "chain other model": job("chain", {"model.hidden_size": 64, "train.steps": 12}),
+            "chain other optimizer": job("chain", {**unsharded, "train.steps": 12}),
+        }),
+    ]  # fmt: skip
+
+
+Runs = dict[str, Record]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path) -> Runs:
+    tiny_corpus(root / "corpus")
+    found: Runs = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        for world, jobs in _jobs(root):
+            ranks = run_distributed(run_jobs, world, list(jobs.values()), timeout=300.0)
+            for index, name in enumerate(jobs):
+                found[name] = ranks[0][index]
+                for rank in ranks:
+                    assert rank[index] == ranks[0][index], f"{name}: the ranks disagree"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        ("chain single", 0, 2),
+        ("chain cp2", 2, 4),
+        ("chain dp2", 4, 5),
+        ("chain tp2", 5, 6),
+        ("chain pp2 cp2", 6, 7),
+        ("chain cp4", 7, 8),
+        ("chain single again", 8, 10),
+        ("unsharded single", 0, 3),
+        ("unsharded cp2", 3, 5),
+        ("unsharded tp2 cp2", 5, 6),
+        ("crash after", 4, 10),
+    ],
+)
+def test_curve_goes_on(runs: Runs, name: str, first: int, last: int) -> None:
+    run, whole = runs[name], runs["whole"]
+    assert run.error is None
+    assert (run.first_step, run.last_step) == (first, last)
+    assert run.losses == pytest.approx(whole.losses[first:last], rel=1e-5, abs=0)
+    assert run.grad_norms == pytest.approx(whole.grad_norms[first:last], rel=1e-5, abs=0)
+    assert run.learning_rates == pytest.approx(whole.learning_rates[first:last], rel=1e-12, abs=0)
+
+
+def test_the_whole_run_has_changing_steps(runs: Runs) -> None:
+    whole = runs["whole"]
+    assert whole.losses[-1] < whole.losses[0] - 0.2
+    # A repeated or skipped batch, or a forgotten moment, must show.
+    for values in (whole.losses, whole.grad_norms, whole.learning_rates):
+        assert all(abs(a / b - 1) > 1e-4 for a, b in itertools.pairwise(values))
+
+
+@pytest.mark.parametrize("name", ["chain", "crash"])
+def test_metrics_have_every_step_once(root: Path, runs: Runs, name: str) -> None:
+    lines = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["train/loss"] for line in lines] == pytest.approx(runs["whole"].losses, rel=1e-5)
+    assert [line["train/tokens"] for line in lines] == [800 * step for step in range(1, STEPS + 1)]
+
+
+def test_a_crash_leaves_the_last_checkpoint(root: Path, runs: Runs) -> None:
+    assert runs["crash before"].error == "ArithmeticError: broken in the sixth step"
+    assert len(runs["crash before"].losses) == 5
+    # Steps 5 and 6 were lost with the crash and are trained again; in the same layout, bit for bit.
+    assert runs["crash after"].losses == runs["whole"].losses[4:]
+    assert checkpoint.latest(root / "crash" / "checkpoints") == STEPS
+
+
+def test_a_complete_run_changes_nothing(runs: Runs) -> None:
+    run = runs["chain complete"]
+    assert (run.error, run.losses, run.first_step, run.last_step) == (None, [], STEPS, STEPS)
+
+
+def test_refusals_name_both_values(root: Path, runs: Runs) -> None:
+    batch = runs["chain other batch"].error or ""
+    assert batch.startswith("ValueError: train.global_batch_size=4: expected 8, with which")
+    assert "step 10" in batch
+    assert "hidden_size: checkpoint 32, model 64" in (runs["chain other model"].error or "")
+    assert "'distributed', expected 'fp32'" in (runs["chain other optimizer"].error or "")
+    assert checkpoint.latest(root / "chain" / "checkpoints") == STEPS
+
+
+def test_refused_before_any_rank_starts(root: Path, runs: Runs) -> None:
+    config = tiny_config(root, "chain", RUN)
+    assert preflight.check(config, 1) == STEPS
+    assert preflight.check(changed(config, {"run.name": "new"}), 1) is None
+    other = {"model.hidden_size": 64, "model.rope_base": 2000.0}
+    with pytest.raises(ValueError, match=r"hidden_size: checkpoint 32, model 64; rope_base: checkpoint 1000.0, model"):
+        preflight.check(changed(config, other), 1)
+    damaged = root / "damaged" / "checkpoints"
+    shutil.copytree(root / "chain" / "checkpoints", damaged)
+    largest = max(damaged.glob("iter_0000010/*.distcp"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"bytes, expected"):
+        preflight.check(changed(config, {"run.name": "damaged"}), 1)

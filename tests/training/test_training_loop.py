@@ -1,0 +1,155 @@
+"""The loop's duties besides training: metrics, stopping on signals, and an end with evidence when numbers go bad."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_longctx import names
+from megatron_longctx.mcore import checkpoint
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.training import Job, Record, run_jobs, tiny_config, tiny_corpus
+from megatron_longctx.training import launcher
+from megatron_longctx.training.loop import Trainer
+
+SAVED = {"train.steps": 6, "train.save": True, "train.save_interval": 2}
+CP2 = {"parallelism.context_parallel_size": 2}
+POISONED = "decoder.layers.1.mlp.linear_fc2.weight"
+
+
+def _poison_parameter(trainer: Trainer) -> None:
+    """On the last rank only: the other sees the loss, and must stop as well. Adam leaves NaN as it is."""
+    if trainer.step == 4 and dist.get_rank() == 1:
+        with torch.no_grad():
+            dict(trainer.models[0].module.named_parameters())[POISONED][0, :3] = math.nan
+
+
+def _poison_gradient(trainer: Trainer) -> None:
+    if trainer.step == 2:
+        dict(trainer.models[0].module.named_parameters())[POISONED].main_grad[0, 0] = math.inf
+
+
+def _jobs(root: Path) -> dict[str, Job]:
+    return {
+        "metrics": Job(tiny_config(root, "metrics", {**CP2, "train.steps": 3, "logging.peak_tflops": 0.5})),
+        "no clipping": Job(tiny_config(root, "no-clipping", {**CP2, "train.steps": 3, "optim.clip_grad": 0.0})),
+        # The distributed optimizer would give every rank the owner's values.
+        "parameter": Job(tiny_config(root, "parameter", {**CP2, **SAVED, "optim.distributed": False}),
+                         before_optimizer=_poison_parameter),
+        "gradient": Job(tiny_config(root, "gradient", {**SAVED, "train.global_batch_size": 2}),
+                        before_optimizer=_poison_gradient),
+        "stopped": Job(tiny_config(root, "stopped", {**CP2, **SAVED}), stop_in=2),
+        "stopped unsaved": Job(tiny_config(root, "unsaved", {**CP2, "train.steps": 6}), stop_in=2),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("loop")
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path) -> dict[str, list[Record]]:
+    """What each rank recorded, by run."""
+    tiny_corpus(root / "corpus")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        jobs = _jobs(root)
+        ranks = run_distributed(run_jobs, 2, list(jobs.values()))
+    return {name: [rank[index] for rank in ranks] for index, name in enumerate(jobs)}
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_have_every_key(root: Path, runs: dict[str, list[Record]]) -> None:
+    run = runs["metrics"][0]
+    lines = _metrics(root / "metrics")
+    keys = {value for name, value in vars(names).items() if name.isupper() and "/" in str(value)}
+    assert len(keys) > 10
+    for number, line in enumerate(lines, start=1):
+        assert line.keys() == keys
+        assert (line[names.STEP], line[names.TOKENS]) == (number, 96 * number)
+        assert line[names.LOSS] == run.losses[number - 1]
+        assert line[names.GRAD_NORM] == run.grad_norms[number - 1]
+        assert line[names.LEARNING_RATE] == run.learning_rates[number - 1]
+        # No device memory on CPU.
+        assert {key for key, value in line.items() if value is None} == {
+            names.PEAK_ACTIVE_GIB,
+            names.PEAK_RESERVED_GIB,
+        }
+        seconds = line[names.STEP_S]
+        assert line[names.TOKENS_PER_S] == pytest.approx(96 / seconds)
+        assert line[names.TOKENS_PER_S_PER_GPU] == pytest.approx(48 / seconds)
+        assert 0 < line[names.MFU_CAUSAL_PCT] < line[names.MFU_DENSE_PCT]
+        assert line[names.MFU_CAUSAL_PCT] == pytest.approx(100 * line[names.TFLOPS_PER_GPU] / 0.5)
+        assert line[names.IMBALANCE_PCT] == pytest.approx(0.0), "zigzag over a length that divides is balanced"
+    assert len(lines) == 3
+    assert not (root / "metrics" / "checkpoints" / checkpoint.TRACKER).exists(), "train.save=false"
+
+
+def test_the_norm_is_known_without_clipping(runs: dict[str, list[Record]]) -> None:
+    clipped, unclipped = runs["metrics"][0], runs["no clipping"][0]
+    assert unclipped.grad_norms[0] == pytest.approx(clipped.grad_norms[0], rel=1e-6)
+    assert clipped.grad_norms[0] > 1.0 and unclipped.losses[2] != clipped.losses[2]
+
+
+@pytest.mark.parametrize(("name", "what", "step"), [("parameter", "loss is nan", 6), ("gradient", "norm is inf", 3)])
+def test_nonfinite_numbers_stop_every_rank(
+    root: Path, runs: dict[str, list[Record]], name: str, what: str, step: int
+) -> None:
+    folder = root / name / "nonfinite" / f"step_{step}"
+    for record in runs[name]:
+        assert (record.error or "").startswith("NonFiniteError: ")
+        assert what in (record.error or "") and f"in step {step}:" in (record.error or "")
+        assert str(folder) in (record.error or "")
+        assert len(record.losses) == step - 1
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "rank_0.json",
+        "rank_0_batches.pt",
+        "rank_1.json",
+        "rank_1_batches.pt",
+    ]
+    # The checkpoint of the last good interval stays the latest one.
+    assert checkpoint.latest(root / name / "checkpoints") == (step - 1) // 2 * 2
+    assert [line[names.STEP] for line in _metrics(root / name)] == list(range(1, step))
+
+
+def test_the_dump_says_what_was_bad(root: Path, runs: dict[str, list[Record]]) -> None:
+    facts = [json.loads((root / f"parameter/nonfinite/step_6/rank_{rank}.json").read_text()) for rank in (0, 1)]
+    assert all(fact["step"] == 6 and fact["values"] == {"loss": "nan"} for fact in facts)
+    bad = [
+        {name: counts["parameter"] for name, counts in fact["nonfinite_elements"].items() if counts["parameter"]}
+        for fact in facts
+    ]
+    assert bad == [{}, {f"0.module.{POISONED}": 3}]
+    batches = torch.load(root / "parameter/nonfinite/step_6/rank_1_batches.pt")
+    assert len(batches) == 1 and batches[0]["tokens"].shape == (1, 96), "the whole sequence, as the data gave it"
+
+
+def test_a_signal_to_any_rank_stops_all(root: Path, runs: dict[str, list[Record]]) -> None:
+    for name in ("stopped", "stopped unsaved"):
+        assert [(run.last_step, run.error) for run in runs[name]] == [(3, None)] * 2
+    assert checkpoint.latest(root / "stopped" / "checkpoints") == 3
+    assert checkpoint.latest(root / "unsaved" / "checkpoints") is None
+
+
+def test_a_failing_job_ends_with_the_ranks_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    tiny_corpus(tmp_path / "corpus")
+    settings = [
+        *("parallelism=cp2", "train.device=cpu", "train.precision=fp32", "train.steps=4", "data.seq_length=64"),
+        *("model.num_layers=1", "model.hidden_size=32", "optim.lr=1e30", "optim.warmup_steps=0"),
+        *(f"data.prefix={tmp_path / 'corpus'}", f"run.root={tmp_path}", "run.name=diverged", "logging.wandb=disabled"),
+    ]
+    with pytest.raises(launcher.JobFailed, match=r"(?s)rank \d failed: NonFiniteError: .* in step 2.*its traceback"):
+        launcher.train(settings)
+    assert len(_metrics(tmp_path / "diverged")) == 1
+    assert checkpoint.latest(tmp_path / "diverged" / "checkpoints") is None
