@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,6 +63,8 @@ def write_corpus(
             os.remove(f"{partial}{suffix}")
         raise ValueError(f"no text for {prefix}: expected at least one document that is not empty. Check the source.")
     corpus = Corpus(library, tokenizer.vocab_size, count, tokens)
+    # Megatron keeps sample indices there under names that do not depend on the text.
+    shutil.rmtree(prefix / "cache", ignore_errors=True)
     for suffix in (".bin", ".idx"):
         os.replace(f"{partial}{suffix}", f"{prefix}{suffix}")
     Path(f"{prefix}.json").write_text(json.dumps(asdict(corpus), indent=2) + "\n")
@@ -107,7 +110,10 @@ def check_corpus(data: DataConfig) -> int:
         )
     note = Path(data.prefix + ".json")
     if note.is_file():
-        made_with = json.loads(note.read_text()).get("tokenizer")
+        try:
+            made_with = json.loads(note.read_text())["tokenizer"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise refuse("data.prefix", data.prefix, f"a JSON object with `tokenizer` in {note}", remedy) from error
         if made_with != data.tokenizer:
             raise refuse("data.tokenizer", data.tokenizer, f"{made_with}, which {data.prefix} was written with", remedy)
     return tokens

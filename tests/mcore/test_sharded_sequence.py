@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from megatron_longctx.mcore.sequence import build_sequence
+from megatron_longctx.schedules import build_plan
 from megatron_longctx.testing.sequences import sequence_of
+from megatron_longctx.testing.training import tiny_config
 
 ZIGZAG = [
     (8, 1, [[0, 1, 6, 7], [2, 3, 4, 5]]),
@@ -64,3 +70,27 @@ def test_another_length_takes_another_share() -> None:
 def test_only_whole_batches(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"batch\['labels'\] has shape .*: expected \[batch, 8\], the whole sequence"):
         sequence_of(rank=0, world=2, length=8).shard_batch({"labels": torch.zeros(shape)})
+
+
+@pytest.mark.parametrize(
+    ("settings", "plan"),
+    [
+        ({}, ("zigzag", 4, 100, True, None, 1)),
+        ({"parallelism.schedule": "ring"}, ("ring", 4, 100, True, None, 1)),
+        ({"parallelism.tensor_parallel_size": 2}, ("zigzag", 4, 100, True, None, 2)),
+        (
+            {"parallelism.tensor_parallel_size": 2, "parallelism.sequence_parallel": False},
+            ("zigzag", 4, 100, True, None, 1),
+        ),
+        (
+            {"parallelism.schedule": "all_gather", "parallelism.max_buffer_tokens": 20},
+            ("all_gather", 4, 100, True, 20, 1),
+        ),
+    ],
+)
+def test_the_plan_is_the_configured_one(tmp_path: Path, settings: dict[str, Any], plan: tuple[Any, ...]) -> None:
+    group: Any = None  # a rank alone
+    sequence = build_sequence(tiny_config(tmp_path, "run", {"data.seq_length": 100, **settings}), group)
+    sequence.attention.world = 4
+    assert sequence.length == 100
+    assert sequence.attention.plan(100) == build_plan(*plan)
