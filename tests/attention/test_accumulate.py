@@ -1,0 +1,101 @@
+"""Partial results coming together."""
+
+import pytest
+import torch
+
+from megatron_longctx.attention.accumulate import MergedOutput, Sum, accumulation_dtype
+from megatron_longctx.kernels import KernelRequest, choose
+
+KERNEL = choose("reference", KernelRequest("cpu", torch.float32, 4, 2, 1))
+
+
+def block(q, k, v, rows, columns):
+    return KERNEL.forward(q[rows], k[columns], v[columns], causal=False, scale=0.5)
+
+
+@pytest.fixture
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(6, 2, heads, 4, generator=generator) for heads in (2, 1, 1)]
+
+
+def test_accumulators_are_fp32_or_fp64():
+    assert [accumulation_dtype(x) for x in (torch.bfloat16, torch.float16, torch.float32, torch.float64)] == [
+        *[torch.float32] * 3,
+        torch.float64,
+    ]
+
+
+def test_one_partial_over_all_queries_is_handed_through(tensors):
+    q, k, v = tensors
+    output = MergedOutput(q)
+    out, lse = block(q, k, v, slice(0, 6), slice(0, 6))
+    output.add(0, out, lse)
+    found = output.finish()
+    assert found[0] is out and found[1] is lse
+
+
+def test_a_borrowed_partial_is_never_kept(tensors):
+    q, k, v = tensors
+    output, total = MergedOutput(q), Sum(q)
+    out, lse = block(q, k, v, slice(0, 6), slice(0, 6))
+    lent = out.clone(), lse.clone()
+    output.add(0, *lent, borrowed=True)
+    total.add(0, lent[0], borrowed=True)
+    for tensor in lent:
+        tensor.fill_(torch.nan)
+    found_out, found_lse = output.finish()
+    torch.testing.assert_close(found_out, out)
+    torch.testing.assert_close(found_lse, lse)
+    assert torch.equal(total.finish(), out)
+
+
+@pytest.mark.parametrize("first_whole", [True, False])
+def test_partials_merge_to_attention_over_all_keys(tensors, first_whole):
+    q, k, v = tensors
+    whole = block(q, k, v, slice(0, 6), slice(0, 6))
+    output = MergedOutput(q)
+    parts = [(slice(0, 6), slice(0, 2)), (slice(2, 6), slice(2, 6)), (slice(0, 2), slice(2, 6))]
+    kept = []
+    for rows, columns in parts if first_whole else parts[::-1]:
+        partial = block(q, k, v, rows, columns)
+        kept.append((partial[0], partial[0].clone()))
+        output.add(rows.start, *partial)
+    for found, expected in zip(output.finish(), whole, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert all(torch.equal(now, before) for now, before in kept), "a kernel's own result was written to"
+
+
+def test_queries_without_keys(tensors):
+    q, k, v = tensors
+    output = MergedOutput(q)
+    output.add(2, *block(q, k, v, slice(2, 6), slice(0, 6)))
+    out, lse = output.finish()
+    assert (out[:2] == 0).all() and (lse[:2] == -torch.inf).all()
+    assert torch.isfinite(lse[2:]).all()
+    out, lse = MergedOutput(q[:0]).finish()
+    assert out.shape == (0, 2, 2, 4) and lse.shape == (0, 2, 2)
+
+
+def test_many_small_parts_lose_nothing_in_bf16():
+    """4096 parts of 2^-8 beside a 1: summed in bf16, every one of them would be rounded away."""
+    like = torch.zeros(2, 3, dtype=torch.bfloat16)
+    total = Sum(like)
+    total.add(0, torch.ones(2, 3, dtype=torch.bfloat16))
+    for _ in range(4096):
+        total.add(1, torch.full((1, 3), 2.0**-9, dtype=torch.bfloat16))
+    found = total.finish()
+    assert found.dtype == torch.bfloat16
+    assert found.tolist() == [[1.0] * 3, [9.0] * 3]
+
+
+def test_a_single_share_is_handed_through_and_never_written_to():
+    like = torch.zeros(3, 2)
+    share = torch.ones(3, 2)
+    total = Sum(like)
+    total.add(0, share)
+    assert total.finish() is share
+    total.add(1, torch.ones(2, 2))
+    assert total.finish().tolist() == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
+    assert (share == 1).all()
+    assert (Sum(like).finish() == 0).all()

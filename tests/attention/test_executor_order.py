@@ -1,0 +1,142 @@
+"""What the executor issues, and in which order: seen by a transport that moves nothing."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_longctx.attention.executor import BackwardPass, Engine, ForwardPass
+from megatron_longctx.attention.program import programs
+from megatron_longctx.comm import BufferPool, Exchange
+from megatron_longctx.kernels import AttentionKernel
+from megatron_longctx.schedules import SCHEDULES, Kind, build_plan
+from megatron_longctx.testing.plans import helper_plan, tangled_plan
+
+
+class Recorder(TorchDispatchMode):
+    """Notes copies and computations; views do not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        if not any(view in name for view in ("slice", "view", "select", "permute", "detach", "empty", "as_strided")):
+            self.events.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+class SilentTransport:
+    """Marks are numbers; messages are noted and never sent."""
+
+    def __init__(self, events):
+        self.events = events
+        self.marks = 0
+        self.started = []
+
+    def now(self):
+        self.marks += 1
+        self.events.append(f"mark {self.marks}")
+        return self.marks
+
+    def start(self, sends, receives, after=()):
+        for tensor, _ in (*sends, *receives):
+            assert tensor.is_contiguous()
+        self.started.append((len(sends), len(receives), tuple(after)))
+        self.events.append("start")
+        for tensor, _ in receives:
+            if tensor.is_floating_point():
+                torch.Tensor.fill_(tensor, 0.5)
+        return Exchange()
+
+    def wait(self, exchange):
+        assert not exchange.done
+        exchange.done = True
+        self.events.append("wait")
+
+
+class ZeroKernel(AttentionKernel):
+    """Results with awkward strides, as kernels give them."""
+
+    name = "zero"
+
+    def __init__(self, events):
+        super().__init__()
+        self.events = events
+
+    def why_not(self, request):
+        return None
+
+    def _forward(self, block):
+        self.events.append("kernel")
+        s, b, h, d = block.q.shape
+        out = torch.zeros(b, h, s, d).permute(2, 0, 1, 3)
+        return out, torch.zeros(b, h, s).permute(2, 0, 1)
+
+    def _backward(self, block, grad_out, out, lse):
+        self.events.append("kernel")
+        return tuple(torch.zeros_like(x) for x in (block.q, block.k, block.v))
+
+
+def run(plan, rank, backward):
+    recorder = Recorder()
+    transport = SilentTransport(recorder.events)
+    engine = Engine(ZeroKernel(recorder.events), transport, BufferPool(torch.device("cpu")))
+    program = programs(plan, rank)[backward]
+    s, b, h, g, d = program.num_tokens, 2, 4, 2, 8
+    # Every tensor strided: heads first in memory, a gradient that is one number expanded.
+    q = torch.zeros(b, h, s, d).permute(2, 0, 1, 3)
+    lse = torch.zeros(b, h, s).permute(2, 0, 1)
+    kv = torch.zeros(s, 2, b, g, d)
+    home = {Kind.Q: (q,), Kind.KV: (kv,), Kind.Q_GRAD: (q, q, torch.zeros(1, 1, 1, 1).expand(s, b, h, d), lse)}
+    with recorder:
+        (BackwardPass if backward else ForwardPass)(program, engine, home, 1.0).run()
+    return recorder.events, transport, program
+
+
+PLANS = [build_plan(name, 4, 16) for name in SCHEDULES]
+PLANS += [build_plan("all_gather", 4, 16, True, 4), helper_plan(2, 8), helper_plan(3, 12), tangled_plan(12)]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.name}-{plan.n}")
+def test_messages_start_right_after_a_mark(plan, backward):
+    """Nothing is computed or copied between the mark that a message may wait for and the message.
+
+    The messages run beside the computation and wait for marks only: a copy made in between would be sent half done.
+    """
+    for rank in range(plan.n):
+        events, transport, program = run(plan, rank, backward)
+        starts = [i for i, event in enumerate(events) if event == "start"]
+        assert len(starts) == len(program.steps) == len(transport.started)
+        for start in starts:
+            since = (
+                len(events[:start]) - next(i for i, e in enumerate(events[:start][::-1]) if e.startswith("mark")) - 1
+            )
+            assert set(events[since + 1 : start]) <= {"wait"}, events[since : start + 1]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.name}-{plan.n}")
+def test_messages_wait_for_what_the_program_says(plan, backward):
+    for rank in range(plan.n):
+        events, transport, program = run(plan, rank, backward)
+        for step, (_, _, after) in zip(program.steps, transport.started, strict=True):
+            # The first mark comes before all steps, the mark of step t is number t + 2.
+            assert after == ((1, step.after + 2) if step.after >= 0 else (1,))
+        assert events.count("wait") == len(program.steps), "every exchange is waited for, once"
+        assert events.count("kernel") == sum(len(step.calls) for step in program.steps)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_the_next_exchange_starts_before_this_step_computes(backward):
+    events, _, _ = run(build_plan("zigzag", 4, 16), 1, backward)
+    order = [event for event in events if event in ("start", "wait", "kernel")]
+    steps = 5 if backward else 4
+    assert order == ["start", "kernel", *["wait", "start", "kernel"] * 3, *["wait", "start"] * (steps - 4), "wait"]
+
+
+def test_a_plan_that_needs_no_copies_makes_none_before_its_messages():
+    """Keys and values are packed before the pass: the ring sends them as they lie."""
+    events, _, _ = run(build_plan("ring", 4, 16), 0, False)
+    assert events[:2] == ["mark 1", "start"]

@@ -1,0 +1,72 @@
+"""The multi-process runner: results, failures and time limits reach the caller."""
+
+import multiprocessing
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import ProcessRaisedException
+
+from megatron_longctx.testing.distributed import run_distributed
+
+
+def _environment(rank, base, words):
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return {
+        "sum": base + rank,
+        "words": words[rank],
+        "group": (dist.get_rank(), dist.get_world_size(), dist.get_backend()),
+        "environment": [os.environ[name] for name in names],
+        "reduced": total.item(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def test_results_come_back_by_rank():
+    found = run_distributed(_environment, 3, 10, ["a", "b", "c"])
+    assert found == [
+        {
+            "sum": 10 + rank,
+            "words": word,
+            "group": (rank, 3, "gloo"),
+            "environment": [str(rank), str(rank), "3", "3"],
+            "reduced": 3.0,
+            "threads": 1,
+        }
+        for rank, word in enumerate("abc")
+    ]
+
+
+def _fail_on_one(rank):
+    if rank == 1:
+        raise LookupError(f"rank {rank} has no such thing")
+    dist.barrier()  # the others wait for it, and must not wait for ever
+
+
+def test_the_failing_rank_is_heard():
+    start = time.monotonic()
+    with pytest.raises(ProcessRaisedException) as failure:
+        run_distributed(_fail_on_one, 2, timeout=60)
+    assert "LookupError: rank 1 has no such thing" in str(failure.value)
+    assert "_fail_on_one" in str(failure.value)
+    assert time.monotonic() - start < 40
+    assert not multiprocessing.active_children()
+
+
+def _sleep(rank):
+    time.sleep(300)
+
+
+def test_ranks_that_hang_are_killed():
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="2 ranks of _sleep did not end within 4 s"):
+        run_distributed(_sleep, 2, timeout=4)
+    assert time.monotonic() - start < 30
+    deadline = time.monotonic() + 10
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not multiprocessing.active_children()
