@@ -59,7 +59,10 @@ def check(config: Config, world_size: int) -> int | None:
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
     folder = RunFolder.of(config)
-    resumed = checkpoint.check(folder.checkpoints, fingerprint(config, vocab_size))
+    try:
+        resumed = checkpoint.check(folder.checkpoints, fingerprint(config, vocab_size))
+    except OSError as error:
+        raise folder.unusable(error, config.run.root) from error
     if resumed is not None:
         _check_batch(config, folder)
     return resumed

@@ -51,8 +51,11 @@ class RunFolder:
         try:
             self._prepare(config, resumed_step)
         except OSError as error:
-            reason = error.strerror or error
-            raise refuse("run.root", config.run.root, f"to be able to write {self.path} ({reason})", _REMEDY) from error
+            raise self.unusable(error, config.run.root) from error
+
+    def unusable(self, error: OSError, root: str) -> ValueError:
+        """The refusal of a run whose folder in `root` cannot be used."""
+        return refuse("run.root", root, f"to be able to write {self.path} ({error.strerror or error})", _REMEDY)
 
     def _prepare(self, config: Config, resumed_step: int | None) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)

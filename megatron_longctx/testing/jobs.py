@@ -1,0 +1,139 @@
+"""Whole jobs as a user starts them: a command in a process of its own, watched, signalled and waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from .. import names
+
+CLI = (sys.executable, "-m", "megatron_longctx.cli")
+_ROOT = Path(__file__).resolve().parents[2]
+# What would make a process take itself for a rank of somebody else's job, or change what it prints.
+_STRANGERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONWARNINGS")
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This process's environment without traces of other jobs, one thread a process, with `more` set."""
+    kept = {k: v for k, v in os.environ.items() if k not in _STRANGERS and not k.startswith(("SLURM_", "WANDB_"))}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": "1"} | more
+
+
+@dataclass
+class Job:
+    """A running command. `out` and `err` are files that its standard output and error go to."""
+
+    process: subprocess.Popen[bytes]
+    out: Path
+    err: Path
+    family: set[psutil.Process] = field(default_factory=set)
+
+    def wait_for(self, text: str, timeout: float = 60.0) -> None:
+        """Wait until `text` is on standard output.
+
+        Raises:
+            AssertionError: the command ended, or time passed, before.
+        """
+        deadline = time.monotonic() + timeout
+        while text not in self.out.read_text():
+            ended = self.process.poll()
+            assert ended is None, f"ended with {ended} before printing {text!r}:\n{self.said()}"
+            assert time.monotonic() < deadline, f"no {text!r} within {timeout} s:\n{self.said()}"
+            self.remember()
+            time.sleep(0.02)
+        self.remember()
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """The exit code.
+
+        Raises:
+            AssertionError: the command has not ended within `timeout` seconds.
+        """
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout} s:\n{self.said()}") from None
+
+    def remember(self) -> None:
+        """Note the processes that belong to this job now, to be asked for by `left_over`."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.family.update(psutil.Process(self.process.pid).children(recursive=True))
+
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks that the command's launcher has started itself, in order."""
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+    def left_over(self, timeout: float = 15.0) -> list[psutil.Process]:
+        """Processes of the job that are still there `timeout` seconds from now; waits only as long as there are any."""
+        _, alive = psutil.wait_procs([p for p in self.family if p.pid != self.process.pid], timeout)
+        return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def said(self) -> str:
+        """Standard output and error so far."""
+        return f"{self.out.read_text()}\n--- standard error\n{self.err.read_text()}"
+
+    def end(self) -> None:
+        """Kill whatever is left of it."""
+        self.remember()
+        for process in (*self.family, psutil.Process(self.process.pid) if self.process.poll() is None else None):
+            if process is not None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def started(folder: Path, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[Job]:
+    """Start `command` in `folder`; whatever is left of it is killed at the end of the context."""
+    number = len(list(folder.glob("*.stdout")))
+    out, err = folder / f"{number}.stdout", folder / f"{number}.stderr"
+    with out.open("wb") as to_out, err.open("wb") as to_err:
+        process = subprocess.Popen(
+            list(command),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=to_out,
+            stderr=to_err,
+            env=dict(environment or clean_environment()),
+            start_new_session=True,
+        )
+    job = Job(process, out, err)
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def finished(folder: Path, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Job:
+    """Run `command` in `folder` to its end.
+
+    Raises:
+        AssertionError: it takes more than two minutes.
+    """
+    with started(folder, command, environment) as job:
+        deadline = time.monotonic() + 120
+        while job.process.poll() is None and time.monotonic() < deadline:
+            job.remember()
+            time.sleep(0.1)
+        job.wait(0.1)
+    return job
+
+
+def steps_recorded(run: Path) -> list[int]:
+    """The steps in a run's `metrics.jsonl`, in the order they stand there."""
+    return [json.loads(line)[names.STEP] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def latest_checkpoint(run: Path) -> int:
+    """The step that a run's tracker file names."""
+    return int((run / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())

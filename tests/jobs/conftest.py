@@ -1,0 +1,39 @@
+"""A small corpus, and a model so small that starting the ranks is what takes the time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TINY = (
+    *("data.prefix=data/tiny", "data.seq_length=64", "train.precision=fp32", "optim.warmup_steps=1"),
+    *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "logging.wandb=disabled"),
+)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with `tiny.bin`, `tiny.idx` and `tiny.json`."""
+    from megatron_longctx.training.text import prepare
+
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text").mkdir()
+    for number in range(4):
+        text = "".join(f"line {i} of file {number}: {i * i + number}\n" for i in range(400))
+        (folder / "text" / f"{number}.txt").write_text(text)
+    prepare(str(folder / "text"), folder / "tiny", "*.txt", "byte-level", None)
+    return folder
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, corpus: Path) -> Path:
+    """A fresh working directory with the corpus in `data/`."""
+    (tmp_path / "data").symlink_to(corpus)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[str, ...]:
+    """Settings of a small run on the corpus."""
+    return TINY

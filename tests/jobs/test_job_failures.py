@@ -1,0 +1,181 @@
+"""A rank that fails ends the whole job soon, with its own words; wrong input ends it before there are ranks."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_longctx import cli
+from megatron_longctx.testing.jobs import CLI, finished, started
+from megatron_longctx.training import launcher
+
+SOON_S = 25.0  # two grace periods and the time to notice
+
+
+def command(tiny: tuple[str, ...], *more: str) -> list[str]:
+    return [*CLI, "train", *tiny, "parallelism=cp2", "train.steps=4000", *more]
+
+
+def test_a_killed_rank_ends_the_job(workplace: Path, tiny: tuple[str, ...]) -> None:
+    with started(workplace, command(tiny)) as job:
+        job.wait_for("step    2/")
+        job.ranks()[1].send_signal(signal.SIGKILL)
+        assert job.wait(SOON_S) == 1, job.said()
+        said = job.err.read_text()
+        assert said.startswith("megatron-longctx train: rank 1 was killed by SIGKILL; out of memory?")
+        assert "Traceback" not in said
+        assert job.left_over() == []
+
+
+def test_a_failing_rank_says_what_happened(workplace: Path, tiny: tuple[str, ...]) -> None:
+    checkpoints = workplace / "runs/default/checkpoints"
+    with started(workplace, command(tiny)) as job:
+        job.wait_for("step    2/")
+        shutil.rmtree(checkpoints)
+        checkpoints.write_text("in the way")  # so that the save on TERM cannot succeed
+        job.process.terminate()
+        assert job.wait(SOON_S) == 1, job.said()
+        said = job.err.read_text().splitlines()
+        assert len(said) == 2, said
+        assert said[0].startswith("megatron-longctx train: rank ") and "checkpoints" in said[0], said
+        assert "failed: " in said[0] and "Error" in said[0]
+        note = workplace / said[1].removeprefix("(its traceback: ").removesuffix(")")
+        assert "Traceback (most recent call last)" in note.read_text()
+        assert job.left_over() == []
+
+
+def test_under_torchrun_a_failing_rank_names_itself_without_traceback(workplace: Path, tiny: tuple[str, ...]) -> None:
+    torchrun = [CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.cli"]
+    settings = ["train", *tiny, "parallelism=cp2", "train.steps=2"]
+    (workplace / "runs/default").mkdir(parents=True)
+    (workplace / "runs/default/metrics.jsonl").mkdir()  # rank 0 cannot open it; rank 1 knows nothing of that
+    job = finished(workplace, [*torchrun, *settings])
+    assert job.process.returncode == 1
+    said = job.err.read_text()
+    assert "megatron-longctx train: rank 0 failed: IsADirectoryError: " in said
+    assert 'File "/' not in said.split("megatron-longctx train: rank 0 failed")[0], "a traceback of ours"
+    assert job.left_over() == []
+
+
+@pytest.fixture
+def no_ranks(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs a verb here that must be refused without starting ranks or leaving a run folder; gives standard error."""
+    monkeypatch.chdir(workplace)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def started_anyway(*arguments: object, **more: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(launcher.mp, "start_processes", started_anyway)
+
+    def run(*words: str) -> str:
+        before = sorted(workplace.rglob("*"))
+        capsys.readouterr()
+        assert cli.main(["train", *words]) == 2
+        assert sorted(workplace.rglob("*")) == before, "something was left behind"
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1 and captured.err.startswith("megatron-longctx train: ")
+        return captured.err.removeprefix("megatron-longctx train: ").rstrip()
+
+    return run
+
+
+def test_the_guard_of_these_tests_notices_ranks(no_ranks: Callable[..., str], tiny: tuple[str, ...]) -> None:
+    with pytest.raises(AssertionError, match="ranks were started"):
+        no_ranks(*tiny)
+
+
+def test_missing_dataset(no_ranks: Callable[..., str], tiny: tuple[str, ...]) -> None:
+    said = no_ranks(*tiny, "data.prefix=data/gone")
+    assert said == (
+        "data.prefix=data/gone: expected the files data/gone.idx and .bin; data/gone.idx is missing. "
+        "Write it with `megatron-longctx data`, or set data.prefix to another."
+    )
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage", "expected"),
+    [
+        (".idx", b"", "expected files that are not empty"),
+        (".idx", b"not an index at all, but long enough to be read as one", "expected a Megatron index file"),
+        (".bin", b"cut short", "bytes in"),
+    ],
+)
+def test_corrupt_dataset(
+    no_ranks: Callable[..., str], tiny: tuple[str, ...], workplace: Path, suffix: str, damage: bytes, expected: str
+) -> None:
+    for name in (".bin", ".idx", ".json"):
+        shutil.copy(workplace / f"data/tiny{name}", workplace / f"copy{name}")
+    (workplace / f"copy{suffix}").write_bytes(damage)
+    said = no_ranks(*tiny, "data.prefix=copy")
+    assert said.startswith("data.prefix=copy: expected ") and expected in said
+    assert said.endswith("Write it with `megatron-longctx data`, or set data.prefix to another.")
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "expected", "remedy"),
+    [
+        (["attention.kernel=cudnn"], "attention.kernel=cudnn", "only 'cuda'", "Set attention.kernel to one of cpu,"),
+        (["attention.kernel=none"], "attention.kernel=none", "one of auto, cudnn,", "Set attention.kernel"),
+        (["train.device=cuda"], "train.device=cuda", "a CUDA device here", "Set train.device=cpu"),
+        (["data.seq_length=900000"], "data.seq_length=900000", "at most ", "Lower data.seq_length"),
+        (["data.tokenizer=huggingface", "data.tokenizer_path=x"], "data.tokenizer=huggingface", "byte-level", "Write"),
+        (["train.num_processes=3", "parallelism=cp2"], "world size=3", "a multiple of", "Start that many ranks"),
+        (["parallelism.data_parallel_size=2"], "train.global_batch_size=1", "1 x 2", "Nearest: 2 or 2"),
+    ],
+)
+def test_settings_that_cannot_run_here(
+    no_ranks: Callable[..., str], tiny: tuple[str, ...], words: list[str], given: str, expected: str, remedy: str
+) -> None:
+    said = no_ranks(*tiny, *words)
+    assert said.startswith(f"{given}: expected ") and expected in said and remedy in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="TransformerEngine may be there")
+def test_transformer_engine_that_is_not_there(no_ranks: Callable[..., str], tiny: tuple[str, ...]) -> None:
+    said = no_ranks(*tiny, "model.implementation=transformer_engine")
+    assert said.startswith("model.implementation") and "No module named 'transformer_engine'" in said
+    assert "set model.implementation=local" in said
+
+
+def test_a_run_root_that_cannot_be_written(
+    workplace: Path, tiny: tuple[str, ...], no_ranks: Callable[..., str]
+) -> None:
+    (workplace / "file").write_text("")
+    assert no_ranks(*tiny, "run.root=file") == (
+        "run.root=file: expected to be able to write file/default (Not a directory). "
+        "Set run.root to a folder of yours on a disk with space."
+    )
+
+
+def test_a_run_folder_that_cannot_be_written(
+    workplace: Path, tiny: tuple[str, ...], no_ranks: Callable[..., str]
+) -> None:
+    run = workplace / "runs/default"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "resolved.yaml").mkdir()
+    said = no_ranks(*tiny)
+    assert said.startswith("run.root=runs: expected to be able to write runs/default (Is a directory).")
+
+
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
+def test_a_slurm_step_without_a_meeting_place(
+    no_ranks: Callable[..., str], tiny: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for key, value in {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv(name)
+    assert no_ranks(*tiny).startswith(f"{name} is not set: expected ")

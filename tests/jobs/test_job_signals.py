@@ -1,0 +1,144 @@
+"""TERM, USR1 and INT checkpoint and stop; the same command goes on; nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_longctx.ports import free_port
+from megatron_longctx.testing.jobs import (
+    CLI,
+    Job,
+    clean_environment,
+    finished,
+    latest_checkpoint,
+    started,
+    steps_recorded,
+)
+
+STEPS = 80
+TORCHRUN = (CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.cli")
+
+
+def command(tiny: tuple[str, ...], *more: str) -> list[str]:
+    return [*CLI, "train", *tiny, "parallelism=cp2", f"train.steps={STEPS}", *more]
+
+
+def first_step(job: Job) -> int:
+    found = re.search(r" step +(\d+)/", job.out.read_text())
+    assert found, job.said()
+    return int(found.group(1))
+
+
+def checked_stop(job: Job, run: Path, start: int) -> int:
+    """The step that a signalled job stopped at, everything about it checked."""
+    assert job.wait() == 0, job.said()
+    last = latest_checkpoint(run)
+    assert start < last < STEPS, "the signal came too late to test anything" if last == STEPS else job.said()
+    assert first_step(job) == start + 1, "it did not resume where it had stopped"
+    assert steps_recorded(run) == list(range(1, last + 1))
+    said = job.out.read_text()
+    assert f"stopped at step {last} of {STEPS}: the same command goes on from here" in said
+    assert job.err.read_text() == ""
+    assert job.left_over() == []
+    return last
+
+
+def test_term_and_int_checkpoint_and_the_same_command_goes_on(workplace: Path, tiny: tuple[str, ...]) -> None:
+    run, last = workplace / "runs" / "default", 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with started(workplace, command(tiny)) as job:
+            job.wait_for(f"step {last + 2:>2}/{STEPS}")
+            job.process.send_signal(number)
+            last = checked_stop(job, run, last)
+    job = finished(workplace, command(tiny))
+    assert job.process.returncode == 0, job.said()
+    assert first_step(job) == last + 1
+    assert f"resumed from step {last} " in job.out.read_text()
+    assert steps_recorded(run) == list(range(1, STEPS + 1)) and latest_checkpoint(run) == STEPS
+
+
+def test_signals_before_the_ranks_listen_wait_for_them(workplace: Path, tiny: tuple[str, ...]) -> None:
+    with started(workplace, command(tiny)) as job:
+        job.wait_for("starting 2 cpu ranks")
+        job.process.send_signal(signal.SIGUSR1)
+        job.wait_for("transformer layers")
+        job.process.send_signal(signal.SIGUSR1)  # again, as Slurm and its scripts may
+        assert job.wait() == 0, job.said()
+        assert f"stopped at step 0 of {STEPS}" in job.out.read_text()
+        assert job.left_over() == []
+    assert not list((workplace / "runs/default/checkpoints").iterdir())
+
+
+def test_the_second_interrupt_ends_the_job_at_once(workplace: Path, tiny: tuple[str, ...]) -> None:
+    with started(workplace, command(tiny)) as job:
+        job.wait_for("starting 2 cpu ranks")  # the ranks will not listen for seconds
+        job.process.send_signal(signal.SIGINT)
+        job.wait_for("interrupted: stopping after this step")
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(5) == 130, job.said()
+        assert job.err.read_text() == "megatron-longctx train: interrupted\n"
+        assert job.left_over(5) == []
+
+
+@pytest.mark.parametrize("moment", ["starting 2 cpu ranks", "step  2/"])
+def test_killing_the_launcher_leaves_no_ranks(workplace: Path, tiny: tuple[str, ...], moment: str) -> None:
+    with started(workplace, command(tiny)) as job:
+        job.wait_for(moment)
+        assert len(job.ranks()) == 2
+        job.process.kill()
+        job.wait()
+        assert job.left_over(20) == [], "ranks outlive the launcher"
+    run = workplace / "runs" / "default"
+    if moment.startswith("step"):
+        assert 2 <= latest_checkpoint(run) < STEPS, "the ranks stop as they do for any signal"
+    else:
+        assert not (run / "metrics.jsonl").exists(), "orphans have trained"
+
+
+def test_under_torchrun_usr1_to_the_ranks_checkpoints_and_ends_with_success(
+    workplace: Path, tiny: tuple[str, ...]
+) -> None:
+    settings = command(tiny)[len(CLI) :]
+    with started(workplace, [*TORCHRUN, *settings]) as job:
+        job.wait_for("step  2/")
+        for rank in psutil.Process(job.process.pid).children():
+            rank.send_signal(signal.SIGUSR1)
+        last = checked_stop(job, workplace / "runs/default", 0)
+    with started(workplace, [*TORCHRUN, *settings]) as job:
+        job.wait_for(f"step {last + 2:>2}/")
+        job.process.terminate()  # torchrun passes it on, and then ends with a failure of its own
+        job.wait()
+        assert first_step(job) == last + 1
+        stopped = latest_checkpoint(workplace / "runs/default")
+        assert last < stopped < STEPS
+        assert steps_recorded(workplace / "runs/default") == list(range(1, stopped + 1))
+        assert "Traceback" not in job.out.read_text()
+        assert job.left_over() == []
+
+
+def test_tasks_of_a_slurm_step_find_each_other_and_stop_on_term(workplace: Path, tiny: tuple[str, ...]) -> None:
+    port = str(free_port())
+
+    def task(rank: int) -> dict[str, str]:
+        return clean_environment(
+            SLURM_STEP_ID="0",
+            SLURM_STEP_NUM_TASKS="2",
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+
+    with started(workplace, command(tiny), task(0)) as first, started(workplace, command(tiny), task(1)) as second:
+        first.wait_for("step  2/")
+        os.kill(first.process.pid, signal.SIGTERM)
+        os.kill(second.process.pid, signal.SIGTERM)
+        assert second.wait() == 0, second.said()
+        checked_stop(first, workplace / "runs/default", 0)
+        assert second.said().split() == ["---", "standard", "error"], "only rank 0 speaks"
