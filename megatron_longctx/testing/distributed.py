@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ..ports import free_port
+_HOST = "127.0.0.1"
 
 
 def run_distributed(
@@ -36,7 +36,9 @@ def run_distributed(
         TimeoutError: the ranks did not end in time; they are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        job = (fn, args, world_size, backend, timeout, free_port(), folder)
+        # The ranks meet at a port that is taken before they start: a free one may be gone by the time they bind it.
+        store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        job = (fn, args, world_size, backend, timeout, store.port, folder)
         context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
             _rank_main, args=job, nprocs=world_size, join=False, start_method="spawn"
         )
@@ -64,13 +66,15 @@ def _rank_main(
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=_HOST,
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+    limit = datetime.timedelta(seconds=timeout)
+    store = dist.TCPStore(_HOST, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     result = fn(rank, *args)
     Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
     dist.barrier()

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -70,3 +71,13 @@ def test_ranks_that_hang_are_killed():
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not multiprocessing.active_children()
+
+
+def _rank(rank):
+    return rank
+
+
+def test_runs_beside_each_other_do_not_meet():
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run_distributed, _rank, 2) for _ in range(2)]
+        assert [run.result() for run in runs] == [[0, 1]] * 2

@@ -1,0 +1,170 @@
+"""Sharded attention on GPUs over NCCL: as good as one GPU's own kernel, and its buffers safe to reuse.
+
+One set of processes for each number of GPUs runs all its cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.attention.context_parallel import Attend
+from megatron_longctx.attention.executor import Engine
+from megatron_longctx.attention.program import programs
+from megatron_longctx.comm import BufferPool, P2PTransport
+from megatron_longctx.kernels import PROVIDERS, KernelRequest, choose
+from megatron_longctx.layout import Layout
+from megatron_longctx.schedules import SCHEDULES
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.plans import helper_plan
+from megatron_longctx.testing.references import dense_attention, kernel_attention, random_qkv, shard
+from megatron_longctx.testing.tolerances import assert_as_good_as
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+HEADS = {"GQA": (32, 8), "MHA": (32, 32)}
+HEAD_DIM = 128
+LENGTH = 4096
+ITERATIONS = 50
+
+
+@dataclass(frozen=True)
+class Case:
+    length: int
+    causal: bool
+    heads: str
+
+    def tensors(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+        return random_qkv(self.length, 1, *HEADS[self.heads], HEAD_DIM, torch.bfloat16, str(device), seed)
+
+
+CASES = (
+    Case(LENGTH, True, "GQA"),
+    Case(LENGTH, True, "MHA"),
+    Case(LENGTH + 3, True, "GQA"),
+    Case(LENGTH, False, "GQA"),
+)
+
+
+def request(heads: str, device: str = "cuda") -> KernelRequest:
+    return KernelRequest(device, torch.bfloat16, HEAD_DIM, *HEADS[heads])
+
+
+def forward_backward(call: Any, leaves: list[Tensor], grad_out: Tensor) -> dict[str, Tensor]:
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out = call(*leaves)
+    dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)
+    return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def compare(
+    found: dict[str, Tensor], whole: list[dict[str, Tensor]], layout: Layout, rank: int, name: str
+) -> list[str]:
+    own, truth = ({key: shard(x, layout, rank) for key, x in each.items()} for each in whole)
+    try:
+        assert_as_good_as(found, own, truth, name)
+    except AssertionError as error:
+        return [f"rank {rank}: {error}"]
+    return []
+
+
+def _every_case(rank: int, n: int, kernels: list[str], device_type: str = "cuda") -> list[str]:
+    """What is wrong, in words. Every rank computes the references itself, from the same seeds."""
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+    wrong = []
+    attentions = {
+        (schedule, kernel): ContextParallelAttention(dist.group.WORLD, schedule=schedule, kernel=kernel)
+        for schedule, kernel in product(SCHEDULES, kernels)
+    }
+    for case in CASES:
+        tensors = case.tensors(device)
+        truth = dense_attention(*tensors, case.causal)
+        for kernel in kernels:
+            whole = [kernel_attention(choose(kernel, request(case.heads, device_type)), *tensors, case.causal), truth]
+            for schedule in SCHEDULES:
+                attention = attentions[schedule, kernel]
+                layout = attention.layout(case.length)
+                *leaves, grad_out = (shard(x, layout, rank) for x in tensors)
+
+                def call(q: Tensor, k: Tensor, v: Tensor, attention: Any = attention, case: Case = case) -> Tensor:
+                    return attention(q, k, v, length=case.length, causal=case.causal)
+
+                found = forward_backward(call, leaves, grad_out)
+                wrong += compare(found, whole, layout, rank, f"{schedule}, {kernel}, {case}")
+            if n == 2 and case.causal:
+                wrong += _helper(rank, kernel, case, whole, device)
+    for schedule in SCHEDULES:
+        wrong += _many_iterations(rank, attentions[schedule, kernels[0]], schedule, device)
+    return wrong
+
+
+def _helper(rank: int, kernel: str, case: Case, whole: list[dict[str, Tensor]], device: torch.device) -> list[str]:
+    """Queries, their gradients and partial results travel too."""
+    plan = helper_plan(2, case.length)
+    engine = Engine(
+        choose(kernel, request(case.heads, device.type)), P2PTransport(dist.group.WORLD, device), BufferPool(device)
+    )
+    pair = programs(plan, rank)
+    *leaves, grad_out = (shard(x, plan.layout, rank) for x in case.tensors(device))
+    strided = grad_out.transpose(0, 2).contiguous().transpose(0, 2)  # has to be copied before it is sent
+    wrong = []
+    for _ in range(3):
+        found = forward_backward(lambda q, k, v: Attend.apply(q, k, v, pair, engine, HEAD_DIM**-0.5), leaves, strided)
+        wrong += compare(found, whole, plan.layout, rank, f"helper, {kernel}, {case}")
+    return wrong
+
+
+def _many_iterations(rank: int, attention: ContextParallelAttention, schedule: str, device: torch.device) -> list[str]:
+    """Two layers with data of their own, again and again, without the host waiting for the device in between.
+
+    A block that lands in a buffer too early, or is read too late, gives one layer the other's data.
+    """
+    case = CASES[0]
+    layout = attention.layout(case.length)
+    layers = [[shard(x, layout, rank) for x in case.tensors(device, seed)] for seed in (1, 2)]
+    first: list[dict[str, Tensor]] = []
+    worst = torch.zeros(2, 4, device=device)
+    held = []
+    for iteration in range(ITERATIONS):
+        leaves = [[x.detach().requires_grad_() for x in layer[:3]] for layer in layers]
+        outs = [attention(*three, length=case.length) for three in leaves]
+        results = []
+        for three, out, layer in reversed(list(zip(leaves, outs, layers, strict=True))):
+            dq, dk, dv = torch.autograd.grad(out, three, layer[3])
+            results.insert(0, {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv})
+        del leaves, outs, out, dq, dk, dv
+        first = first or results
+        for i, (now, before) in enumerate(zip(results, first, strict=True)):
+            for j, name in enumerate(before):
+                size = before[name].float().norm().clamp_min(1e-6)
+                worst[i, j] = torch.maximum(worst[i, j], (now[name] - before[name]).float().norm() / size)
+        del results, now, size
+        if iteration in (2, ITERATIONS - 1):
+            pools = [pool.num_bytes for _, pool in attention._links.values()]
+            held.append((pools, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0))
+    wrong = [] if held[0] == held[1] else [f"rank {rank}, {schedule}: memory grew from {held[0]} to {held[1]}"]
+    # A kernel may add up its gradients in another order every time: rounding, not other data.
+    if worst[:, 0].max() > 0 or worst.max() > 5e-3:
+        wrong.append(f"rank {rank}, {schedule}: iterations differ by {worst.tolist()}")
+    return wrong
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_as_good_as_one_gpu_and_the_same_every_time(n):
+    if torch.cuda.device_count() < n:
+        pytest.skip(f"needs {n} CUDA devices, found {torch.cuda.device_count()}")
+    reasons = {name: PROVIDERS[name]().why_not(request("GQA")) for name in ("cudnn", "flash")}
+    kernels = [name for name, reason in reasons.items() if reason is None]
+    if not kernels:
+        pytest.skip(f"no kernel: {reasons}")
+    wrong = [
+        line for lines in run_distributed(_every_case, n, n, kernels, backend="nccl", timeout=240) for line in lines
+    ]
+    assert not wrong, "\n".join(wrong)
