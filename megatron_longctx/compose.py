@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,7 +53,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(bundled("recipes")), version_base="1.3"):
-            composed = compose("config", overrides=list(overrides))
+            composed = compose("config", overrides=[_for_hydra(word) for word in overrides])
         config = cast(Config, OmegaConf.to_object(composed))
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_explain(error, overrides)) from None
@@ -133,6 +134,17 @@ def _check_word(word: str) -> None:
         )
 
 
+def _for_hydra(word: str) -> str:
+    """`word`, with text in the quotes that Hydra's grammar wants around commas, spaces, brackets and the like."""
+    name, _, value = word.partition("=")
+    expected, _ = _fields().get(name, ("", None))
+    as_it_is = value == "null" if expected.endswith("or null") else False
+    if not expected.startswith("text") or as_it_is or "${" in value or re.fullmatch(r"'[^']*'|\"[^\"]*\"", value):
+        return word
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"{name}='{escaped}'"
+
+
 def _unknown_key(name: str) -> ValueError:
     near = _nearest(name, [*_fields(), *_groups()])
     hint = f"Nearest: {near}." if near else "The keys are in megatron_longctx/config.py, the recipes in recipes/."
@@ -153,8 +165,7 @@ def _explain(error: Exception, overrides: Sequence[str] = ()) -> str:
         if key in fields:
             expected, example = fields[key]
             given = words.get(key) or f"{_where(whole)}{key}{_given_value(str(cause))}"
-            quotes = f"; quote what has any of , = ' {{ in it: \"{key}='a,b'\"" if expected.startswith("text") else ""
-            return f"{given}: expected {expected}. For example {key}={example}{quotes}."
+            return f"{given}: expected {expected}. For example {key}={example}."
     return f"{_first_line(error)}: expected settings and recipes that Hydra can read. Check them one by one."
 
 
@@ -195,6 +206,7 @@ def _groups() -> dict[str, list[str]]:
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
 
 
+@functools.cache
 def _fields() -> dict[str, tuple[str, object]]:
     """Every key of the configuration: what its value must be, in words, and an example."""
     fields: dict[str, tuple[str, object]] = {}

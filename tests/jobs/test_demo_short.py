@@ -62,7 +62,7 @@ def test_it_prints_one_table_with_the_losses_of_both(demo: tuple[Path, Job]) -> 
     assert said.count("loss demo-cp1 | loss demo-cp4 | difference") == 1
     one, four = (records(place / "runs" / name) for name in ("demo-cp1", "demo-cp4"))
     for a, b in zip(one, four, strict=True):
-        row = rf"^ *{a[names.STEP]} \| +{a[names.LOSS]:.6f} \| +{b[names.LOSS]:.6f} \| +[+-]\d\.\d\de-\d\d$"
+        row = rf"^ *{a[names.STEP]} \| +{a[names.LOSS]:.6f} \| +{b[names.LOSS]:.6f} \| +[+-]\d\.\d\de[+-]\d\d$"
         assert re.search(row, said, re.MULTILINE), said
     assert said.count("picture: runs/demo.png") == 1
     assert re.search(r"\nthe demo took \d+ s\n$", said)

@@ -1,0 +1,139 @@
+"""Every recipe composes, alone and with every other, into a configuration that a sensible number of ranks can run."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx.compose import compose_config
+from megatron_longctx.config import KERNELS, SCHEDULES, Config, data_parallel_size
+from megatron_longctx.schedules import build_plan
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+GROUPS = {folder.name: sorted(p.stem for p in folder.glob("*.yaml")) for folder in RECIPES.iterdir() if folder.is_dir()}
+
+
+def ready(config: Config) -> int:
+    """The smallest world for `config`, in which its plan can be built."""
+    par = config.parallelism
+    world = par.model_parallel_size
+    assert data_parallel_size(config, world) == 1
+    unit = par.tensor_parallel_size if par.uses_sequence_parallel else 1
+    plan = build_plan(
+        par.schedule, par.context_parallel_size, config.data.seq_length, True, par.max_buffer_tokens, unit
+    )
+    assert plan.n == par.context_parallel_size
+    return world
+
+
+def test_the_promised_recipes_are_there() -> None:
+    assert set(GROUPS["model"]) >= {"tiny", "llama3_8b", "llama3_70b", "gpt2"}
+    assert set(GROUPS["parallelism"]) >= {"single", "cp2", "cp4", "cp8", "tp2_cp4"}
+    assert set(GROUPS["experiment"]) >= {"demo", "llama3_8b_128k_cp8_h200"}
+    assert set(GROUPS["recompute"]) >= {"none", "layer"}
+    assert not [path for path in RECIPES.rglob("*") if path.is_file() and path.suffix != ".yaml"]
+
+
+@pytest.mark.parametrize(("model", "parallelism"), itertools.product(GROUPS["model"], GROUPS["parallelism"]))
+def test_every_model_with_every_parallelism_and_recompute(model: str, parallelism: str) -> None:
+    for recompute in GROUPS["recompute"]:
+        config = compose_config([f"model={model}", f"parallelism={parallelism}", f"recompute={recompute}"])
+        assert (config.model.name, config.recompute.mode) == (model, recompute)
+        named = {"single": 1, "cp2": 2, "cp4": 4, "cp8": 8, "tp2_cp4": 8}
+        assert ready(config) == named.get(parallelism, config.parallelism.model_parallel_size)
+
+
+@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+def test_every_experiment_on_its_own(experiment: str) -> None:
+    config = compose_config([f"experiment={experiment}"])
+    assert config.run.name == experiment, "two experiments must not share a run folder"
+    assert ready(config) >= 1
+
+
+def test_shapes_of_the_published_models() -> None:
+    shapes = {
+        "llama3_8b": (32, 4096, 32, 8, 14336, 128256, 500_000.0),
+        "llama3_70b": (80, 8192, 64, 8, 28672, 128256, 500_000.0),
+        "gpt2": (12, 768, 12, 12, 3072, 50304, 500_000.0),
+    }
+    for name, shape in shapes.items():
+        m = compose_config([f"model={name}"]).model
+        found = (m.num_layers, m.hidden_size, m.num_attention_heads, m.num_kv_heads, m.ffn_hidden_size)
+        assert (*found, m.vocab_size, m.rope_base) == shape
+        llama = name.startswith("llama")
+        assert (m.normalization, m.activation) == (("rmsnorm", "swiglu") if llama else ("layernorm", "gelu"))
+        assert (m.position_embedding, m.bias, m.tie_embeddings) == (
+            ("rope", False, False) if llama else ("learned", True, True)
+        )
+
+
+def test_the_h200_experiment_is_what_its_name_says() -> None:
+    config = compose_config(["experiment=llama3_8b_128k_cp8_h200"])
+    assert config.model.name == "llama3_8b" and config.data.seq_length == 131_072
+    assert (config.parallelism.context_parallel_size, config.parallelism.schedule) == (8, "zigzag")
+    assert (config.attention.kernel, config.train.precision, config.train.device) == ("cudnn", "bf16", "cuda")
+
+
+def test_without_words_the_defaults_hold() -> None:
+    config = compose_config([])
+    assert config.model == compose_config(["model=tiny"]).model
+    assert replace(config, model=Config().model) == Config()
+
+
+def test_the_command_line_wins_over_the_experiment() -> None:
+    words = ["parallelism=cp2", "train.steps=7", "experiment=demo", "model=gpt2", "optim.warmup_steps=3"]
+    for order in (words, words[::-1]):
+        config = compose_config(order)
+        assert config.parallelism.context_parallel_size == 2 and config.model.name == "gpt2"
+        assert (config.train.steps, config.optim.warmup_steps) == (7, 3)
+        assert (config.train.global_batch_size, config.optim.lr) == (2, 3e-3), "the experiment's own values stay"
+
+
+def test_a_key_wins_over_the_group_it_is_in() -> None:
+    for order in (1, -1):
+        words = ["parallelism=cp4", "parallelism.schedule=ring", "parallelism.context_parallel_size=3"][::order]
+        par = compose_config(words).parallelism
+        assert (par.schedule, par.context_parallel_size) == ("ring", 3)
+
+
+def test_the_later_of_two_equal_keys_wins() -> None:
+    assert compose_config(["train.steps=11", "train.steps=12"]).train.steps == 12
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_is_accepted(schedule: str) -> None:
+    assert compose_config(["parallelism=cp4", f"parallelism.schedule={schedule}"]).parallelism.schedule == schedule
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel_is_accepted_whether_it_is_here_or_not(kernel: str) -> None:
+    assert compose_config([f"attention.kernel={kernel}"]).attention.kernel == kernel
+
+
+TEXTS = (
+    *("a b", " a", "a=b", "a,b", "{a: 1}", "[x]", "it's", "'", '"', "'a", "back\\slash\\", "\\'", "\\\\'"),
+    *("3", "true", "naïve-1.5", "#1"),
+)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_is_taken_as_it_is(text: str) -> None:
+    assert compose_config([f"run.name={text}"]).run.name == text
+
+
+@pytest.mark.parametrize("word", ["run.name='a, b'", 'run.name="a, b"'])
+def test_quotes_around_text_are_hydras(word: str) -> None:
+    assert compose_config([word]).run.name == "a, b"
+
+
+def test_null_is_null_only_where_a_value_may_be_missing() -> None:
+    config = compose_config(["data.tokenizer_path=null", "run.name=null", "data.split=90,10,0"])
+    assert (config.data.tokenizer_path, config.run.name, config.data.split) == (None, "null", "90,10,0")
+
+
+def test_values_may_refer_to_other_keys() -> None:
+    config = compose_config(["run.name=${model.name}-${train.seed}", "optim.decay_steps=${train.steps}"])
+    assert (config.run.name, config.optim.decay_steps) == ("tiny-1234", 20)

@@ -1,0 +1,72 @@
+"""What is written into a run's folder comes back as it was, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_longctx.compose import bundled, compose_config, load_config, save_config
+from megatron_longctx.config import Config
+
+COMPOSED = (
+    (),
+    ("experiment=demo", "run.name=a b: c # d"),
+    ("experiment=llama3_8b_128k_cp8_h200", "optim.lr=1e-7", "optim.min_lr=1e-8", "train.save_interval=3"),
+    ("model=gpt2", "parallelism=tp2_cp4", "run.name=null-ish", "data.prefix=/tmp/x'y", "train.save=false"),
+    ("run.name=123", "data.prefix=1e5", "logging.wandb_project=true"),
+)
+
+
+@pytest.mark.parametrize("words", COMPOSED)
+def test_round_trip(words: tuple[str, ...], tmp_path: Path) -> None:
+    config = compose_config(words)
+    save_config(config, tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml") == config
+    assert yaml.safe_load((tmp_path / "resolved.yaml").read_text()) == config.as_dict()
+
+
+def spoiled(tmp_path: Path, old: str, new: str) -> Path:
+    path = tmp_path / "resolved.yaml"
+    save_config(Config(), path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("train:\n", "train:\n  novelty: 1\n", "novelty"),
+        ("model:\n", "novelty: 1\nmodel:\n", "novelty"),
+        ("steps: 20\n", "steps: many\n", "many"),
+        ("train:\n", "train: [\n", "resolved.yaml"),
+    ],
+)
+def test_a_file_of_another_version_or_none_at_all(old: str, new: str, says: str, tmp_path: Path) -> None:
+    path = spoiled(tmp_path, old, new)
+    with pytest.raises(ValueError, match="not a configuration of this version") as caught:
+        load_config(path)
+    text = str(caught.value)
+    assert text.startswith(f"{path}: ") and says in text and text.endswith("Restore or delete it.")
+
+
+def test_values_are_validated_on_loading_too(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^train\.steps=0: expected at least 1\."):
+        load_config(spoiled(tmp_path, "steps: 20\n", "steps: 0\n"))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a run's configuration there"):
+        load_config(tmp_path / "resolved.yaml")
+
+
+def test_the_checkout_is_its_own_source_of_recipes_and_launch_scripts() -> None:
+    root = Path(__file__).resolve().parents[2]
+    assert [bundled(name) for name in ("recipes", "launch", "analysis")] == [
+        root / name for name in ("recipes", "launch", "analysis")
+    ]
+    with pytest.raises(ValueError, match=r"^nothing: expected this folder in "):
+        bundled("nothing")

@@ -1,0 +1,325 @@
+"""Wrong settings: one ValueError each, that names the value, what is expected and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from megatron_longctx import compose
+from megatron_longctx.compose import compose_config
+from megatron_longctx.config import Config, data_parallel_size, validate
+
+NO_RECIPES = "which has no recipes to choose from"
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        compose_config(words)
+    assert type(caught.value) is ValueError
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__ in (True, False)
+    text = str(caught.value)
+    assert "expected" in text and "\n" not in text and text.endswith((".", "?"))
+    for foreign in ("Error merging", "omegaconf", "DictConfig", "mismatched input", "Lexer", "NoneType"):
+        assert foreign not in text
+    return text
+
+
+WHOLE_MESSAGES = {
+    "train.stepz=3": (
+        "train.stepz: expected a key of the configuration; there is none of this name. "
+        "Nearest: train.steps, train.seed, train.save."
+    ),
+    "train.steps=abc": "train.steps=abc: expected an integer. For example train.steps=20.",
+    "model=tin": "model=tin: expected one of gpt2, llama3_70b, llama3_8b, tiny. Nearest: tiny.",
+    "+train.steps=11": (
+        "+train.steps=11: expected key=value without +; every key exists and is only set. Write train.steps=11."
+    ),
+    "~train.steps": (
+        "~train.steps: expected key=value; keys cannot be removed. Leave train.steps out to have its default."
+    ),
+    "parallelism.schedule=allgather": (
+        "parallelism.schedule=allgather: expected one of ring, zigzag, all_gather. "
+        "Did you mean parallelism.schedule=all_gather?"
+    ),
+    "model.num_kv_heads=3": (
+        "model.num_kv_heads=3: expected a divisor of model.num_attention_heads=4. Nearest that divide it: 2, 4, 1."
+    ),
+    "optim.beta2=1": "optim.beta2=1.0: expected at least 0 and less than 1. Adam's usual are 0.9 and 0.95.",
+    "parallelism.max_buffer_tokens=64": (
+        "parallelism.max_buffer_tokens=64: expected null with parallelism.schedule=zigzag. Only all_gather groups its "
+        "sources under a bound; leave it null or set parallelism.schedule=all_gather."
+    ),
+}
+
+
+@pytest.mark.parametrize("word", WHOLE_MESSAGES)
+def test_whole_messages(word: str) -> None:
+    assert refusal(word) == WHOLE_MESSAGES[word]
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("modle=tiny", "model"),
+        ("steps=3", "train.steps"),
+        ("context_parallel_size=4", "parallelism.context_parallel_size"),
+        ("schedule=ring", "parallelism.schedule"),
+        ("paralelism.schedule=ring", "parallelism.schedule"),
+        ("Train.steps=3", "train.steps"),
+        ("train.steps.x=3", "train.steps"),
+        ("experiment@foo=demo", "experiment"),
+        ("+train.stepz=3", "train.steps"),
+        ("++modle.name=x", "model.name"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(word: str, nearest: str) -> None:
+    said = refusal(word)
+    name = word.split("=")[0].lstrip("+")
+    assert said.startswith(f"{name}: expected a key of the configuration; there is none of this name. Nearest: ")
+    assert nearest in said.split("Nearest: ")[1].rstrip(".").split(", ")
+
+
+@pytest.mark.parametrize("word", ["foo=1", "+foo=1", "hydra.run.dir=x", "schema=x", "a=b=c"])
+def test_unknown_keys_like_nothing_we_have(word: str) -> None:
+    name = word.split("=")[0].lstrip("+")
+    said = refusal(word)
+    assert said.startswith(f"{name}: expected a key of the configuration") and "config.py" in said
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [("model=lama3_8b", "llama3_8b"), ("parallelism=tp2cp4", "tp2_cp4"), ("experiment=dem", "demo")],
+)
+def test_unknown_recipes_name_the_nearest(word: str, nearest: str) -> None:
+    said = refusal(word)
+    assert said.startswith(f"{word}: expected one of ") and nearest in said.split("Nearest: ")[1]
+
+
+@pytest.mark.parametrize("word", ["model=../config", "model=null", "experiment=null", "parallelism=cp2,cp4", "model="])
+def test_what_is_no_recipe_is_refused_as_one(word: str) -> None:
+    assert refusal(word).startswith(f"{word}: expected one of ")
+
+
+@pytest.mark.parametrize("word", ["train=3", "data=foo", "attention=zigzag", "optim={lr: 1}"])
+def test_a_section_is_not_a_key(word: str) -> None:
+    section = word.split("=")[0]
+    said = refusal(word)
+    assert said.startswith(f"{word}: expected one of the keys inside {section}, {NO_RECIPES}. Set {section}.")
+
+
+@pytest.mark.parametrize("word", ["hello", "=3", "train.steps", "", "experiment"])
+def test_words_that_set_nothing(word: str) -> None:
+    said = refusal(word)
+    assert said.startswith(f"{word}: expected a setting of the form group=NAME or key.subkey=value. ")
+    if word in ("train.steps", "experiment"):
+        assert said.endswith(f"Did you mean {word}=…?")
+
+
+@pytest.mark.parametrize("word", ["~train", "~model", "~train.steps", "~foo=1", "~"])
+def test_removals(word: str) -> None:
+    assert refusal(word).startswith(f"{word}: expected key=value; keys cannot be removed. Leave ")
+
+
+def every_key() -> dict[str, object]:
+    found: dict[str, object] = {}
+    for section, cls in get_type_hints(Config).items():
+        found |= {f"{section}.{field.name}": get_type_hints(cls)[field.name] for field in dataclasses.fields(cls)}
+    return found
+
+
+@pytest.mark.parametrize("key", every_key())
+def test_every_key_answers_a_wrong_type(key: str) -> None:
+    kinds = get_args(every_key()[key]) or (every_key()[key],)
+    word = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[
+        next(k for k in kinds if k is not type(None))
+    ]
+    nullable = " or null" if type(None) in kinds else ""
+    wrong = f"{key}=???" if str in kinds else f"{key}=abc"
+    assert refusal(wrong).startswith(f"{wrong}: expected {word}{nullable}. For example {key}=")
+    if not nullable and str not in kinds:
+        assert refusal(f"{key}=null").startswith(f"{key}=null: expected {word}")
+
+
+def test_the_examples_in_messages_are_accepted() -> None:
+    for key, (_, example) in compose._fields().items():
+        words = [f"{key}={example}"]
+        if key == "parallelism.max_buffer_tokens":
+            words.append("parallelism.schedule=all_gather")
+        if key in ("optim.decay_steps", "train.steps"):
+            words.append("optim.warmup_steps=0")
+        if key == "model.head_dim":
+            words.append("model.position_embedding=learned")
+        compose_config(words)
+
+
+@pytest.mark.parametrize(
+    "word", ["train.steps=2.5", "train.steps=1 2", "train.steps=", "train.seed=0x1", "train.steps={a:1}"]
+)
+def test_what_is_not_an_integer(word: str) -> None:
+    key = word.split("=")[0]
+    assert refusal(word).startswith(f"{word}: expected an integer. For example {key}=")
+
+
+def test_text_that_is_a_mark_of_something_missing() -> None:
+    assert refusal("data.prefix=???") == "data.prefix=???: expected text. For example data.prefix=data/stdlib."
+
+
+def test_an_interpolation_that_leads_nowhere() -> None:
+    assert refusal("data.seq_length=${nope}").startswith("data.seq_length=${nope}: expected an integer")
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "expected"),
+    [
+        (["train.steps=0"], "train.steps=0", "at least 1"),
+        (["train.save_interval=0"], "train.save_interval=0", "at least 1"),
+        (["train.global_batch_size=-1"], "train.global_batch_size=-1", "at least 1"),
+        (["train.num_processes=0"], "train.num_processes=0", "at least 1"),
+        (["data.seq_length=0"], "data.seq_length=0", "at least 1"),
+        (["model.num_layers=0"], "model.num_layers=0", "at least 1"),
+        (["model.vocab_size=0"], "model.vocab_size=0", "at least 1"),
+        (["parallelism.context_parallel_size=0"], "parallelism.context_parallel_size=0", "at least 1"),
+        (["parallelism.timeout_s=0"], "parallelism.timeout_s=0.0", "more than 0 seconds"),
+        (["optim.lr=-1"], "optim.lr=-1.0", "at least 0"),
+        (["optim.beta1=-0.1"], "optim.beta1=-0.1", "less than 1"),
+        (["optim.min_lr=1"], "optim.min_lr=1.0", "at most optim.lr=0.0003"),
+        (["optim.warmup_steps=20"], "optim.warmup_steps=20", "fewer steps than the decay (20"),
+        (["optim.decay_steps=5"], "optim.warmup_steps=10", "fewer steps than the decay (5"),
+        (["train.precision=fp16"], "train.precision=fp16", "one of fp32, bf16"),
+        (["train.device=tpu"], "train.device=tpu", "one of auto, cpu, cuda"),
+        (["recompute.mode=full"], "recompute.mode=full", "one of none, layer"),
+        (["logging.wandb=on"], "logging.wandb=on", "one of offline, online, disabled"),
+        (["attention.kernel=triton"], "attention.kernel=triton", "one of auto, cudnn"),
+        (["parallelism.schedule=zig_zag"], "parallelism.schedule=zig_zag", "one of ring, zigzag, all_gather"),
+        (["parallelism.schedule=p2p"], "parallelism.schedule=p2p", "Did you mean parallelism.schedule=ring?"),
+        (["data.tokenizer=bpe"], "data.tokenizer=bpe", "one of byte-level"),
+        (["data.tokenizer=huggingface"], "data.tokenizer_path=None", "a path for data.tokenizer=huggingface"),
+        (["run.name=a/b"], "run.name=a/b", "a plain folder name"),
+        (["run.name="], "run.name=", "a plain folder name"),
+        (["run.name=.."], "run.name=..", "a plain folder name"),
+        (["model.num_attention_heads=5"], "model.num_attention_heads=5", "a divisor of model.hidden_size=128"),
+        (["model.head_dim=7"], "model.head_dim=7", "an even head dimension with rope"),
+        (
+            ["model=gpt2", "parallelism.tensor_parallel_size=5"],
+            "parallelism.tensor_parallel_size=5",
+            "a divisor of model.num_kv_heads=12. Nearest that divide it: 4, 6, 3",
+        ),
+        (
+            ["parallelism.tensor_parallel_size=4"],
+            "parallelism.tensor_parallel_size=4",
+            "a divisor of model.num_kv_heads=2. Nearest that divide it: 2, 1",
+        ),
+        (
+            ["parallelism.tensor_parallel_size=2", "data.seq_length=4095"],
+            "parallelism.tensor_parallel_size=2",
+            "a divisor of data.seq_length=4095",
+        ),
+        (
+            ["parallelism.tensor_parallel_size=2", "model.vocab_size=513"],
+            "parallelism.tensor_parallel_size=2",
+            "a divisor of model.vocab_size=513",
+        ),
+        (
+            ["parallelism.pipeline_parallel_size=3"],
+            "parallelism.pipeline_parallel_size=3",
+            "a divisor of model.num_layers=4. Nearest that divide it: 2, 4",
+        ),
+        (
+            ["parallelism.schedule=ring", "parallelism.max_buffer_tokens=8"],
+            "parallelism.max_buffer_tokens=8",
+            "null with parallelism.schedule=ring",
+        ),
+        (
+            ["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=0"],
+            "parallelism.max_buffer_tokens=0",
+            "at least 1",
+        ),
+        (
+            ["parallelism.overlap_param_gather=true"],
+            "parallelism.overlap_param_gather=True",
+            "overlap_grad_reduce=true",
+        ),
+    ],
+)
+def test_values_out_of_range(words: list[str], given: str, expected: str) -> None:
+    said = refusal(*words)
+    assert said.startswith(f"{given}: expected ") and expected in said
+
+
+def test_what_is_in_range_at_its_ends() -> None:
+    compose_config(["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=1"])
+    compose_config(["optim.warmup_steps=19"])
+    compose_config(["optim.min_lr=3e-4", "optim.beta1=0", "optim.clip_grad=0"])
+    compose_config(["parallelism.overlap_param_gather=true", "parallelism.overlap_grad_reduce=true"])
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        (
+            ["parallelism=tp2_cp4"],
+            12,
+            "world size=12: expected a multiple of tensor 2 x context 4 x pipeline 1 = 8. "
+            "Start that many ranks or change the parallelism sizes.",
+        ),
+        (
+            ["parallelism=cp4", "parallelism.data_parallel_size=3"],
+            8,
+            "parallelism.data_parallel_size=3: expected 2, since 8 ranks / (tensor 1 x context 4 x pipeline 1) = 2. "
+            "Set it to 2 or null, or start 12 ranks.",
+        ),
+        (
+            ["parallelism=cp2", "train.global_batch_size=9", "train.micro_batch_size=2"],
+            4,
+            "train.global_batch_size=9: expected a multiple of train.micro_batch_size x data-parallel ranks = 2 x 2. "
+            "Nearest: 8 or 12.",
+        ),
+    ],
+)
+def test_sizes_that_do_not_make_the_world(words: list[str], world: int, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        data_parallel_size(compose_config(words), world)
+    assert str(caught.value) == message
+
+
+def test_sizes_that_make_the_world() -> None:
+    config = compose_config(["parallelism=tp2_cp4", "train.global_batch_size=6"])
+    assert [data_parallel_size(config, world) for world in (8, 16, 24)] == [1, 2, 3]
+
+
+@pytest.fixture
+def own_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the recipes that a test may spoil."""
+    shutil.copytree(compose.bundled("recipes"), tmp_path / "recipes")
+    monkeypatch.setattr(compose, "bundled", lambda name: tmp_path / name)
+    return tmp_path / "recipes"
+
+
+def test_a_recipe_with_an_unknown_key(own_recipes: Path) -> None:
+    path = own_recipes / "model/tiny.yaml"
+    path.write_text(path.read_text() + "num_layer: 3\n")
+    said = refusal()
+    assert said.startswith("recipes/model/tiny.yaml: model.num_layer: expected a key of the configuration")
+    assert "Nearest: model.num_layers" in said
+
+
+def test_a_recipe_with_a_wrong_type(own_recipes: Path) -> None:
+    path = own_recipes / "parallelism/cp4.yaml"
+    path.write_text("context_parallel_size: four\n")
+    assert refusal("parallelism=cp4") == (
+        "recipes/parallelism/cp4.yaml: parallelism.context_parallel_size=four: expected an integer. "
+        "For example parallelism.context_parallel_size=1."
+    )
+
+
+def test_a_new_recipe_is_found_without_more_ado(own_recipes: Path) -> None:
+    (own_recipes / "parallelism/cp3.yaml").write_text("context_parallel_size: 3\n")
+    assert compose_config(["parallelism=cp3"]).parallelism.context_parallel_size == 3
+
+
+def test_validate_takes_the_default() -> None:
+    validate(Config())
