@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
+from .config import TOKENIZERS
 
 _EPILOG = """\
 Settings are words of the form group=NAME or key.subkey=value, e.g.
@@ -76,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--source", required=True, help="stdlib, a folder, or a .jsonl file with a `text` in each line")
     data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
     data.add_argument("--glob", default="**/*.py", help="which files of a folder (default: %(default)s)")
-    data.add_argument("--tokenizer", default="byte-level", help="tokenizer of Megatron-Core (default: %(default)s)")
+    data.add_argument(
+        "--tokenizer", default="byte-level", choices=TOKENIZERS, help="of Megatron-Core (default: %(default)s)"
+    )
     data.add_argument("--tokenizer-path", help="its files, for all but byte-level")
     data.set_defaults(run=_data)
 
@@ -101,6 +104,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     from .schedules import Kind, build_plan, describe, seal, transpose
     from .schedules.draw import draw
 
+    picture: Path | None = arguments.draw
+    if picture and (picture.suffix != ".png" or not picture.parent.is_dir()):
+        raise refuse("--draw", picture, "a .png file in a folder that exists", "Give another file name.")
     config = compose_config(arguments.settings)
     par, model = config.parallelism, config.model
     unit = par.tensor_parallel_size if par.uses_sequence_parallel else 1
@@ -111,11 +117,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     element = 2 if config.train.precision == "bf16" else 4
     kv = 2 * model.num_kv_heads * model.kv_channels * element // par.tensor_parallel_size
     print(describe(plan, {Kind.KV: kv, Kind.DKV: kv}))
-    if arguments.draw:
-        if arguments.draw.suffix != ".png" or not arguments.draw.parent.is_dir():
-            raise refuse("--draw", arguments.draw, "a .png file in a folder that exists", "Give another file name.")
-        draw(plan, arguments.draw)
-        print(f"\ndrawn to {arguments.draw}")
+    if picture:
+        draw(plan, picture)
+        print(f"\ndrawn to {picture}")
 
 
 def _data(arguments: argparse.Namespace) -> None:

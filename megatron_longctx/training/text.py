@@ -30,9 +30,17 @@ def prepare(source: str, out: Path, glob: str, library: str, tokenizer_path: str
     Raises:
         ValueError: a source that is not there or has no text, a JSONL line without text, an unusable tokenizer.
     """
+    named = library == "byte-level" or (library == "huggingface" and tokenizer_path)  # may be a name at their hub
+    if not named and not (tokenizer_path and Path(tokenizer_path).exists()):
+        remedy = "Give their path, or use --tokenizer byte-level."
+        raise ValueError(f"--tokenizer-path {tokenizer_path}: expected the files of a {library} tokenizer. {remedy}")
     tokenizer = build_tokenizer(library, tokenizer_path)
     documents = tqdm(_documents(source, glob), desc="tokenizing", unit=" documents", disable=not sys.stderr.isatty())
-    corpus = write_corpus(documents, out, tokenizer, library)
+    try:
+        corpus = write_corpus(documents, out, tokenizer, library)
+    finally:
+        for partial in out.parent.glob(f"{out.name}.partial.*"):  # of a source that turned out bad half-way
+            partial.unlink()
     logger.info(
         "%s: %s documents, %s tokens (%s), the %s tokenizer",
         out, f"{corpus.documents:,}", f"{corpus.tokens:,}", source, library,
@@ -68,6 +76,8 @@ def _lines(path: Path) -> Iterator[list[str]]:
         for number, line in enumerate(file, start=1):
             try:
                 text = json.loads(line)["text"]
+                if not isinstance(text, str):
+                    raise TypeError
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f'{path}:{number}: expected {{"text": "…"}}. Fix or remove the line.') from None
-            yield [str(text)]
+            yield [text]

@@ -1,0 +1,165 @@
+"""`megatron-longctx data`: real text in, Megatron's indexed dataset out, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_longctx import cli
+
+Say = Callable[..., str]
+EOD = 256  # of the byte-level tokenizer
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Say:
+    """Runs the verb; gives what it logs, or with an exit code other than 0 what is on standard error."""
+
+    def run(source: Path | str, out: Path, *more: str, code: int = 0) -> str:
+        caplog.clear()
+        assert cli.main(["data", "--source", str(source), "--out", str(out), *more]) == code
+        captured = capsys.readouterr()
+        assert (captured.err == "") == (code == 0)
+        return captured.err if code else "\n".join(caplog.messages)
+
+    return run
+
+
+def documents(prefix: Path) -> list[list[bytes]]:
+    """The texts of every document, as they were before tokenizing."""
+    dataset = IndexedDataset(str(prefix))
+    found = []
+    for index in range(len(dataset)):
+        ids = numpy.asarray(dataset[index]).tolist()
+        assert ids[-1] == EOD, "a document ends with the end-of-document token"
+        texts: list[bytes] = [b""]
+        for token in ids[:-1]:
+            if token == EOD:
+                texts.append(b"")
+            else:
+                texts[-1] += bytes([token])
+        found.append(texts)
+    return found
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder of packages and files, with what is to be left out."""
+    files = {
+        "pkg/b.py": "second",
+        "pkg/a.py": "first",
+        "pkg/inner/c.py": "third: naïve ☃",
+        "alone.py": "alone",
+        "pkg/empty.py": "",
+        "void/empty.py": "",
+        "pkg/notes.txt": "notes",
+        "pkg/tests/t.py": "left out",
+        "site-packages/x.py": "left out",
+        "__pycache__/y.py": "left out",
+    }
+    for name, text in files.items():
+        path = tmp_path / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return tmp_path / "source"
+
+
+def test_a_folder_gives_one_document_a_package(source: Path, tmp_path: Path, say: Say) -> None:
+    prefix = tmp_path / "deep/out/corpus"
+    out = say(source, prefix)
+    expected = [[b"alone"], [b"first", b"second", "third: naïve ☃".encode()]]
+    assert documents(prefix) == expected
+    tokens = sum(len(text) + 1 for texts in expected for text in texts)
+    assert out == f"{prefix}: 2 documents, {tokens} tokens ({source}), the byte-level tokenizer"
+    note = json.loads(prefix.with_suffix(".json").read_text())
+    assert note == {"tokenizer": "byte-level", "vocab_size": 512, "documents": 2, "tokens": tokens}
+    assert sorted(path.name for path in prefix.parent.iterdir()) == ["corpus.bin", "corpus.idx", "corpus.json"]
+
+
+def test_the_glob_chooses_files(source: Path, tmp_path: Path, say: Say) -> None:
+    say(source, tmp_path / "corpus", "--glob", "**/*.txt")
+    assert documents(tmp_path / "corpus") == [[b"notes"]]
+
+
+def test_bytes_that_are_not_utf8_are_replaced(tmp_path: Path, say: Say) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.py").write_bytes(b"caf\xe9")
+    say(tmp_path / "text", tmp_path / "corpus")
+    assert documents(tmp_path / "corpus") == [["caf\ufffd".encode()]]
+
+
+def test_jsonl_gives_one_document_a_line(tmp_path: Path, say: Say) -> None:
+    path = tmp_path / "texts.jsonl"
+    lines = [{"text": "one"}, {"id": 7, "text": "two\nlines"}, {"text": "ünï"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert ": 3 documents, 20 tokens (" in say(path, tmp_path / "corpus")
+    assert documents(tmp_path / "corpus") == [[b"one"], [b"two\nlines"], ["ünï".encode()]]
+
+
+def test_the_standard_library_is_a_source(
+    source: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = sysconfig.get_paths()
+    assert (Path(real["stdlib"]) / "json/decoder.py").is_file(), "where the demo's text comes from"
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: real | {"stdlib": str(source)})
+    assert "(stdlib)" in say("stdlib", tmp_path / "corpus", "--glob", "of no use here")
+    assert [len(texts) for texts in documents(tmp_path / "corpus")] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "line", ["", "not json", '{"txt": "x"}', '["text"]', '"text"', '{"text": 3}', '{"text": null}', '{"text": ["a"]}']
+)
+def test_a_bad_line_is_named_and_nothing_is_left(line: str, tmp_path: Path, say: Say) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "good"}\n' + line + '\n{"text": "good"}\n')
+    said = say(path, tmp_path / "out/corpus", code=2)
+    assert said == f'megatron-longctx data: {path}:2: expected {{"text": "…"}}. Fix or remove the line.\n'
+    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_failed_source_leaves_the_earlier_corpus(tmp_path: Path, say: Say) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "kept"}\n')
+    say(path, tmp_path / "corpus")
+    path.write_text('{"text": "new"}\nbroken\n')
+    say(path, tmp_path / "corpus", code=2)
+    assert documents(tmp_path / "corpus") == [[b"kept"]]
+
+
+@pytest.mark.parametrize("name", ["gone", "gone.jsonl", "text.txt"])
+def test_a_source_that_is_none(name: str, tmp_path: Path, say: Say) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    said = say(tmp_path / name, tmp_path / "out/corpus", code=2)
+    assert said == (
+        f"megatron-longctx data: --source {tmp_path / name}: expected `stdlib`, a folder or a .jsonl file. "
+        "Check the path.\n"
+    )
+
+
+def test_a_source_without_text(tmp_path: Path, say: Say) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.md").write_text("not python")
+    (tmp_path / "text/b.py").write_text("")
+    said = say(tmp_path / "text", tmp_path / "out/corpus", code=2)
+    assert "expected at least one document that is not empty. Check the source" in said
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["--tokenizer", "huggingface"], "--tokenizer-path None: expected the files of a huggingface tokenizer"),
+        (["--tokenizer", "sentencepiece"], "--tokenizer-path None: expected the files of a sentencepiece tokenizer"),
+        (["--tokenizer", "tiktoken", "--tokenizer-path", "gone"], "--tokenizer-path gone: expected the files of a tik"),
+    ],
+)
+def test_a_tokenizer_that_is_not_there(words: list[str], given: str, source: Path, tmp_path: Path, say: Say) -> None:
+    said = say(source, tmp_path / "out/corpus", *words, code=2)
+    assert said.startswith(f"megatron-longctx data: {given}") and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()

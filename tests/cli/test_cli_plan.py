@@ -1,0 +1,144 @@
+"""`megatron-longctx plan`: what it prints, to the letter, and what it draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx import cli
+
+# 2 x 2 KV heads of 32 in bf16: 256 bytes a token.
+SMALL = ("parallelism=cp2", "data.seq_length=16")
+
+FORWARD = """\
+zigzag forward: 2 ranks, 16 tokens (zigzag), causal mask, 2 steps, 0.0% of rank-time idle
+
+who holds what
+  rank 0: 0:4 + 12:16  (8 tokens)
+  rank 1: 4:8 + 8:12  (8 tokens)
+
+step 0
+  rank 0: attend q[0:8] x kv own[0:8] causal; send kv0[0:8] -> 1; receive kv1[0:8] <- 1
+  rank 1: attend q[0:8] x kv own[0:8] causal; send kv1[0:8] -> 0; receive kv0[0:8] <- 0
+
+step 1
+  rank 0: attend q[4:8] x kv 1[0:8] full
+  rank 1: attend q[0:8] x kv 0[0:4] full
+
+totals
+  rank            pairs    load  tokens sent / received
+     0               68  100.0%  kv 8 / 8 (4 KiB)
+     1               68  100.0%  kv 8 / 8 (4 KiB)
+  buffers for other ranks' kv: 8 tokens = 2 KiB at most
+"""
+
+BACKWARD_FULL_MASK = """\
+zigzag backward: 2 ranks, 16 tokens (zigzag), full mask, 3 steps, 0.0% of rank-time idle
+
+who holds what
+  rank 0: 0:4 + 12:16  (8 tokens)
+  rank 1: 4:8 + 8:12  (8 tokens)
+
+step 0
+  rank 0: attend q[0:8] x kv own[0:8] full; send kv0[0:8] -> 1; receive kv1[0:8] <- 1
+  rank 1: attend q[0:8] x kv own[0:8] full; send kv1[0:8] -> 0; receive kv0[0:8] <- 0
+
+step 1
+  rank 0: attend q[0:8] x kv 1[0:8] full
+  rank 1: attend q[0:8] x kv 0[0:8] full
+
+step 2
+  rank 0: idle; send dkv1[0:8] by 0 -> 1; receive dkv0[0:8] by 1 <- 1
+  rank 1: idle; send dkv0[0:8] by 1 -> 0; receive dkv1[0:8] by 0 <- 0
+
+totals
+  rank            pairs    load  tokens sent / received
+     0              128  100.0%  dkv 8 / 8 (4 KiB), kv 8 / 8 (4 KiB)
+     1              128  100.0%  dkv 8 / 8 (4 KiB), kv 8 / 8 (4 KiB)
+  buffers for other ranks' dkv: 8 tokens = 2 KiB at most
+  buffers for other ranks' kv: 8 tokens = 2 KiB at most
+"""
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    """What the verb prints: on standard output, or with an exit code other than 0 on standard error."""
+    capsys.readouterr()
+    assert cli.main(["plan", *words]) == code
+    captured = capsys.readouterr()
+    assert (captured.out if code else captured.err) == ""
+    return captured.err if code else captured.out
+
+
+def test_forward(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(capsys, *SMALL) == FORWARD
+
+
+def test_backward_of_the_full_mask(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(capsys, *SMALL, "--backward", "--full-mask") == BACKWARD_FULL_MASK
+
+
+def test_the_options_are_independent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(capsys, *SMALL, "--backward").startswith("zigzag backward: 2 ranks, 16 tokens (zigzag), causal mask")
+    assert plan(capsys, *SMALL, "--full-mask").startswith("zigzag forward: 2 ranks, 16 tokens (zigzag), full mask")
+
+
+def test_the_command_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, "parallelism.schedule=zigzag", "parallelism.context_parallel_size=8")
+    assert out.startswith("zigzag forward: 8 ranks, 4096 tokens (zigzag), causal mask, 8 steps")
+    totals = [line.split() for line in out.split("totals\n")[1].splitlines()]
+    assert [row[2] for row in totals if row[0].isdigit()] == ["100.0%"] * 8, "zigzag is balanced"
+
+
+@pytest.mark.parametrize(
+    ("words", "bytes_"),
+    [
+        (["train.precision=bf16"], "4 KiB"),
+        (["train.precision=fp32"], "8 KiB"),
+        (["parallelism.tensor_parallel_size=2"], "2 KiB"),
+        (["model.num_kv_heads=4"], "8 KiB"),
+    ],
+)
+def test_bytes_follow_precision_heads_and_tensor_parallelism(
+    words: list[str], bytes_: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"kv 8 / 8 ({bytes_})" in plan(capsys, *SMALL, *words)
+
+
+def test_the_bound_of_all_gather_makes_more_and_smaller_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("parallelism=cp4", "parallelism.schedule=all_gather", "data.seq_length=64")
+    free, bound = plan(capsys, *words), plan(capsys, *words, "parallelism.max_buffer_tokens=16")
+    assert "buffers for other ranks' kv: 48 tokens" in free
+    assert "buffers for other ranks' kv: 16 tokens" in bound
+    assert free.count("\nstep ") < bound.count("\nstep ")
+
+
+def test_the_ring_of_contiguous_spans_is_not_balanced(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, "parallelism=cp2", "parallelism.schedule=ring", "data.seq_length=16")
+    assert "rank 0: 0:8  (8 tokens)" in out and "% of rank-time idle" in out and " 0.0% of rank-time" not in out
+
+
+@pytest.mark.parametrize("options", [[], ["--backward"]])
+def test_draw(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.png"
+    out = plan(capsys, *SMALL, *options, "--draw", str(path))
+    assert out.endswith(f"at most\n\ndrawn to {path}\n")
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5_000
+
+
+@pytest.mark.parametrize("name", ["gone/plan.png", "plan.txt", "plan"])
+def test_draw_to_a_bad_path_is_refused_before_printing(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    assert plan(capsys, *SMALL, "--draw", str(path), code=2) == (
+        f"megatron-longctx plan: --draw={path}: expected a .png file in a folder that exists. Give another file name.\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bound_that_no_group_fits_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("parallelism=cp4", "parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=1")
+    said = plan(capsys, *words, code=2)
+    assert "max_buffer_tokens" in said and said.count("\n") == 1

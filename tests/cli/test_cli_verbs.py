@@ -1,0 +1,151 @@
+"""The command's verbs: help, exit codes, and errors on standard error in one line without traceback."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx import __version__, cli
+from megatron_longctx.testing.jobs import CLI, clean_environment, started
+
+VERBS = ("train", "plan", "data", "doctor", "demo")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, standard output and error of the command, run in this process."""
+    capsys.readouterr()
+    try:
+        code = cli.main(words)
+    except SystemExit as end:  # argparse's way out
+        code = int(end.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_each_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, verb, "--help")
+    assert code == 0 and err == "" and out.startswith(f"usage: megatron-longctx {verb}")
+
+
+def test_help_lists_every_verb_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for verb in VERBS:
+        assert any(line.split()[:1] == [verb] and len(line.split()) > 3 for line in out.splitlines()), verb
+    assert "experiment=demo parallelism=cp4 train.steps=50" in out
+
+
+def test_the_examples_in_the_help_can_be_composed() -> None:
+    from megatron_longctx.compose import compose_config
+
+    lines = [line.split() for line in cli._EPILOG.splitlines() if line.strip().startswith("megatron-longctx ")]
+    assert len(lines) == 2
+    for line in lines:
+        compose_config([word for word in line[2:] if "=" in word])
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"{__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["trian"],
+        ["train", "--steps"],
+        ["data"],
+        ["doctor", "x"],
+        ["data", "--source", "x", "--out", "y", "--tokenizer", "bpe"],
+    ],
+)
+def test_wrong_usage_is_refused_by_the_parser(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: megatron-longctx") and "error: " in err
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "demo"])
+def test_a_wrong_setting_is_one_line_on_standard_error(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, verb, "train.stepz=3")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"megatron-longctx {verb}: train.stepz: expected a key of the configuration; there is none of this name. "
+        "Nearest: train.steps, train.seed, train.save.\n"
+    )
+
+
+def test_a_failed_rank_is_exit_code_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_longctx.training import launcher
+
+    def fail(settings: object) -> None:
+        raise launcher.JobFailed("rank 1 failed: of itself")
+
+    monkeypatch.setattr(launcher, "train", fail)
+    assert run(capsys, "train") == (1, "", "megatron-longctx train: rank 1 failed: of itself\n")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_longctx import doctor
+
+    def broken() -> int:
+        raise RuntimeError("of the program, not of its user")
+
+    monkeypatch.setattr(doctor, "main", broken)
+    with pytest.raises(RuntimeError, match="of the program"):
+        cli.main(["doctor"])
+
+
+def test_a_path_that_cannot_be_used_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.py").write_text("text")
+    (tmp_path / "file").write_text("")
+    code, out, err = run(capsys, "data", "--source", str(tmp_path / "text"), "--out", str(tmp_path / "file/x"))
+    assert (code, out) == (2, "")
+    assert err == f"megatron-longctx data: {tmp_path}/file: File exists. Check the path and the disk.\n"
+
+
+def test_doctor_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "doctor")
+    assert (code, err) == (0, "")
+    for area in ("system", "devices", "transports", "kernels", "packages"):
+        assert f"{area}\n" in out
+    for name in (
+        "torch",
+        "gloo",
+        "nccl",
+        "cudnn",
+        "flash_attn",
+        "reference",
+        "Megatron-Core",
+        "TransformerEngine",
+        "Apex",
+    ):
+        assert any(line.strip().startswith(name) for line in out.splitlines()), name
+
+
+def test_interrupting_a_verb_is_quiet(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    with (tmp_path / "text/a.py").open("w") as file:
+        file.writelines(f"value_{i} = {i}\n" for i in range(2_000_000))
+    with started(tmp_path, [*CLI, "data", "--source", "text", "--out", "out/corpus"]) as job:
+        while not (tmp_path / "out").is_dir():  # made when it has begun to read
+            assert job.process.poll() is None, job.said()
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(30) == 130, job.said()
+        assert job.err.read_text() == "megatron-longctx data: interrupted\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    settings = "parallelism.context_parallel_size=64 data.seq_length=65536"
+    command = f"set -o pipefail; {sys.executable} -m megatron_longctx.cli plan {settings} | head -1"
+    result = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.startswith("zigzag forward: 64 ranks, 65536 tokens")
+    assert (result.returncode, result.stderr) == (0, "")
