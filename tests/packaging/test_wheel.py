@@ -1,0 +1,172 @@
+"""The wheel: what is in it, and that it works far from the checkout; an editable installation reads the checkout."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def ran(command: list[str], cwd: Path, environment: Mapping[str, str] | None = None) -> str:
+    """Standard output of a command that must succeed."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")} | {
+        "OMP_NUM_THREADS": "1"
+    }
+    result = subprocess.run(
+        command, cwd=cwd, env=clean | dict(environment or {}), capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, built from the checkout (in isolation only where its build tool is not installed)."""
+    folder = tmp_path_factory.mktemp("wheel")
+    isolation = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
+    ran([*pip, *isolation, "--wheel-dir", str(folder), str(ROOT)], folder)
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def members(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the wheel is installed into, as pip does it."""
+    target = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index"]
+    ran([*pip, "--target", str(target), str(wheel)], target)
+    return target
+
+
+def tracked(folder: str, *suffixes: str) -> Iterator[str]:
+    """Files of a folder of the checkout, relative to the checkout."""
+    for path in sorted((ROOT / folder).rglob("*")):
+        if path.is_file() and path.suffix in suffixes and "__pycache__" not in path.parts:
+            yield path.relative_to(ROOT).as_posix()
+
+
+def test_no_generic_name_is_taken(members: set[str]) -> None:
+    tops = {name.split("/")[0] for name in members}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"megatron_longctx"}
+
+
+def test_everything_a_user_needs_is_inside(members: set[str]) -> None:
+    expected = set(tracked("megatron_longctx", ".py"))
+    expected |= {f"megatron_longctx/{name}" for name in tracked("recipes", ".yaml")}
+    expected |= {f"megatron_longctx/{name}" for name in tracked("launch", ".sh", ".sbatch", ".md")}
+    expected.add("megatron_longctx/analysis/compare.py")
+    assert len(expected) > 60
+    assert expected <= members, f"missing: {sorted(expected - members)}"
+
+
+def test_nothing_else_is_inside(members: set[str]) -> None:
+    assert not [name for name in members if "__pycache__" in name or name.endswith((".pyc", ".so", ".bin"))]
+    assert not [name for name in members if name.startswith(("megatron_longctx/tests", "megatron_longctx/docs"))]
+
+
+def test_the_metadata(wheel: Path, members: set[str]) -> None:
+    from megatron_longctx import __version__
+
+    assert wheel.name.startswith(f"megatron_longctx-{__version__}-py3-none-any")
+    info = f"megatron_longctx-{__version__}.dist-info"
+    assert f"{info}/licenses/LICENSE" in members
+    with zipfile.ZipFile(wheel) as archive:
+        entry, metadata = (archive.read(f"{info}/{name}").decode() for name in ("entry_points.txt", "METADATA"))
+    assert "[console_scripts]\nmegatron-longctx = megatron_longctx.cli:main" in entry
+    assert "Requires-Dist: megatron-core==0.16.1" in metadata and "Provides-Extra: gpu" in metadata
+
+
+def test_launch_scripts_stay_executable(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        mode = archive.getinfo("megatron_longctx/launch/local.sh").external_attr >> 16
+    assert mode & 0o111
+
+
+def test_the_installed_command_finds_its_recipes(installed: Path, tmp_path: Path) -> None:
+    for name in ("recipes", "launch", "analysis"):  # of another project, where this one must not look
+        (installed / name).mkdir(exist_ok=True)
+        (tmp_path / name).mkdir()
+    (tmp_path / "recipes/config.yaml").write_text("not: ours\n")
+    words = ["plan", "experiment=demo", "data.seq_length=64"]
+    environment = {"PYTHONPATH": str(installed)}
+    out = ran([sys.executable, "-m", "megatron_longctx.cli", *words], tmp_path, environment)
+    assert out.startswith("zigzag forward: 4 ranks, 64 tokens (zigzag), causal mask")
+    script = ran([str(installed / "bin/megatron-longctx"), *words], tmp_path, environment)
+    assert script == out
+
+
+WHERE = """
+import megatron_longctx
+from megatron_longctx.compose import bundled, compose_config
+from megatron_longctx.demo import _load_compare
+print(megatron_longctx.__file__)
+for name in ("recipes", "launch", "analysis"):
+    print(bundled(name))
+print(_load_compare().__file__)
+print(compose_config(["experiment=demo"]).optim.lr)
+"""
+
+
+def test_every_folder_of_the_installed_package_is_its_own(installed: Path, tmp_path: Path) -> None:
+    package = installed / "megatron_longctx"
+    found = ran([sys.executable, "-c", WHERE], tmp_path, {"PYTHONPATH": str(installed)}).split()
+    assert found == [
+        str(package / "__init__.py"),
+        *(str(package / name) for name in ("recipes", "launch", "analysis", "analysis/compare.py")),
+        "0.003",
+    ]
+    help_ = ran(
+        [sys.executable, "-m", "megatron_longctx.analysis.compare", "--help"], tmp_path, {"PYTHONPATH": str(installed)}
+    )
+    assert help_.startswith("usage: compare")
+
+
+def test_an_editable_installation_reads_the_checkout_not_copies(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="the build tool is not installed, and without it there is no such wheel")
+    build = "import hatchling.build, sys; print(hatchling.build.build_editable(sys.argv[1]))"
+    name = ran([sys.executable, "-c", build, str(tmp_path)], ROOT).split()[-1]
+    site = tmp_path / "site"
+    with zipfile.ZipFile(tmp_path / name) as archive:
+        archive.extractall(site)
+    # Whatever copies the installation holds are old by now, and so are those inside the package.
+    for copy in [*site.rglob("*.yaml"), *site.rglob("compare.py")]:
+        copy.write_text("stale")
+    # Another editable installation in this environment must not answer in place of this one.
+    editable = f"import site, sys; sys.path.remove({str(ROOT)!r}) if {str(ROOT)!r} in sys.path else None\n"
+    editable += f"site.addsitedir({str(site)!r})\n{WHERE}"
+    found = ran([sys.executable, "-c", editable], tmp_path).split()
+    assert found == [
+        str(ROOT / "megatron_longctx/__init__.py"),
+        *(str(ROOT / part) for part in ("recipes", "launch", "analysis", "analysis/compare.py")),
+        "0.003",
+    ]
+
+
+def test_copies_inside_the_package_of_a_checkout_are_never_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_longctx import compose
+
+    for folder in ("recipes", "megatron_longctx/recipes"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr(compose, "__file__", str(tmp_path / "megatron_longctx/compose.py"))
+    assert compose.bundled("recipes") == tmp_path / "megatron_longctx/recipes", (
+        "installed: what stands beside is foreign"
+    )
+    (tmp_path / "pyproject.toml").write_text("")
+    assert compose.bundled("recipes") == tmp_path / "recipes"
