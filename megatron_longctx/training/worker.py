@@ -54,9 +54,10 @@ def join_group(config: Config, local_rank: int) -> None:
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         timeout=datetime.timedelta(seconds=config.parallelism.timeout_s),
-        # NCCL otherwise guesses the device from the rank when a barrier is its first call.
-        device_id=torch.device("cuda", local_rank) if cuda else None,
     )
+    if cuda:
+        # Without a first message on the right device, NCCL guesses it from the rank when a barrier comes first.
+        dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
 def run(config: Config) -> None:
