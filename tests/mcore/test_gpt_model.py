@@ -14,7 +14,7 @@ from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, fingerprint, padded_vocab_size, transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import relative_error, tiny_config
+from megatron_longctx.testing.training import Job, RecordingTrainer, relative_error, tiny_config, tiny_corpus
 
 VOCABULARY = 96
 LLAMA: dict[str, Any] = {"data.seq_length": 37}
@@ -68,6 +68,60 @@ def test_one_rank_is_megatrons_own_model(tmp_path: Path, settings: dict[str, Any
     [errors] = run_distributed(_against_megatron, 1, tmp_path, settings)
     assert len(errors) > 10
     assert max(errors.values()) < 1e-5, errors
+
+
+def _step_by_hand(rank: int, root: Path) -> dict[str, float]:
+    """Relative errors of a training step's loss and gradients, against plain autograd on the whole batch."""
+    settings = {"data.mask_eod_loss": True, "train.global_batch_size": 6, "train.micro_batch_size": 2}
+    trainer = RecordingTrainer(Job(tiny_config(root, "step", settings), gradients_at=(0,)))
+    megatron = transformer_config(trainer.config)
+    gpt = build_model(trainer.config, megatron, trainer.groups, trainer.sequence, trainer.vocab_size)
+    gpt.load_state_dict(trainer.models[0].module.state_dict())
+    batch = trainer.data.batch(0, 6)
+    assert 0 < batch["loss_mask"].mean() < 1
+    losses = gpt(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    mean = losses[batch["loss_mask"] == 1].mean()
+    mean.backward()
+    result = trainer._one_step()
+    gradients = trainer.record.gradients[0]
+    assert result.loss.num_tokens == batch["loss_mask"].sum()
+    assert result.grad_norm is not None
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    errors = {name: relative_error(gradients[name], p.grad) for name, p in gpt.named_parameters()}
+    return {
+        "loss": abs(result.loss.mean / mean.item() - 1),
+        "grad norm": abs(result.grad_norm / norm.item() - 1),
+        **errors,
+    }
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_step_is_the_mean_over_unmasked_tokens(tmp_path: Path) -> None:
+    tiny_corpus(tmp_path / "corpus")
+    [errors] = run_distributed(_step_by_hand, 1, tmp_path)
+    assert len(errors) > 10
+    assert max(errors.values()) < 1e-5, errors
+
+
+def test_settings_reach_megatron(tmp_path: Path) -> None:
+    settings = {"model.norm_epsilon": 0.25, "model.init_std": 0.5, "recompute.mode": "layer", "model.head_dim": 6}
+    config = transformer_config(tiny_config(tmp_path, "run", {**settings, "train.precision": "bf16"}))
+    assert (config.layernorm_epsilon, config.init_method_std, config.kv_channels) == (0.25, 0.5, 6)
+    assert (config.recompute_granularity, config.recompute_method, config.recompute_num_layers) == (
+        "full",
+        "uniform",
+        1,
+    )
+    assert config.params_dtype == config.pipeline_dtype == torch.bfloat16 and config.bf16
+    plain = transformer_config(tiny_config(tmp_path, "run"))
+    assert plain.recompute_granularity is None and not plain.bf16 and plain.params_dtype == torch.float32
+    sizes = {"tensor": 2, "context": 4, "pipeline": 2}
+    parallel = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()}
+    for sequence_parallel in (True, False):
+        off = {"parallelism.sequence_parallel": sequence_parallel}
+        config = transformer_config(tiny_config(tmp_path, "run", {**parallel, **off}))
+        assert (config.tensor_model_parallel_size, config.context_parallel_size) == (2, 4)
+        assert config.pipeline_model_parallel_size == 2 and config.sequence_parallel is sequence_parallel
 
 
 def test_padded_vocab_size() -> None:

@@ -186,6 +186,13 @@ def test_tokens_above_the_vocabulary(root: Path) -> None:
         TrainingData(_config(root), TOKENIZER, 256).batch(0, 20)
 
 
+def test_a_label_above_the_vocabulary(tmp_path: Path) -> None:
+    # One sample; its last label is the only end of document.
+    _write(tmp_path / "corpus", ["x" * LENGTH])
+    with pytest.raises(ValueError, match=r"token ids below the vocabulary's 256; 256 is there"):
+        TrainingData(_config(tmp_path), TOKENIZER, 256).batch(0, 1)
+
+
 def test_nothing_to_train_on(root: Path) -> None:
     for split in ("0,100,0", "1,99,0"):
         with pytest.raises(ValueError, match=rf"data.split={split}: expected a training part of at least 33 tokens"):
