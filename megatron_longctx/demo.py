@@ -42,7 +42,7 @@ def demo(overrides: Sequence[str] = ()) -> None:
         if folder.exists():
             logger.info("removing %s of an earlier demo", folder)
             shutil.rmtree(folder)
-        logger.info("== %s ==", " ".join(["megatron-longctx train", *settings]))
+        logger.info("\n== %s ==", " ".join(["megatron-longctx train", *settings]))
         train(settings)
         folders.append(folder)
     compare = _load_compare()

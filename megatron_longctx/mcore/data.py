@@ -71,6 +71,15 @@ def write_corpus(
     return corpus
 
 
+class _WholeDataset(IndexedDataset):  # type: ignore[misc]
+    """Its base's clean-up complains on standard error of what a failed start has not set."""
+
+    def __del__(self) -> None:
+        self.__dict__.setdefault("bin_reader", None)
+        self.__dict__.setdefault("index", None)
+        super().__del__()
+
+
 def check_corpus(data: DataConfig) -> int:
     """Refuse an absent, empty, corrupt or mismatched dataset before any rank starts.
 
@@ -90,7 +99,7 @@ def check_corpus(data: DataConfig) -> int:
     if not all(sizes):
         raise refuse("data.prefix", data.prefix, "files that are not empty", remedy)
     try:
-        dataset = IndexedDataset(data.prefix)
+        dataset = _WholeDataset(data.prefix)
         lengths = numpy.asarray(dataset.sequence_lengths, dtype=numpy.int64)
         item = numpy.dtype(dataset.index.dtype).itemsize
     except Exception as error:  # a corrupt index fails in many ways: assertions, struct and numpy errors

@@ -68,6 +68,7 @@ def test_whole_messages(word: str) -> None:
         ("steps=3", "train.steps"),
         ("context_parallel_size=4", "parallelism.context_parallel_size"),
         ("schedule=ring", "parallelism.schedule"),
+        ("lr=1e-4", "optim.lr"),
         ("paralelism.schedule=ring", "parallelism.schedule"),
         ("Train.steps=3", "train.steps"),
         ("train.steps.x=3", "train.steps"),

@@ -101,6 +101,7 @@ def test_missing_dataset(no_ranks: Callable[..., str], tiny: tuple[str, ...]) ->
     )
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("suffix", "damage", "expected"),
     [
