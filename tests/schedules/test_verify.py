@@ -128,10 +128,31 @@ def test_a_causal_call_over_two_blocks_of_keys():
     refuse(with_attends(ring(), 0, 1, twice), "slot 3 of rank 1 attends key slot 1 of rank 1 twice")
 
 
+def test_a_causal_call_whose_diagonal_starts_in_another_block():
+    # Queries 2 and 3 of the joint call see the first keys of rank 1, the rest of which other calls compute.
+    own = (
+        Attend(queries(1, 0, 2), (kv(1, 0, 2),), True),
+        Attend(queries(1, 2, 4), (kv(1, 2, 4),), True),
+        Attend(queries(1, 2, 3), (kv(1, 1, 2),), False),
+    )
+    joint = (
+        Attend(queries(1, 0, 4), (kv(0, 2, 4), kv(1, 0, 2)), True),
+        Attend(queries(1, 0, 1), (kv(0, 3, 4),), False),
+        Attend(queries(1, 0, 4), (kv(0, 0, 2),), False),
+    )
+    plan = with_attends(with_attends(ring(), 0, 1, own), 1, 1, joint)
+    verify(plan)
+    verify(seal(transpose(plan)))
+    twice = (*joint, Attend(queries(1, 3, 4), (kv(1, 0, 1),), False))
+    refuse(with_attends(plan, 1, 1, twice), "slot 3 of rank 1 attends key slot 0 of rank 1 twice")
+
+
 def test_missing_pair():
     refuse(with_attends(ring(), 1, 2, ()), r"^ring: computes 120 of 136 visible pairs$")
     short = (Attend(queries(2, 0, 4), (kv(1, 0, 3),), False),)
     refuse(with_attends(ring(), 1, 2, short), r"computes 132 of 136")
+    but_one = (Attend(queries(2, 0, 3), (kv(1, 0, 4),), False), Attend(queries(2, 3, 4), (kv(1, 0, 3),), False))
+    refuse(with_attends(ring(), 1, 2, but_one), r"computes 135 of 136")
     full = build_plan("ring", 2, 4, False)
     refuse(with_attends(full, 0, 0, ()), r"computes 12 of 16")
 
