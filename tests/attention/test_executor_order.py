@@ -8,7 +8,7 @@ from megatron_longctx.attention.executor import BackwardPass, Engine, ForwardPas
 from megatron_longctx.attention.program import programs
 from megatron_longctx.comm import BufferPool, Exchange
 from megatron_longctx.kernels import AttentionKernel
-from megatron_longctx.schedules import SCHEDULES, Kind, build_plan
+from megatron_longctx.schedules import SCHEDULES, Block, Kind, build_plan
 from megatron_longctx.testing.plans import helper_plan, tangled_plan
 
 
@@ -140,3 +140,21 @@ def test_a_plan_that_needs_no_copies_makes_none_before_its_messages():
     """Keys and values are packed before the pass: the ring sends them as they lie."""
     events, _, _ = run(build_plan("ring", 4, 16), 0, False)
     assert events[:2] == ["mark 1", "start"]
+
+
+def test_arrived_results_are_read_before_their_buffer_is_used_again():
+    """Even the first and only partial of all queries is not kept as it lies in the buffer."""
+    forward, backward = programs(build_plan("zigzag", 2, 8), 0)
+    engine = Engine(ZeroKernel([]), SilentTransport([]), BufferPool(torch.device("cpu")))
+    q, lse, kv = torch.ones(4, 2, 4, 8), torch.ones(4, 2, 4), torch.ones(4, 2, 2, 2, 8)
+    home = {Kind.Q: (q,), Kind.KV: (kv,), Kind.Q_GRAD: (q, q, q, lse)}
+    run, run_back = ForwardPass(forward, engine, home, 1.0), BackwardPass(backward, engine, home, 1.0)
+    lent = [q.clone(), lse.clone(), q.clone(), kv.clone()]
+    run.merge(Block(Kind.OUT, 0, 0, 4, 1), (lent[0], lent[1]))
+    run_back.merge(Block(Kind.DQ, 0, 0, 4, 1), (lent[2],))
+    run_back.merge(Block(Kind.DKV, 0, 0, 4, 1), (lent[3],))
+    for tensor in lent:
+        tensor.fill_(torch.nan)
+    assert [torch.equal(x, y) for x, y in zip(run.output.finish(), (q, lse), strict=True)] == [True, True]
+    assert torch.equal(run_back.dq.finish(), q)
+    assert torch.equal(run_back.dkv[0].finish(), kv)

@@ -3,8 +3,19 @@
 import pytest
 
 from megatron_longctx.attention.program import HOME, Place, Receive, Send, compile_program, programs
-from megatron_longctx.layout import striped
-from megatron_longctx.schedules import SCHEDULES, Block, Kind, build_plan, seal, transpose
+from megatron_longctx.layout import contiguous, striped
+from megatron_longctx.schedules import (
+    SCHEDULES,
+    Attend,
+    Block,
+    Kind,
+    Move,
+    Plan,
+    Step,
+    build_plan,
+    seal,
+    transpose,
+)
 from megatron_longctx.schedules.ring import ring
 from megatron_longctx.testing.plans import helper_plan, kv, tangled_plan
 
@@ -199,3 +210,14 @@ def check_slots(program):
                 reads[receive.place.slot, i] = t + 1 if merged else -1
         taken = [(r.place.slot, i) for r in step.receives for i in range(r.place.start, r.place.stop)]
         assert len(taken) == len(set(taken))
+
+
+def test_keys_of_two_places_do_not_join_by_their_numbers():
+    # Rows 0:2 of a buffer and rows 2:4 at home follow each other in number only.
+    own, fetched = kv(1, 2, 4), kv(0, 0, 2)
+    steps = (
+        Step((Move(fetched, 0, 1),), ((), ())),
+        Step((), ((), (Attend(Block(Kind.Q, 1, 0, 4), (fetched, own), False),))),
+    )
+    program = compile_program(Plan("two places", contiguous(2, 8), False, steps), 1)
+    assert program.steps[1].calls[0].keys == (Place(Kind.KV, 0, 0, 2), Place(Kind.KV, HOME, 2, 4))
