@@ -15,7 +15,6 @@ from megatron_longctx.testing.jobs import (
     CLI,
     Job,
     clean_environment,
-    finished,
     latest_checkpoint,
     started,
     steps_recorded,
@@ -47,20 +46,6 @@ def checked_stop(job: Job, run: Path, start: int) -> int:
     assert job.err.read_text() == ""
     assert job.left_over() == []
     return last
-
-
-def test_term_and_int_checkpoint_and_the_same_command_goes_on(workplace: Path, tiny: tuple[str, ...]) -> None:
-    run, last = workplace / "runs" / "default", 0
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with started(workplace, command(tiny)) as job:
-            job.wait_for(f"step {last + 2:>2}/{STEPS}")
-            job.process.send_signal(number)
-            last = checked_stop(job, run, last)
-    job = finished(workplace, command(tiny))
-    assert job.process.returncode == 0, job.said()
-    assert first_step(job) == last + 1
-    assert f"resumed from step {last} " in job.out.read_text()
-    assert steps_recorded(run) == list(range(1, STEPS + 1)) and latest_checkpoint(run) == STEPS
 
 
 def test_signals_before_the_ranks_listen_wait_for_them(workplace: Path, tiny: tuple[str, ...]) -> None:
