@@ -97,6 +97,8 @@ class Job:
         save_start: write a checkpoint of step 0 into the run's folder first.
         round_weights: round the initial weights to bf16.
         stop_in: the step, counted from 0, in which the last rank gets a stop signal.
+        fails: record an error of the project (ValueError, ArithmeticError) that every rank raises. Without it an error
+            ends the rank, and with it the test: the other ranks might wait for ever.
         before_optimizer: called with the trainer in every step between backward and the optimizer; for faults.
     """
 
@@ -106,6 +108,7 @@ class Job:
     save_start: bool = False
     round_weights: bool = False
     stop_in: int | None = None
+    fails: bool = False
     before_optimizer: Callable[[Trainer], None] | None = None
 
 
@@ -150,13 +153,12 @@ class RecordingTrainer(Trainer):
         self.optimizer.step = observed_step
 
     def run(self) -> Record:
-        """Train; groups are gone afterwards.
-
-        Errors of the project's own (ValueError, ArithmeticError) are recorded, not raised.
-        """
+        """Train; groups are gone afterwards."""
         try:
             self.train()
         except (ValueError, ArithmeticError) as error:
+            if not self.job.fails:
+                raise
             self.record.error = f"{type(error).__name__}: {error}"
         self.record.last_step = self.step
         groups.destroy()
@@ -225,10 +227,12 @@ def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Record]:
 
 
 def run_job(job: Job) -> Record:
-    """One run in the joined process group; a refusal by the constructor is recorded, too."""
+    """One run in the joined process group; an expected refusal by the constructor is recorded, too."""
     try:
         trainer = RecordingTrainer(job)
     except ValueError as error:
+        if not job.fails:
+            raise
         groups.destroy()
         return Record(error=f"{type(error).__name__}: {error}")
     return trainer.run()

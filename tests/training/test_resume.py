@@ -47,7 +47,7 @@ def _jobs(root: Path) -> list[tuple[int, dict[str, Job]]]:
         (1, {
             "whole": job("whole", {"train.save": False}),
             "chain single": job("chain", stop_in=1),
-            "crash before": job("crash", crash, before_optimizer=_break),
+            "crash before": job("crash", crash, before_optimizer=_break, fails=True),
             "crash after": job("crash", crash),
             "unsharded single": job("unsharded", unsharded, stop_in=2),
         }),
@@ -65,9 +65,9 @@ def _jobs(root: Path) -> list[tuple[int, dict[str, Job]]]:
         (1, {
             "chain single again": job("chain"),
             "chain complete": job("chain"),
-            "chain other batch": job("chain", {"train.global_batch_size": 4, "train.steps": 12}),
-            "chain other model": job("chain", {"model.hidden_size": 64, "train.steps": 12}),
-            "chain other optimizer": job("chain", {**unsharded, "train.steps": 12}),
+            "chain other batch": job("chain", {"train.global_batch_size": 4, "train.steps": 12}, fails=True),
+            "chain other model": job("chain", {"model.hidden_size": 64, "train.steps": 12}, fails=True),
+            "chain other optimizer": job("chain", {**unsharded, "train.steps": 12}, fails=True),
         }),
     ]  # fmt: skip
 

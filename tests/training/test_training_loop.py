@@ -41,9 +41,9 @@ def _jobs(root: Path) -> dict[str, Job]:
         "no clipping": Job(tiny_config(root, "no-clipping", {**CP2, "train.steps": 3, "optim.clip_grad": 0.0})),
         # The distributed optimizer would give every rank the owner's values.
         "parameter": Job(tiny_config(root, "parameter", {**CP2, **SAVED, "optim.distributed": False}),
-                         before_optimizer=_poison_parameter),
+                         before_optimizer=_poison_parameter, fails=True),
         "gradient": Job(tiny_config(root, "gradient", {**SAVED, "train.global_batch_size": 2}),
-                        before_optimizer=_poison_gradient),
+                        before_optimizer=_poison_gradient, fails=True),
         "stopped": Job(tiny_config(root, "stopped", {**CP2, **SAVED}), stop_in=2),
         "stopped unsaved": Job(tiny_config(root, "unsaved", {**CP2, "train.steps": 6}), stop_in=2),
     }  # fmt: skip
