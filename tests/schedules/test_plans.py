@@ -6,7 +6,7 @@ from math import ceil
 import pytest
 
 from megatron_longctx import config
-from megatron_longctx.layout import build_layout, contiguous, striped, zigzag
+from megatron_longctx.layout import Layout, build_layout, contiguous, striped, zigzag
 from megatron_longctx.schedules import (
     RESULTS,
     SCHEDULES,
@@ -175,6 +175,15 @@ def test_modes_on_any_layout(mode, layout):
         for length in (0, 1, 3, 7, 8, 12, 13):
             for causal in (True, False):
                 check(seal(mode(layout(n, length), causal)))
+
+
+@pytest.mark.parametrize("mode", [ring, all_gather])
+def test_modes_on_pieces_dealt_in_turn(mode):
+    """Several spans a rank, each seen from another query on: they may not be joined into one call."""
+    for n, pieces, size in ((2, 2, 2), (2, 3, 1), (3, 3, 2)):
+        spans = tuple(tuple(range(i * size, (i + 1) * size) for i in range(r, n * pieces, n)) for r in range(n))
+        for causal in (True, False):
+            check(seal(mode(Layout("dealt", n * pieces * size, spans), causal)))
 
 
 @pytest.mark.parametrize("bound", [4, 5, 6, 8, 11, 100])
@@ -357,8 +366,7 @@ def test_a_causal_stripe_that_does_not_fit_its_bound_is_refused():
 
 
 def test_layouts_that_interleave_otherwise_are_refused():
-    layout = build_layout("zigzag", 2, 8)
-    mixed = type(layout)("mixed", 8, (striped(2, 8).spans[0], (range(1, 4, 2), range(5, 8, 2))))
+    mixed = Layout("mixed", 8, (striped(2, 8).spans[0], (range(1, 4, 2), range(5, 8, 2))))
     with pytest.raises(ValueError, match="layout mixed: expected spans of consecutive tokens or one stripe per rank"):
         ring(mixed, True)
 
