@@ -92,9 +92,9 @@ def _start_ranks(config: Config) -> None:
     folder = RunFolder.of(config)
     folder.prepare(config, resumed)
     device = preflight.device_type(config)
-    logger.info("starting %d %s rank%s; run folder %s", world_size, device, "s" * (world_size > 1), folder.path)
     job = (world_size, free_port(), str(folder.path))
     with _blocked(STOP_SIGNALS):  # ranks inherit this: what comes before they listen waits for them
+        logger.info("starting %d %s rank%s; run folder %s", world_size, device, "s" * (world_size > 1), folder.path)
         context = mp.start_processes(worker.spawned, args=job, nprocs=world_size, join=False, start_method="spawn")  # type: ignore[attr-defined, no-untyped-call]
         forward = _Forward(context.pids())
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # says at length which ranks it ends
