@@ -1,0 +1,52 @@
+"""Clusters as data, and the rings that use all of their links at once. Pure functions over integers and numbers.
+
+- `cluster`: a `Cluster` says how ranks are wired; `Cluster.route(a, b)` says which shared resources a message from a to
+  b occupies, at what rate and latency. `load_cluster` reads one from YAML, `save_cluster` writes one.
+- `hamiltonian`, `latin`, `rainbow`: complete digraphs cut into edge-disjoint Hamiltonian cycles and paths.
+- `multi_node`: the rings of u nodes of m ranks; `choose`: the rings that suit a cluster, with the reason.
+- `routing`: which block a rank holds at which step of a ring.
+- `measured`, `measure`: a running process group turned into a `Cluster`. Only `measure` knows torch; import it by name.
+
+To add a cluster: write `recipes/cluster/NAME.yaml` after one that stands there (every key is a field of the dataclasses
+in `cluster.py`; say in a comment where each figure comes from), or measure one. Rates are GiB/s (2**30 bytes) in one
+direction as a message of tens of MiB gets them, latencies are seconds per message, software included.
+"""
+
+from .choose import RingChoice, choose_rings, rings_for, seconds_per_gib
+from .cluster import Cluster, Device, Mesh, Network, Resource, Route, Switch, load_cluster, save_cluster
+from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
+from .latin import row_complete_latin_square
+from .measured import Measured, Ping, Sample, to_cluster
+from .multi_node import multi_node_rings
+from .routing import Ring, Rings, Routing, held, holder, predecessors, successors
+
+__all__ = [
+    "Cluster",
+    "Device",
+    "Measured",
+    "Mesh",
+    "Network",
+    "Ping",
+    "Resource",
+    "Ring",
+    "RingChoice",
+    "Rings",
+    "Route",
+    "Routing",
+    "Sample",
+    "Switch",
+    "choose_rings",
+    "hamiltonian_cycles",
+    "hamiltonian_paths",
+    "held",
+    "holder",
+    "load_cluster",
+    "multi_node_rings",
+    "predecessors",
+    "rings_for",
+    "row_complete_latin_square",
+    "save_cluster",
+    "seconds_per_gib",
+    "successors",
+    "to_cluster",
+]
