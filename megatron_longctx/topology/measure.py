@@ -105,7 +105,7 @@ class _Bench:
                 self._swap([], [(other, size)])
                 self._swap([(other, back)], [])
 
-        seconds = self._timed(exchange, self.rank in (source, destination))
+        seconds = self._timed(exchange)
         both: float = self.gather(seconds)[source]
         return both / 2 if back == size else both
 
@@ -113,13 +113,13 @@ class _Bench:
         """Every rank sends to the one `shift` places on in its own `ranks`, the whole group at once."""
         place = ranks.index(self.rank)
         to, source = ranks[(place + shift) % len(ranks)], ranks[place - shift]
-        seconds = self._timed(lambda: self._swap([(to, size)], [(source, size)]), True)
+        seconds = self._timed(lambda: self._swap([(to, size)], [(source, size)]))
         return self.gather(Sample(self.rank, to, size / seconds / GIB))
 
     def everyone(self, ranks: Sequence[int], size: int) -> list[Sample]:
         """Every rank sends to all others of `ranks` at once: GiB/s that each gets out in all."""
         others = [(rank, size) for rank in ranks if rank != self.rank]
-        seconds = self.gather(self._timed(lambda: self._swap(others, others), True))
+        seconds = self.gather(self._timed(lambda: self._swap(others, others)))
         return [Sample(rank, rank, len(others) * size / seconds[rank] / GIB) for rank in range(self.n)]
 
     def _swap(self, sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]]) -> None:
@@ -138,8 +138,8 @@ class _Bench:
             self._into[rank] = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._into[rank][:size]
 
-    def _timed(self, exchange: Callable[[], None], takes_part: bool) -> float:
-        """Median seconds of `exchange`, from all ranks being ready until it is done on this one; 0 for onlookers."""
+    def _timed(self, exchange: Callable[[], None]) -> float:
+        """Median seconds of `exchange`, from all ranks being ready until it is done on this one."""
         seconds = []
         for _ in range(self.repeats + 1):
             self._ready()
@@ -148,7 +148,7 @@ class _Bench:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             seconds.append(time.perf_counter() - start)
-        return sorted(seconds[1:])[self.repeats // 2] if takes_part else 0.0  # the first one warms up
+        return sorted(seconds[1:])[self.repeats // 2]  # the first one warms up
 
     def _ready(self) -> None:
         dist.barrier(self.group)

@@ -125,8 +125,9 @@ def test_a_described_cluster_is_found_again(cluster):
 def test_slow_outliers_do_not_count():
     cluster = Cluster("measured", 1, 4, Mesh(10, 1e-5))
     measured = ideal(cluster)
-    slow = (measured.rounds[0]._replace(gibps=0.001), *measured.rounds[1:])
-    assert to_cluster(replace(measured, rounds=slow)) == cluster
+    slow = (measured.inside[0]._replace(gibps=0.001), *measured.inside[1:])
+    late = (measured.pings[0]._replace(seconds=1.0), *measured.pings[1:])
+    assert to_cluster(replace(measured, inside=slow, pings=late)) == cluster
 
 
 @pytest.mark.parametrize("hosts", [("a", "a", "b"), ("a", "b", "a", "b")])
