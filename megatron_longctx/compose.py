@@ -202,7 +202,8 @@ def _first_line(error: BaseException) -> str:
 
 def _groups() -> dict[str, list[str]]:
     """The recipes of every group."""
-    folders = sorted(path for path in bundled("recipes").iterdir() if path.is_dir())
+    # Cluster descriptions lie there too; they are read by `topology`, not composed.
+    folders = sorted(path for path in bundled("recipes").iterdir() if path.is_dir() and path.name != "cluster")
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
 
 

@@ -170,7 +170,7 @@ def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _at_least(key: str, value: float | None, least: float) -> None:
-    if value is not None and value < least:
+    if value is not None and not value >= least:  # not `<`, which NaN passes
         raise refuse(key, value, f"at least {least}", f"Raise {key}.")
 
 
@@ -205,8 +205,8 @@ def _validate_parallelism(config: Config) -> None:
     for name in ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         _at_least(f"parallelism.{name}", getattr(par, name), 1)
     _at_least("parallelism.max_buffer_tokens", par.max_buffer_tokens, 1)
-    if par.timeout_s <= 0:
-        raise refuse("parallelism.timeout_s", par.timeout_s, "more than 0 seconds", "600 is the default.")
+    if not 0 < par.timeout_s < float("inf"):
+        raise refuse("parallelism.timeout_s", par.timeout_s, "more than 0 seconds, and finite", "600 is the default.")
     if par.max_buffer_tokens is not None and par.schedule != "all_gather":
         raise refuse(
             "parallelism.max_buffer_tokens",
@@ -249,14 +249,17 @@ def _validate_training(config: Config) -> None:
         "num_processes",
     ):
         _at_least(f"train.{name}", getattr(train, name), 1)
-    for name in ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad"):
+    peak = config.logging.peak_tflops
+    if peak is not None and not 0 < peak < float("inf"):
+        raise refuse("logging.peak_tflops", peak, "a positive number of TFLOP/s", "Or null to look the device up.")
+    for name in ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad", "eps"):
         _at_least(f"optim.{name}", getattr(optim, name), 0)
     _at_least("optim.decay_steps", optim.decay_steps, 1)
     for name in ("beta1", "beta2"):
         value = getattr(optim, name)
         if not 0 <= value < 1:
             raise refuse(f"optim.{name}", value, "at least 0 and less than 1", "Adam's usual are 0.9 and 0.95.")
-    if optim.min_lr > optim.lr:
+    if not optim.min_lr <= optim.lr < float("inf"):
         raise refuse("optim.min_lr", optim.min_lr, f"at most optim.lr={optim.lr}", "Lower min_lr or raise lr.")
     decay = optim.decay_steps or train.steps
     if optim.warmup_steps and optim.warmup_steps >= decay:

@@ -29,7 +29,7 @@ FORBIDDEN = (
     ("layout", "torch", ()),
     ("topology", "torch", ("measure.py",)),
     ("schedules", "torch", ()),
-    ("metrics", "torch", ("hardware.py",)),
+    ("metrics", "torch", ("hardware.py", "environment.py")),
     ("kernels", "torch.distributed", ()),
     ("recompute", f"{PACKAGE}.schedules", ()),
     *(("metrics", f"{PACKAGE}.{room}", ()) for room in ROOMS[2:] if room != "metrics"),

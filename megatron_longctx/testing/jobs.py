@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -137,3 +138,10 @@ def steps_recorded(run: Path) -> list[int]:
 def latest_checkpoint(run: Path) -> int:
     """The step that a run's tracker file names."""
     return int((run / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

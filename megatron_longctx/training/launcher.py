@@ -20,7 +20,6 @@ from torch.multiprocessing.spawn import ProcessException
 
 from ..compose import compose_config
 from ..config import Config
-from ..ports import free_port
 from . import preflight, worker
 from .run_folder import RunFolder
 from .signals import STOP_SIGNALS
@@ -92,8 +91,10 @@ def _start_ranks(config: Config) -> None:
     folder = RunFolder.of(config)
     folder.prepare(config, resumed)
     device = preflight.device_type(config)
-    job = (world_size, free_port(), str(folder.path))
     with _blocked(STOP_SIGNALS):  # ranks inherit this: what comes before they listen waits for them
+        # The ranks meet at a port that is taken before they start: a free one may be gone by the time they bind it.
+        store = dist.TCPStore(worker.MEETING_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        job = (world_size, store.port, str(folder.path))
         logger.info("starting %d %s rank%s; run folder %s", world_size, device, "s" * (world_size > 1), folder.path)
         context = mp.start_processes(worker.spawned, args=job, nprocs=world_size, join=False, start_method="spawn")  # type: ignore[attr-defined, no-untyped-call]
         forward = _Forward(context.pids())

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from .run_folder import RunFolder
 from .signals import StopRequest
 
 logger = logging.getLogger("megatron_longctx")
+
+MEETING_HOST = "127.0.0.1"  # of ranks that one launcher starts on its host
 
 
 def spawned(local_rank: int, world_size: int, port: int, run_folder: str) -> None:
@@ -30,30 +33,35 @@ def spawned(local_rank: int, world_size: int, port: int, run_folder: str) -> Non
         LOCAL_RANK=str(local_rank),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=MEETING_HOST,
         MASTER_PORT=str(port),
     )
     folder = RunFolder(Path(run_folder))
     try:
         config = load_config(folder.resolved)
-        join_group(config, local_rank)
+        store = dist.TCPStore(MEETING_HOST, port, is_master=False)  # type: ignore[attr-defined]
+        join_group(config, local_rank, store)
     except BaseException as error:
         folder.note_error(local_rank, error)
         raise
     run(config)
 
 
-def join_group(config: Config, local_rank: int) -> None:
-    """Join the job's process group: NCCL on GPUs, gloo on CPUs."""
+def join_group(config: Config, local_rank: int, store: Any = None) -> None:
+    """Join the job's process group, by a `store` or by MASTER_ADDR and MASTER_PORT: NCCL on GPUs, gloo on CPUs."""
     cuda = torch.cuda.is_available() and config.train.device != "cpu"
     if cuda:
         torch.cuda.set_device(local_rank)
     else:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    # Groups join lazily: binding them to a device here made eight ranks hang when they left (torch 2.11, NCCL 2.28).
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         timeout=datetime.timedelta(seconds=config.parallelism.timeout_s),
+        store=store,
+        rank=int(os.environ["RANK"]) if store else -1,
+        world_size=int(os.environ["WORLD_SIZE"]) if store else -1,
     )
     if cuda:
         # Without a first message on the right device, NCCL guesses it from the rank when a barrier comes first.

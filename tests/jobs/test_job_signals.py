@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_longctx.ports import free_port
 from megatron_longctx.testing.jobs import (
     CLI,
     Job,
     clean_environment,
+    free_port,
     latest_checkpoint,
     started,
     steps_recorded,
