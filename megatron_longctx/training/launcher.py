@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -92,9 +93,8 @@ def _start_ranks(config: Config) -> None:
     folder.prepare(config, resumed)
     device = preflight.device_type(config)
     with _blocked(STOP_SIGNALS):  # ranks inherit this: what comes before they listen waits for them
-        # The ranks meet at a port that is taken before they start: a free one may be gone by the time they bind it.
-        store = dist.TCPStore(worker.MEETING_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        job = (world_size, store.port, str(folder.path))
+        # Rank 0 hosts the meeting, not this process: ranks whose launcher dies still have to checkpoint together.
+        job = (world_size, _free_port(), str(folder.path))
         logger.info("starting %d %s rank%s; run folder %s", world_size, device, "s" * (world_size > 1), folder.path)
         context = mp.start_processes(worker.spawned, args=job, nprocs=world_size, join=False, start_method="spawn")  # type: ignore[attr-defined, no-untyped-call]
         forward = _Forward(context.pids())
@@ -109,6 +109,13 @@ def _start_ranks(config: Config) -> None:
         for process in context.processes:
             if process.is_alive():
                 process.kill()
+
+
+def _free_port() -> int:
+    """A TCP port of this host that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind((worker.MEETING_HOST, 0))
+        return int(listener.getsockname()[1])
 
 
 def _reason(error: ProcessException, folder: RunFolder) -> str:

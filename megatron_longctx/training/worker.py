@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,16 +38,15 @@ def spawned(local_rank: int, world_size: int, port: int, run_folder: str) -> Non
     folder = RunFolder(Path(run_folder))
     try:
         config = load_config(folder.resolved)
-        store = dist.TCPStore(MEETING_HOST, port, is_master=False)  # type: ignore[attr-defined]
-        join_group(config, local_rank, store)
+        join_group(config, local_rank)
     except BaseException as error:
         folder.note_error(local_rank, error)
         raise
     run(config)
 
 
-def join_group(config: Config, local_rank: int, store: Any = None) -> None:
-    """Join the job's process group, by a `store` or by MASTER_ADDR and MASTER_PORT: NCCL on GPUs, gloo on CPUs."""
+def join_group(config: Config, local_rank: int) -> None:
+    """Join the job's process group, NCCL on GPUs, gloo on CPUs."""
     cuda = torch.cuda.is_available() and config.train.device != "cpu"
     if cuda:
         torch.cuda.set_device(local_rank)
@@ -59,9 +57,6 @@ def join_group(config: Config, local_rank: int, store: Any = None) -> None:
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         timeout=datetime.timedelta(seconds=config.parallelism.timeout_s),
-        store=store,
-        rank=int(os.environ["RANK"]) if store else -1,
-        world_size=int(os.environ["WORLD_SIZE"]) if store else -1,
     )
     if cuda:
         # Without a first message on the right device, NCCL guesses it from the rank when a barrier comes first.
