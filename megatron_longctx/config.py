@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SCHEDULES = ("ring", "zigzag", "all_gather")
+SCHEDULES = ("ring", "zigzag", "striped", "helper", "double_ring", "tasp", "all_gather", "ulysses")
 KERNELS = ("auto", "cudnn", "flash_attn", "flash", "cpu", "reference")
 RECOMPUTES = ("none", "layer")
 PRECISIONS = ("fp32", "bf16")
@@ -58,7 +58,7 @@ class ParallelismConfig:
     pipeline_parallel_size: int = 1
     data_parallel_size: int | None = None
     sequence_parallel: bool = True  # only has an effect when tensor_parallel_size > 1
-    schedule: str = "zigzag"  # ring | zigzag | all_gather
+    schedule: str = "zigzag"  # ring | zigzag | striped | helper | double_ring | tasp | all_gather | ulysses
     # all_gather only: most remote K/V tokens one rank may hold at once; null: all of them, in one group.
     max_buffer_tokens: int | None = None
     overlap_grad_reduce: bool = False

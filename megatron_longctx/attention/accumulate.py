@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..kernels import merge_into
 
+_ALL = slice(None)
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32 for everything up to fp32."""
@@ -24,14 +26,14 @@ class MergedOutput:
         self._only: tuple[Tensor, Tensor] | None = None
         self._merged: tuple[Tensor, Tensor] | None = None
 
-    def add(self, start: int, out: Tensor, lse: Tensor, borrowed: bool = False) -> None:
+    def add(self, start: int, out: Tensor, lse: Tensor, heads: slice = _ALL, borrowed: bool = False) -> None:
         """Merge a partial of the queries `start..start+len(out)-1`; a `borrowed` one is read now and never kept."""
-        if self._merged is None and self._only is None and out.shape[0] == self._q.shape[0] and not borrowed:
+        if self._merged is None and self._only is None and out.shape == self._q.shape and not borrowed:
             self._only = (out, lse)
             return
         acc_out, acc_lse = self._accumulators()
         stop = start + out.shape[0]
-        merge_into(acc_out[start:stop], acc_lse[start:stop], out, lse)
+        merge_into(acc_out[start:stop, :, heads], acc_lse[start:stop, :, heads], out, lse)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """(out in q's dtype, lse); queries without any key give (0, -inf)."""
@@ -64,12 +66,12 @@ class Sum:
         self._only: Tensor | None = None
         self._sum: Tensor | None = None
 
-    def add(self, start: int, part: Tensor, borrowed: bool = False) -> None:
+    def add(self, start: int, part: Tensor, heads: slice = _ALL, borrowed: bool = False) -> None:
         """Add a share of the gradient of rows `start..start+len(part)-1`; a `borrowed` one is read now, never kept."""
         if self._sum is None and self._only is None and part.shape == self._like.shape and not borrowed:
             self._only = part
             return
-        self._accumulator()[start : start + part.shape[0]] += part
+        self._accumulator()[start : start + part.shape[0]][..., heads, :] += part
 
     def finish(self) -> Tensor:
         """The gradient in `like`'s dtype."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..comm import BufferPool, P2PTransport
 from ..kernels import KernelRequest, choose
 from ..layout import Layout
-from ..schedules import Kind, Plan, build_plan
+from ..schedules import Kind, Plan, build_plan, check_heads
 from .executor import BackwardPass, Engine, ForwardPass
 from .program import Program, programs
 
@@ -96,6 +96,7 @@ class ContextParallelAttention:
                 f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected equal batch and head dimension, "
                 "k and v alike, and query heads a multiple of key/value heads."
             )
+        check_heads(self._schedule, self.world, q.shape[2], k.shape[2])
         engine = self._engine(q, k)
         scale = q.shape[3] ** -0.5 if scale is None else scale
         if (length, causal) not in self._programs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,36 @@ from torch import Tensor
 
 from ..comm import BufferPool, Exchange, P2PTransport
 from ..kernels import AttentionKernel
-from ..schedules import RESULTS, Block, Kind
+from ..schedules import ALL_HEADS, RESULTS, Block, Heads, Kind
 from .accumulate import MergedOutput, Sum
-from .program import HOME, Call, Place, Program, ProgramStep, Receive
+from .program import HOME, Call, Place, Program, ProgramStep, Receive, Slot
 
 Fields = tuple[Tensor, ...]
 """The tensors of one kind of block, all with tokens first. KV is one tensor `[t, 2, b, g, d]`."""
+
+
+_HOME_OF = {Kind.OUT: Kind.Q, Kind.DQ: Kind.Q_GRAD, Kind.DKV: Kind.KV} | {
+    kind: kind for kind in (Kind.Q, Kind.KV, Kind.Q_GRAD)
+}
+"""Whose heads a kind has: those of the rank's own tensors of this kind."""
+
+
+def head_slice(num_heads: int, part: Heads) -> slice:
+    """The heads of one of `part.parts` equal parts; where parts outnumber heads, neighbours share one.
+
+    Raises:
+        ValueError: neither number divides the other.
+    """
+    if num_heads % part.parts == 0:
+        size = num_heads // part.parts
+        return slice(part.part * size, (part.part + 1) * size)
+    if part.parts % num_heads == 0:
+        head = part.part * num_heads // part.parts
+        return slice(head, head + 1)
+    raise ValueError(
+        f"{num_heads} heads in {part.parts} parts: expected a divisor or a multiple of {num_heads}. "
+        "Change the number of ranks that share the heads."
+    )
 
 
 @dataclass(frozen=True)
@@ -36,7 +61,7 @@ class _Pass:
         self._home = home
         self._scale = scale
         self._slots: list[Fields] = []
-        self._to_send: dict[Kind, Fields] = {}
+        self._to_send: dict[tuple[Kind, Heads], Fields] = {}
         self._outgoing: dict[Block, list[Fields]] = defaultdict(list)
 
     def run(self) -> None:
@@ -46,11 +71,16 @@ class _Pass:
                 for call in step.calls:
                     self.attend(call)
             return
-        self._slots = [self._slot(i, kind, tokens) for i, (kind, tokens) in enumerate(self._program.slots)]
+        self._slots = [self._slot(i, slot) for i, slot in enumerate(self._program.slots)]
         # Copied before the mark that the messages wait for, never between it and the sending.
         places = (send.place for step in self._program.steps for send in step.sends)
-        kinds = {place.kind for place in places if place is not None and place.slot == HOME}
-        self._to_send = {kind: tuple(field.contiguous() for field in self._home[kind]) for kind in kinds}
+        own = {(place.kind, place.heads) for place in places if place is not None and place.slot == HOME}
+        self._to_send = {
+            (kind, heads): tuple(
+                self._of_heads(field, kind, heads, ALL_HEADS).contiguous() for field in self._home[kind]
+            )
+            for kind, heads in own
+        }
         begin = transport.now()
         exchange: Exchange | None = None
         arrived: tuple[Receive, ...] = ()
@@ -82,30 +112,50 @@ class _Pass:
 
     def rows(self, place: Place) -> Fields:
         fields = self._home[place.kind] if place.slot == HOME else self._slots[place.slot]
-        return tuple(field[place.start : place.stop] for field in fields)
+        return tuple(
+            self._of_heads(field, place.kind, place.heads, place.held)[place.start : place.stop] for field in fields
+        )
 
-    def _rows_to_send(self, place: Place) -> Fields:
-        if place.slot != HOME:
-            return self.rows(place)
-        return tuple(field[place.start : place.stop] for field in self._to_send[place.kind])
+    def gathered(self, places: tuple[Place, ...]) -> Fields:
+        """The rows of several places as one sequence; copied only if they are not one place."""
+        if len(places) == 1:
+            return self.rows(places[0])
+        return tuple(torch.cat(pieces) for pieces in zip(*map(self.rows, places), strict=True))
 
     def keys(self, call: Call) -> tuple[Tensor, Tensor]:
         """(k, v), each `[t, b, g, d]`."""
-        if len(call.keys) == 1 and call.keys[0].slot == HOME and len(self._home[Kind.KV]) == 2:
-            k, v = self.rows(call.keys[0])  # a rank alone keeps them apart and copies nothing
-            return k, v
-        pieces = [self.rows(place)[0] for place in call.keys]
-        kv = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return kv[:, 0], kv[:, 1]
+        fields = self.gathered(call.keys)
+        if len(fields) == 2:  # a rank alone keeps them apart and copies nothing
+            return fields[0], fields[1]
+        return fields[0][:, 0], fields[0][:, 1]
+
+    def heads_of(self, kind: Kind, heads: Heads) -> slice:
+        """Where part `heads` lies among all heads of a kind."""
+        return head_slice(self._home[_HOME_OF[kind]][0].shape[-2], heads)
+
+    def _of_heads(self, field: Tensor, kind: Kind, heads: Heads, held: Heads) -> Tensor:
+        if heads == held:
+            return field
+        wanted, first = self.heads_of(kind, heads), self.heads_of(kind, held).start
+        # lse [t, b, h] has no head dimension after its heads
+        dim = 2 if field.ndim == 3 else field.ndim - 2
+        return field.narrow(dim, wanted.start - first, wanted.stop - wanted.start)
+
+    def _rows_to_send(self, place: Place) -> Fields:
+        if place.slot != HOME:
+            return tuple(field.contiguous() for field in self.rows(place))
+        return tuple(field[place.start : place.stop] for field in self._to_send[place.kind, place.heads])
 
     def keep_for_others(self, block: Block, fields: Fields) -> None:
         self._outgoing[block].append(tuple(field.contiguous() for field in fields))
 
-    def _slot(self, index: int, kind: Kind, tokens: int) -> Fields:
-        like = self.row_like(kind)
+    def _slot(self, index: int, slot: Slot) -> Fields:
+        part = Heads(0, slot.parts)
+        like = (self._of_heads(field, slot.kind, part, ALL_HEADS) for field in self.row_like(slot.kind))
         pool = self._engine.pool
         return tuple(
-            pool.get((kind, index, i), (tokens, *field.shape[1:]), field.dtype) for i, field in enumerate(like)
+            pool.get((slot.kind, index, i), (slot.tokens, *field.shape[1:]), field.dtype)
+            for i, field in enumerate(like)
         )
 
     def _messages(self, step: ProgramStep) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]]:
@@ -132,17 +182,22 @@ class ForwardPass(_Pass):
         self.output = MergedOutput(self._q)
 
     def attend(self, call: Call) -> None:
-        (q,) = self.rows(call.query)
+        (q,) = self.gathered(call.queries)
         k, v = self.keys(call)
         out, lse = self._engine.kernel.forward(q, k, v, causal=call.attend.causal, scale=self._scale)
-        if call.results:
-            self.keep_for_others(call.results[0], (out, lse))
-        else:
-            self.output.add(call.attend.query.start, out, lse)
+        away = iter(call.results)
+        offset = 0
+        for query in call.attend.queries:
+            part = slice(offset, offset + query.tokens)
+            offset += query.tokens
+            if query.home == self._program.rank:
+                self.output.add(query.start, out[part], lse[part], self.heads_of(Kind.Q, query.heads))
+            else:
+                self.keep_for_others(next(away), (out[part], lse[part]))
 
     def merge(self, block: Block, fields: Fields) -> None:
         out, lse = fields
-        self.output.add(block.start, out, lse, borrowed=True)
+        self.output.add(block.start, out, lse, self.heads_of(Kind.OUT, block.heads), borrowed=True)
 
     def row_like(self, kind: Kind) -> Fields:
         if kind is Kind.OUT:
@@ -160,31 +215,39 @@ class BackwardPass(_Pass):
         self.dkv = tuple(Sum(field) for field in home[Kind.KV])
 
     def attend(self, call: Call) -> None:
-        q, out, grad_out, lse = self.rows(call.query)
+        q, out, grad_out, lse = self.gathered(call.queries)
         k, v = self.keys(call)
         dq, dk, dv = self._engine.kernel.backward(
             grad_out, q, k, v, out, lse, causal=call.attend.causal, scale=self._scale
         )
-        away = iter(call.results)
+        away = iter(call.results)  # in the order of `results_away`: keys first
+        self._add_keys(call, dk, dv, away)
+        offset = 0
+        for query in call.attend.queries:
+            part = dq[offset : offset + query.tokens]
+            offset += query.tokens
+            if query.home == self._program.rank:
+                self.dq.add(query.start, part, self.heads_of(Kind.DQ, query.heads))
+            else:
+                self.keep_for_others(next(away), (part,))
+
+    def _add_keys(self, call: Call, dk: Tensor, dv: Tensor, away: Iterator[Block]) -> None:
         offset = 0
         for key in call.attend.keys:
             part = slice(offset, offset + key.tokens)
             offset += key.tokens
+            heads = self.heads_of(Kind.DKV, key.heads)
             if key.home != self._program.rank:
                 self.keep_for_others(next(away), (torch.stack((dk[part], dv[part]), dim=1),))
             elif len(self.dkv) == 2:
-                self.dkv[0].add(key.start, dk[part])
-                self.dkv[1].add(key.start, dv[part])
+                self.dkv[0].add(key.start, dk[part], heads)
+                self.dkv[1].add(key.start, dv[part], heads)
             else:
-                self.dkv[0].add(key.start, torch.stack((dk[part], dv[part]), dim=1))
-        query = call.attend.query
-        if query.home == self._program.rank:
-            self.dq.add(query.start, dq)
-        else:
-            self.keep_for_others(next(away), (dq,))
+                self.dkv[0].add(key.start, torch.stack((dk[part], dv[part]), dim=1), heads)
 
     def merge(self, block: Block, fields: Fields) -> None:
-        (self.dq if block.kind is Kind.DQ else self.dkv[0]).add(block.start, fields[0], borrowed=True)
+        total = self.dq if block.kind is Kind.DQ else self.dkv[0]
+        total.add(block.start, fields[0], self.heads_of(block.kind, block.heads), borrowed=True)
 
     def row_like(self, kind: Kind) -> Fields:
         if kind is Kind.DQ:

@@ -6,19 +6,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..schedules import RESULTS, Attend, Block, Kind, Plan, Stay, results_away, seal, stays, transpose
+from ..schedules import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Plan, Stay, results_away, seal, stays, transpose
 
 HOME = -1
 """The slot number of a rank's own tokens."""
 
 
 class Place(NamedTuple):
-    """Rows `start..stop-1` of one kind in a buffer slot, or in the rank's own tensors (`slot=HOME`)."""
+    """Rows `start..stop-1` of one kind in a buffer slot, or in the rank's own tensors (`slot=HOME`).
+
+    `heads` are the ones meant, `held` the ones that lie there.
+    """
 
     kind: Kind
     slot: int
     start: int
     stop: int
+    heads: Heads = ALL_HEADS
+    held: Heads = ALL_HEADS
+
+
+class Slot(NamedTuple):
+    """A buffer for `tokens` rows of one kind, of one of `parts` parts of the heads."""
+
+    kind: Kind
+    tokens: int
+    parts: int = 1
 
 
 class Send(NamedTuple):
@@ -38,10 +51,10 @@ class Receive(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One kernel call; `keys` has several places only where they are not side by side in memory."""
+    """One kernel call; `queries` and `keys` have several places only where they are not side by side in memory."""
 
     attend: Attend
-    query: Place
+    queries: tuple[Place, ...]
     keys: tuple[Place, ...]
     results: tuple[Block, ...]  # computed for other ranks, in the order of `results_away`
 
@@ -57,10 +70,10 @@ class ProgramStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's whole pass. `slots` gives kind and size in tokens of every buffer slot."""
+    """One rank's whole pass."""
 
     steps: tuple[ProgramStep, ...]
-    slots: tuple[tuple[Kind, int], ...]
+    slots: tuple[Slot, ...]
     rank: int
     num_tokens: int
 
@@ -79,10 +92,10 @@ def compile_program(plan: Plan, rank: int) -> Program:
         waits_for, places = -1, {}
         for index, stay in enumerate(rank_stays):
             if stay.first == t:
-                places[stay.kind] = _places(stay, slot_of[index])
+                places[stay.kind, stay.heads] = _places(stay, slot_of[index])
                 waits_for = max(waits_for, busy_until[index])
         receives = [
-            Receive(move.block, next(places[move.block.kind]), move.source)
+            Receive(move.block, next(places[move.block.kind, move.block.heads]), move.source)
             for move in step.moves
             if move.destination == rank
         ]
@@ -98,19 +111,20 @@ def compile_program(plan: Plan, rank: int) -> Program:
     return Program(tuple(steps), tuple(slots), rank, plan.layout.num_tokens(rank))
 
 
-def _assign(rank_stays: list[Stay]) -> tuple[list[int], list[tuple[Kind, int]], list[int]]:
+def _assign(rank_stays: list[Stay]) -> tuple[list[int], list[Slot], list[int]]:
     """Give every stay a slot; also until which step that slot was busy before it (-1: never)."""
-    slots: list[tuple[Kind, int]] = []
+    slots: list[Slot] = []
     busy: list[int] = []
     slot_of, busy_until = [], []
     for stay in rank_stays:
-        free = [i for i, (kind, _) in enumerate(slots) if kind == stay.kind and busy[i] < stay.first]
+        alike = (stay.kind, stay.heads.parts)
+        free = [i for i, old in enumerate(slots) if (old.kind, old.parts) == alike and busy[i] < stay.first]
         if free:
             slot = min(free, key=lambda i: busy[i])  # the one free for longest: least to wait for
-            slots[slot] = (stay.kind, max(slots[slot][1], stay.tokens))
+            slots[slot] = slots[slot]._replace(tokens=max(slots[slot].tokens, stay.tokens))
         else:
             slot = len(slots)
-            slots.append((stay.kind, stay.tokens))
+            slots.append(Slot(stay.kind, stay.tokens, stay.heads.parts))
             busy.append(-1)
         slot_of.append(slot)
         busy_until.append(busy[slot])
@@ -122,33 +136,40 @@ def _places(stay: Stay, slot: int) -> Iterator[Place]:
     """Where the blocks of `stay` land, side by side in the order of the step's moves."""
     start = 0
     for block in stay.blocks:
-        yield Place(stay.kind, slot, start, start + block.tokens)
+        yield Place(stay.kind, slot, start, start + block.tokens, block.heads, block.heads)
         start += block.tokens
 
 
 def _find(block: Block, rank: int, rank_stays: list[Stay], slot_of: list[int], t: int) -> Place:
     """Where `rank` holds an input block in step `t`."""
     if block.home == rank:
-        return Place(block.kind, HOME, block.start, block.stop)
+        return Place(block.kind, HOME, block.start, block.stop, block.heads)
     for stay, slot in zip(rank_stays, slot_of, strict=True):
         if stay.first < t <= stay.last:
             start = 0
             for held in stay.blocks:
                 if held.contains(block):
                     start += block.start - held.start
-                    return Place(block.kind, slot, start, start + block.tokens)
+                    return Place(block.kind, slot, start, start + block.tokens, block.heads, held.heads)
                 start += held.tokens
     raise AssertionError(f"rank {rank} does not hold {block} in step {t}: the plan was not verified")
 
 
 def _call(attend: Attend, plan: Plan, rank: int, rank_stays: list[Stay], slot_of: list[int], t: int) -> Call:
-    query = attend.query._replace(kind=Kind.Q_GRAD) if plan.backward else attend.query
-    keys: list[Place] = []
-    for block in attend.keys:
-        place = _find(block, rank, rank_stays, slot_of, t)
-        if keys and keys[-1].slot == place.slot and keys[-1].stop == place.start:
-            keys[-1] = keys[-1]._replace(stop=place.stop)
-        else:
-            keys.append(place)
+    blocks = attend.inputs(plan.backward)
+    places = [_find(block, rank, rank_stays, slot_of, t) for block in blocks]
+    num_queries = len(attend.queries)
     results = tuple(results_away(attend, rank, plan.backward))
-    return Call(attend, _find(query, rank, rank_stays, slot_of, t), tuple(keys), results)
+    return Call(attend, _joined(places[:num_queries]), _joined(places[num_queries:]), results)
+
+
+def _joined(places: list[Place]) -> tuple[Place, ...]:
+    """Neighbours in memory as one place."""
+    joined: list[Place] = []
+    for place in places:
+        last = joined[-1] if joined else None
+        if last and last.slot == place.slot and last.stop == place.start and last[4:] == place[4:]:
+            joined[-1] = last._replace(stop=place.stop)
+        else:
+            joined.append(place)
+    return tuple(joined)

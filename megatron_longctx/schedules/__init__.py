@@ -5,18 +5,20 @@ either; `describe` prints it and `draw` draws it. To add a mode, write its funct
 `SCHEDULES` and in `config.SCHEDULES`: the executor runs it unchanged.
 """
 
-from .build import SCHEDULES, build_plan, seal
+from .build import SCHEDULES, build_plan, check_heads, seal
 from .describe import describe, moved_tokens
-from .plan import RESULTS, Attend, Block, Kind, Move, Plan, Step
+from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step
 from .residency import Stay, buffer_need, stays
 from .transpose import transpose
 from .verify import PlanError, results_away, verify
 
 __all__ = [
+    "ALL_HEADS",
     "RESULTS",
     "SCHEDULES",
     "Attend",
     "Block",
+    "Heads",
     "Kind",
     "Move",
     "Plan",
@@ -25,6 +27,7 @@ __all__ = [
     "Step",
     "buffer_need",
     "build_plan",
+    "check_heads",
     "describe",
     "moved_tokens",
     "results_away",

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..layout import Layout
+from .calls import attends_on
 from .plan import Attend, Block, Move, Plan, Step
-from .ring import attends_on
 
 
 def all_gather(layout: Layout, causal: bool, max_buffer_tokens: int | None = None) -> Plan:
@@ -46,15 +46,15 @@ def all_gather(layout: Layout, causal: bool, max_buffer_tokens: int | None = Non
 
 def _remote_attends(layout: Layout, rank: int, causal: bool) -> list[Attend]:
     """One call per set of queries, over all remote keys that exactly those queries see."""
-    keys: dict[Block, list[Block]] = {}
+    keys: dict[tuple[Block, ...], list[Block]] = {}
     diagonal: list[Attend] = []
     for other in range(layout.n):
         for attend in attends_on(layout, rank, other, causal) if other != rank else ():
             if attend.causal:  # stripes: every source has a diagonal of its own
                 diagonal.append(attend)
             else:
-                keys.setdefault(attend.query, []).extend(attend.keys)
-    return [Attend(query, tuple(blocks), False) for query, blocks in keys.items()] + diagonal
+                keys.setdefault(attend.queries, []).extend(attend.keys)
+    return [Attend(queries, tuple(blocks), False) for queries, blocks in keys.items()] + diagonal
 
 
 def _groups(attends: list[Attend], room: int) -> Iterator[tuple[Attend, ...]]:

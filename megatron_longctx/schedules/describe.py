@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from .plan import Attend, Kind, Plan
 
 
-def moved_tokens(plan: Plan, rank: int) -> dict[Kind, tuple[int, int]]:
-    """Tokens (sent, received) by `rank` over the whole plan, per kind of block."""
-    moved: dict[Kind, tuple[int, int]] = {}
+def moved_tokens(plan: Plan, rank: int) -> dict[Kind, tuple[float, float]]:
+    """Tokens (sent, received) by `rank` over the whole plan, per kind; part of the heads counts as part of a token."""
+    moved: dict[Kind, tuple[float, float]] = {}
     for step in plan.steps:
         for block, source, destination, _ in step.moves:
             sent, received = moved.get(block.kind, (0, 0))
             if rank in (source, destination):
                 moved[block.kind] = (
-                    sent + block.tokens * (rank == source),
-                    received + block.tokens * (rank == destination),
+                    sent + block.tokens / block.heads.parts * (rank == source),
+                    received + block.tokens / block.heads.parts * (rank == destination),
                 )
     return moved
 
@@ -56,10 +56,9 @@ def _spans(plan: Plan, rank: int) -> str:
 
 def _attend(attend: Attend, rank: int) -> str:
     keys = "+".join(f"{'own' if k.home == rank else k.home}[{k.start}:{k.stop}]" for k in attend.keys)
-    query = "" if attend.query.home == rank else f" of rank {attend.query.home}"
-    return (
-        f"attend q[{attend.query.start}:{attend.query.stop}]{query} x kv {keys} {'causal' if attend.causal else 'full'}"
-    )
+    queries = "+".join(f"[{q.start}:{q.stop}]" + f" of rank {q.home}" * (q.home != rank) for q in attend.queries)
+    part = f" heads {attend.heads.part + 1}/{attend.heads.parts}" if attend.heads.parts > 1 else ""
+    return f"attend q{queries} x kv {keys}{part} {'causal' if attend.causal else 'full'}"
 
 
 def _totals(plan: Plan, widths: Mapping[Kind, int]) -> list[str]:
@@ -68,10 +67,11 @@ def _totals(plan: Plan, widths: Mapping[Kind, int]) -> list[str]:
     for rank in range(plan.n):
         moved = moved_tokens(plan, rank)
         text = ", ".join(
-            f"{kind} {sent} / {received}" + (f" ({_bytes((sent + received) * widths[kind])})" if kind in widths else "")
+            f"{kind} {sent:.0f} / {received:.0f}"
+            + (f" ({_bytes((sent + received) * widths[kind])})" if kind in widths else "")
             for kind, (sent, received) in sorted(moved.items())
         )
-        lines.append(f"  {rank:>4} {plan.pairs(rank):>16,} {plan.pairs(rank) / mean:>7.1%}  {text or 'nothing'}")
+        lines.append(f"  {rank:>4} {plan.pairs(rank):>16,.0f} {plan.pairs(rank) / mean:>7.1%}  {text or 'nothing'}")
     for kind, tokens in plan.buffers:
         size = f" = {_bytes(tokens * widths[kind])}" if kind in widths else ""
         lines.append(f"  buffers for other ranks' {kind}: {tokens} tokens{size} at most")

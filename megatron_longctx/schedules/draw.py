@@ -42,12 +42,12 @@ def draw_on(axes: Axes, plan: Plan) -> None:
     start = 0.0
     scale = 1.0 / max(plan.visible_pairs() / plan.n, 1)
     for t, step in enumerate(plan.steps):
-        loads = [sum(a.pairs for a in attends) for attends in step.attends]
+        loads = [sum(a.work for a in attends) for attends in step.attends]
         width = max(loads) * scale
         for rank, attends in enumerate(step.attends):
             left = start
             for attend in attends:
-                share = attend.pairs * scale
+                share = attend.work * scale
                 axes.barh(rank, share, left=left, height=0.78, color=colours[t], edgecolor="white", linewidth=0.6)
                 if share > 0.045 and plan.n <= 16:
                     homes = sorted({key.home for key in attend.keys})
@@ -97,8 +97,7 @@ def _pair_map(axes: Axes, plan: Plan) -> None:
     tokens = numpy.array(sample)
     for t, step in enumerate(plan.steps):
         for attend in (attend for attends in step.attends for attend in attends):
-            query = attend.query
-            rows = [i for i, slot in slots[query.home] if query.start <= slot < query.stop]
+            rows = [i for query in attend.queries for i, slot in slots[query.home] if query.start <= slot < query.stop]
             columns = [j for key in attend.keys for j, slot in slots[key.home] if key.start <= slot < key.stop]
             if rows and columns:
                 seen = tokens[rows][:, None] >= tokens[columns] if attend.causal else True

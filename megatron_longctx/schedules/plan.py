@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
 from typing import NamedTuple
 
 from ..layout import Layout
@@ -30,14 +31,29 @@ RESULTS = frozenset({Kind.OUT, Kind.DQ, Kind.DKV})
 """Kinds that are computed away from home and travel back to it."""
 
 
+class Heads(NamedTuple):
+    """Part `part` of `parts` equal parts of the attention heads."""
+
+    part: int = 0
+    parts: int = 1
+
+    def covers(self, other: Heads) -> bool:
+        """Whether `other` is this part, or a part of it."""
+        return other.parts % self.parts == 0 and other.part // (other.parts // self.parts) == self.part
+
+
+ALL_HEADS = Heads()
+
+
 class Block(NamedTuple):
-    """Slots `start..stop-1` of rank `home`. `origin` is the rank that computed it, for results (-1 otherwise)."""
+    """Slots `start..stop-1` of rank `home`, for `heads`. `origin` is the rank that computed a result, else -1."""
 
     kind: Kind
     home: int
     start: int
     stop: int
     origin: int = -1
+    heads: Heads = ALL_HEADS
 
     @property
     def tokens(self) -> int:
@@ -46,11 +62,12 @@ class Block(NamedTuple):
     def contains(self, other: Block) -> bool:
         """Whether `other` is the same thing, or a piece of it."""
         same = (self.kind, self.home, self.origin) == (other.kind, other.home, other.origin)
-        return same and self.start <= other.start and other.stop <= self.stop
+        return same and self.start <= other.start and other.stop <= self.stop and self.heads.covers(other.heads)
 
     def __str__(self) -> str:
         by = f" by {self.origin}" if self.origin >= 0 else ""
-        return f"{self.kind}{self.home}[{self.start}:{self.stop}]{by}"
+        part = f" heads {self.heads.part + 1}/{self.heads.parts}" if self.heads.parts > 1 else ""
+        return f"{self.kind}{self.home}[{self.start}:{self.stop}]{part}{by}"
 
 
 class Move(NamedTuple):
@@ -65,12 +82,26 @@ class Move(NamedTuple):
 class Attend(NamedTuple):
     """One kernel call: these queries see these keys (all of them, or causally: query i sees keys 0..i of the call).
 
-    `causal` needs as many keys as queries. Keys of several blocks are one contiguous sequence for the kernel.
+    `causal` needs as many keys as queries. Blocks listed together are one contiguous sequence for the kernel; all of a
+    call are of the same heads.
     """
 
-    query: Block
+    queries: tuple[Block, ...]
     keys: tuple[Block, ...]
     causal: bool
+
+    @property
+    def heads(self) -> Heads:
+        return self.queries[0].heads
+
+    def inputs(self, backward: bool) -> tuple[Block, ...]:
+        """What a rank has to hold to run the call; in backward queries come with their outputs and gradients."""
+        kind = Kind.Q_GRAD if backward else Kind.Q
+        return (*(query._replace(kind=kind) for query in self.queries), *self.keys)
+
+    @property
+    def num_queries(self) -> int:
+        return sum(query.tokens for query in self.queries)
 
     @property
     def num_keys(self) -> int:
@@ -78,13 +109,18 @@ class Attend(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs computed."""
-        q = self.query.tokens
+        """Query-key pairs computed, for each of its heads."""
+        q = self.num_queries
         return q * (q + 1) // 2 if self.causal else q * self.num_keys
+
+    @property
+    def work(self) -> float:
+        """Its share of the work of all heads, in query-key pairs."""
+        return self.pairs / self.heads.parts
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
-        return f"{self.query} x {'+'.join(map(str, self.keys))} {mask}"
+        return f"{'+'.join(map(str, self.queries))} x {'+'.join(map(str, self.keys))} {mask}"
 
 
 class Step(NamedTuple):
@@ -116,9 +152,9 @@ class Plan:
     def buffer_tokens(self, kind: Kind) -> int:
         return dict(self.buffers).get(kind, 0)
 
-    def pairs(self, rank: int) -> int:
-        """Query-key pairs that `rank` computes."""
-        return sum(attend.pairs for step in self.steps for attend in step.attends[rank])
+    def pairs(self, rank: int) -> float:
+        """Query-key pairs that `rank` computes, each counted by its share of the heads."""
+        return sum(attend.work for step in self.steps for attend in step.attends[rank])
 
     def visible_pairs(self) -> int:
         """Query-key pairs that the mask shows, over the whole sequence."""
@@ -127,5 +163,17 @@ class Plan:
 
     def idle_fraction(self) -> float:
         """Share of rank-time spent waiting if every step lasted as long as its busiest rank."""
-        busiest = sum(max(sum(a.pairs for a in attends) for attends in step.attends) for step in self.steps)
+        busiest = sum(max(sum(a.work for a in attends) for attends in step.attends) for step in self.steps)
         return 1 - sum(map(self.pairs, range(self.n))) / (self.n * busiest) if busiest else 0.0
+
+    def idle_slots(self) -> Fraction:
+        """Rank-steps without a kernel call between the first and the last one, as a share of n x n.
+
+        The measure of DistFlashAttn (section 3.2), which counts the diagonal block as a whole one: (n^2 - n) / 2n^2 for
+        the plain ring.
+        """
+        busy = [t for t, step in enumerate(self.steps) if any(step.attends)]
+        idle = (
+            sum(not attends for t in range(busy[0], busy[-1] + 1) for attends in self.steps[t].attends) if busy else 0
+        )
+        return Fraction(idle, self.n * self.n)

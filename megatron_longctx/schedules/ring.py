@@ -1,21 +1,14 @@
 """Ring attention: key/value blocks travel around the ranks, queries stay.
 
-On the contiguous layout this is Ring Attention (half the causal work idles), on zigzag the balanced zigzag ring.
+On the contiguous layout this is Ring Attention (half the causal work idles), on zigzag the balanced zigzag ring, on
+striped Striped Attention.
 """
 
 from __future__ import annotations
 
 from ..layout import Layout
-from .plan import Attend, Block, Kind, Move, Plan, Step
-from .visibility import visible_regions
-
-
-def attends_on(layout: Layout, q_rank: int, k_rank: int, causal: bool) -> tuple[Attend, ...]:
-    """The kernel calls for all of `q_rank`'s queries against all of `k_rank`'s keys."""
-    return tuple(
-        Attend(Block(Kind.Q, q_rank, q0, q1), (Block(Kind.KV, k_rank, k0, k1),), diagonal)
-        for q0, q1, k0, k1, diagonal in visible_regions(layout, q_rank, k_rank, causal)
-    )
+from .calls import attends_on
+from .plan import Block, Kind, Move, Plan, Step
 
 
 def ring(layout: Layout, causal: bool, name: str = "ring") -> Plan:

@@ -41,8 +41,5 @@ def transpose(plan: Plan) -> Plan:
 
 def gradients_away(attend: Attend, rank: int) -> list[Block]:
     """The partial gradients that `rank` computes in `attend` for other ranks, in the order they are sent."""
-    query, keys = attend.query, attend.keys
-    away = [Block(Kind.DKV, key.home, key.start, key.stop, rank) for key in keys if key.home != rank]
-    if query.home != rank:
-        away.append(Block(Kind.DQ, query.home, query.start, query.stop, rank))
-    return away
+    away = [key._replace(kind=Kind.DKV, origin=rank) for key in attend.keys if key.home != rank]
+    return away + [query._replace(kind=Kind.DQ, origin=rank) for query in attend.queries if query.home != rank]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from itertools import accumulate
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import pairwise
+from typing import NamedTuple
 
 from ..layout import Layout
-from .plan import RESULTS, Attend, Block, Kind, Move, Plan
+from .plan import RESULTS, Attend, Block, Heads, Kind, Move, Plan
 from .residency import buffer_need
 from .transpose import gradients_away
 
@@ -36,67 +39,127 @@ def _check_spans(plan: Plan) -> None:
     blocks = [(t, move.block) for t, step in enumerate(plan.steps) for move in step.moves]
     for t, step in enumerate(plan.steps):
         for attends in step.attends:
-            blocks += [(t, block) for attend in attends for block in (attend.query, *attend.keys)]
+            blocks += [(t, block) for attend in attends for block in (*attend.queries, *attend.keys)]
     for t, block in blocks:
         if not (0 <= block.home < plan.n and 0 <= block.start < block.stop <= plan.layout.num_tokens(block.home)):
             raise PlanError(f"{plan.name}, step {t}: {block} is not a span of its home rank's tokens")
+        if not 0 <= block.heads.part < block.heads.parts:
+            raise PlanError(f"{plan.name}, step {t}: {block} has no such part of the heads")
+
+
+class _Region(NamedTuple):
+    """Query slots against key slots of two homes: query i sees key j if `j <= i + diagonal`."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    diagonal: int
+    heads: Heads
+
+    def common_pair(self, other: _Region) -> tuple[int, int] | None:
+        """A pair that both compute: if there is one, then also the last common query with the first common key."""
+        if not (self.heads.covers(other.heads) or other.heads.covers(self.heads)):
+            return None
+        i, j = min(self.q_stop, other.q_stop) - 1, max(self.k_start, other.k_start)
+        inside = i >= max(self.q_start, other.q_start) and j < min(self.k_stop, other.k_stop)
+        return (i, j) if inside and j <= i + min(self.diagonal, other.diagonal) else None
 
 
 def _check_pairs(plan: Plan) -> None:
     """Every call is visible, no two overlap, and their areas add up to the mask's: so each pair is there once."""
-    calls: dict[tuple[int, int], list[tuple[int, int, int, int, int]]] = {}
-    total = 0
+    calls: dict[tuple[int, int], list[_Region]] = {}
+    total: Counter[int] = Counter()
     for t, step in enumerate(plan.steps):
         for rank, attends in enumerate(step.attends):
             for attend in attends:
-                _check_mask(plan, attend, f"{plan.name}, step {t}, rank {rank}: {attend}")
-                total += attend.pairs
-                offset = 0
-                for key in attend.keys:
-                    # query slot i sees key slot j if j <= i + diagonal (full: a diagonal beyond the end)
-                    diagonal = key.start - offset - attend.query.start if attend.causal else plan.layout.length
-                    region = (attend.query.start, attend.query.stop, key.start, key.stop, diagonal)
-                    calls.setdefault((attend.query.home, key.home), []).append(region)
-                    offset += key.tokens
+                _check_call(plan, attend, f"{plan.name}, step {t}, rank {rank}: {attend}")
+                total[attend.heads.parts] += attend.pairs
+                for homes, region in _regions(attend, plan.layout.length):
+                    calls.setdefault(homes, []).append(region)
     for (q_home, k_home), regions in calls.items():
-        for index, a in enumerate(regions):
-            for b in regions[:index]:
-                i, j = min(a[1], b[1]) - 1, max(a[2], b[2])  # the likeliest common pair: last query, first key
-                inside = i >= max(a[0], b[0]) and j < min(a[3], b[3])
-                if inside and j <= i + min(a[4], b[4]):
+        for index, region in enumerate(regions):
+            for other in regions[:index]:
+                pair = region.common_pair(other)
+                if pair:
                     raise PlanError(
-                        f"{plan.name}: query slot {i} of rank {q_home} attends key slot {j} of rank {k_home} twice"
+                        f"{plan.name}: query slot {pair[0]} of rank {q_home} attends key slot {pair[1]} of rank "
+                        f"{k_home} twice"
                     )
-    if total != plan.visible_pairs():
-        raise PlanError(f"{plan.name}: computes {total} of {plan.visible_pairs()} visible pairs")
+    computed = sum((Fraction(pairs, count) for count, pairs in total.items()), Fraction(0))
+    if computed != plan.visible_pairs():
+        raise PlanError(f"{plan.name}: computes {computed} of {plan.visible_pairs()} visible pairs")
 
 
-def _check_mask(plan: Plan, attend: Attend, where: str) -> None:
-    query, layout = attend.query, plan.layout
-    if attend.causal and attend.num_keys != query.tokens:
+def _regions(attend: Attend, length: int) -> Iterator[tuple[tuple[int, int], _Region]]:
+    """The call as regions between the homes of its queries and of its keys."""
+    q_offset = 0
+    for query in attend.queries:
+        k_offset = 0
+        for key in attend.keys:
+            diagonal = q_offset - query.start - (k_offset - key.start) if attend.causal else length
+            if key.start <= query.stop - 1 + diagonal:  # the last query sees the first key, so the region is not empty
+                yield (
+                    (query.home, key.home),
+                    _Region(query.start, query.stop, key.start, key.stop, diagonal, attend.heads),
+                )
+            k_offset += key.tokens
+        q_offset += query.tokens
+
+
+def _check_call(plan: Plan, attend: Attend, where: str) -> None:
+    if any(block.heads != attend.heads for block in (*attend.queries, *attend.keys)):
+        raise PlanError(f"{where}: queries and keys of a call must be of the same heads")
+    if attend.causal and attend.num_keys != attend.num_queries:
         raise PlanError(f"{where}: a causal call needs as many keys as queries")
     if not plan.causal:
         if attend.causal:
             raise PlanError(f"{where}: a causal call under a full mask")
         return
-    offset = 0
-    for key in attend.keys:
-        if attend.causal:  # key i must not come after query i: enough to look where either starts a new span
-            for i in _corners(layout, query, key, offset):
-                if layout.token(key.home, key.start + i) > layout.token(query.home, query.start + offset + i):
-                    raise PlanError(f"{where}: key {i} of {key} lies after its query")
-        elif layout.token(key.home, key.stop - 1) > layout.token(query.home, query.start):
-            raise PlanError(f"{where}: the last key of {key} lies after the first query")
-        offset += key.tokens
+    queries, keys = _tokens(plan.layout, attend.queries), _tokens(plan.layout, attend.keys)
+    if not attend.causal:
+        if max(run.last for run in keys) > min(run.first for run in queries):
+            raise PlanError(f"{where}: its last key lies after its first query")
+        return
+    if any(after.first < before.last for before, after in pairwise(keys)):
+        raise PlanError(f"{where}: the keys of a causal call must be in the order of their tokens")
+    # Key i must not lie after query i. Both rise evenly between the corners, so it is enough to look there.
+    for i in sorted({i for run in (*queries, *keys) for i in (run.at, run.at + len(run.tokens) - 1)}):
+        if _at(keys, i) > _at(queries, i):
+            raise PlanError(f"{where}: key {i} lies after its query")
 
 
-def _corners(layout: Layout, query: Block, key: Block, offset: int) -> set[int]:
-    """Positions in `key` where tokens stop being evenly spaced, on its side or on the queries'."""
-    corners = {0, key.tokens - 1}
-    for block, start in ((key, key.start), (query, query.start + offset)):
-        for cut in accumulate(map(len, layout.spans[block.home])):
-            corners |= {cut - start, cut - start - 1}
-    return {i for i in corners if 0 <= i < key.tokens}
+class _Run(NamedTuple):
+    """Evenly spaced tokens from position `at` of a call on."""
+
+    at: int
+    tokens: range
+
+    @property
+    def first(self) -> int:
+        return self.tokens[0]
+
+    @property
+    def last(self) -> int:
+        return self.tokens[-1]
+
+
+def _tokens(layout: Layout, blocks: tuple[Block, ...]) -> list[_Run]:
+    runs, at = [], 0
+    for block in blocks:
+        start = 0
+        for span in layout.spans[block.home]:
+            piece = span[max(block.start - start, 0) : max(block.stop - start, 0)]
+            start += len(span)
+            if len(piece):
+                runs.append(_Run(at, piece))
+                at += len(piece)
+    return runs
+
+
+def _at(runs: list[_Run], i: int) -> int:
+    run = runs[bisect.bisect_right([run.at for run in runs], i) - 1]
+    return run.tokens[i - run.at]
 
 
 class _Holdings:
@@ -113,7 +176,12 @@ class _Holdings:
 
     def overlaps(self, block: Block) -> bool:
         held = self._spans.get((block.kind, block.home, block.origin), ())
-        return any(other.start < block.stop and block.start < other.stop for other in held)
+        return any(
+            other.start < block.stop
+            and block.start < other.stop
+            and (other.heads.covers(block.heads) or block.heads.covers(other.heads))
+            for other in held
+        )
 
 
 def _check_flow(plan: Plan) -> None:
@@ -134,8 +202,7 @@ def _check_flow(plan: Plan) -> None:
                     raise PlanError(f"{plan.name}, step {t}: {move.block} reaches its home more often than computed")
         for rank, attends in enumerate(step.attends):
             for attend in attends:
-                query = attend.query._replace(kind=Kind.Q_GRAD) if plan.backward else attend.query
-                for block in (query, *attend.keys):
+                for block in attend.inputs(plan.backward):
                     if not held[rank].holds(block):
                         raise PlanError(f"{plan.name}, step {t}: rank {rank} attends {block} before it arrives")
         for move in step.moves:
@@ -163,5 +230,4 @@ def results_away(attend: Attend, rank: int, backward: bool) -> list[Block]:
     """What `rank` computes in `attend` for other ranks, and so has to send."""
     if backward:
         return gradients_away(attend, rank)
-    query = attend.query
-    return [Block(Kind.OUT, query.home, query.start, query.stop, rank)] if query.home != rank else []
+    return [query._replace(kind=Kind.OUT, origin=rank) for query in attend.queries if query.home != rank]

@@ -34,11 +34,11 @@ def helper_plan(n: int, length: int) -> Plan:
     last, size = n - 1, sizes[n - 1]
     helped = size // 2 if n == 2 else 0
     whole = [kv(rank, 0, sizes[rank]) for rank in range(n)]
-    own = tuple((Attend(queries(r, 0, sizes[r]), (whole[r],), True),) for r in range(n))
+    own = tuple((Attend((queries(r, 0, sizes[r]),), (whole[r],), True),) for r in range(n))
     fetched = tuple(Move(whole[r - 1], r - 1, r) for r in range(1, n))
-    help_away = (Attend(queries(last, helped, size), (whole[0],), False),)
+    help_away = (Attend((queries(last, helped, size),), (whole[0],), False),)
     stop = {1: helped} if n == 2 else {1: sizes[1], 2: size}
-    at_home = tuple((Attend(queries(r, 0, stop[r]), (whole[r - 1],), False),) for r in range(1, n))
+    at_home = tuple((Attend((queries(r, 0, stop[r]),), (whole[r - 1],), False),) for r in range(1, n))
     steps = (
         Step((*fetched, Move(queries(last, helped, size), last, 0)), own),
         Step((), (help_away, *at_home)),
@@ -63,13 +63,13 @@ def tangled_plan(length: int) -> Plan:
         raise ValueError(f"length={length}: expected a multiple of 3, 12 or more.")
     cut = c - 1
     whole = [kv(rank, 0, c) for rank in range(3)]
-    own = tuple((Attend(queries(r, 0, c), (whole[r],), True),) for r in range(3))
+    own = tuple((Attend((queries(r, 0, c),), (whole[r],), True),) for r in range(3))
     crossed = tuple(
-        Attend(queries(1, *rows), (kv(0, *columns),), False)
+        Attend((queries(1, *rows),), (kv(0, *columns),), False)
         for rows, columns in (((0, 2), (0, cut)), ((0, 2), (cut, c)), ((2, c), (0, cut)), ((2, c), (cut, c)))
     )
-    helped = Attend(queries(2, 0, cut), (whole[0], whole[1]), False)
-    rest = Attend(queries(2, cut, c), (whole[0], whole[1]), False)
+    helped = Attend((queries(2, 0, cut),), (whole[0], whole[1]), False)
+    rest = Attend((queries(2, cut, c),), (whole[0], whole[1]), False)
     result = out(2, 0, cut, 1)
     idle: tuple[tuple[Attend, ...], ...] = ((), (), ())
     steps = (

@@ -12,7 +12,7 @@ from ..mcore.data import check_corpus
 from ..mcore.model import fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
-from ..schedules import build_plan
+from ..schedules import build_plan, check_heads
 from .run_folder import RunFolder
 
 
@@ -54,6 +54,9 @@ def check(config: Config, world_size: int) -> int | None:
         require_transformer_engine()
     par = config.parallelism
     unit = par.tensor_parallel_size if par.uses_sequence_parallel else 1
+    heads = (config.model.num_attention_heads, config.model.num_kv_heads)
+    tp = par.tensor_parallel_size
+    check_heads(par.schedule, par.context_parallel_size, heads[0] // tp, heads[1] // tp)
     build_plan(par.schedule, par.context_parallel_size, config.data.seq_length, True, par.max_buffer_tokens, unit)
     check_corpus(config.data)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)

@@ -11,6 +11,9 @@ from megatron_longctx.kernels import AttentionKernel
 from megatron_longctx.schedules import SCHEDULES, Block, Kind, build_plan
 from megatron_longctx.testing.plans import helper_plan, tangled_plan
 
+# Modes that share heads among ranks have tests of their own: not every number of ranks fits them.
+WHOLE_HEADS = tuple(name for name, mode in SCHEDULES.items() if not mode.splits_heads)
+
 
 class Recorder(TorchDispatchMode):
     """Notes copies and computations; views do not count."""
@@ -94,7 +97,7 @@ def run(plan, rank, backward):
     return recorder.events, transport, program
 
 
-PLANS = [build_plan(name, 4, 16) for name in SCHEDULES]
+PLANS = [build_plan(name, 4, 16) for name in WHOLE_HEADS]
 PLANS += [build_plan("all_gather", 4, 16, True, 4), helper_plan(2, 8), helper_plan(3, 12), tangled_plan(12)]
 
 

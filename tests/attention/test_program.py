@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_longctx.attention.program import HOME, Place, Receive, Send, compile_program, programs
+from megatron_longctx.attention.program import HOME, Place, Receive, Send, Slot, compile_program, programs
 from megatron_longctx.layout import contiguous, striped
 from megatron_longctx.schedules import (
     SCHEDULES,
@@ -19,6 +19,9 @@ from megatron_longctx.schedules import (
 from megatron_longctx.schedules.ring import ring
 from megatron_longctx.testing.plans import helper_plan, kv, tangled_plan
 
+# Modes that share heads among ranks have tests of their own: not every number of ranks fits them.
+WHOLE_HEADS = tuple(name for name, mode in SCHEDULES.items() if not mode.splits_heads)
+
 
 def key_places(step):
     return [call.keys for call in step.calls]
@@ -27,7 +30,7 @@ def key_places(step):
 def test_a_ring_alternates_between_two_slots():
     program = compile_program(build_plan("ring", 4, 8, False), 1)
     assert (program.rank, program.num_tokens) == (1, 2)
-    assert program.slots == ((Kind.KV, 2), (Kind.KV, 2))
+    assert program.slots == (Slot(Kind.KV, 2), Slot(Kind.KV, 2))
 
     def at(slot):
         return Place(Kind.KV, slot, 0, 2)
@@ -48,7 +51,7 @@ def test_a_ring_alternates_between_two_slots():
     assert [key_places(step) for step in program.steps] == [[(at(HOME),)], [(at(0),)], [(at(1),)], [(at(0),)]]
     # Only step 2 overwrites something: block 0, which is attended and passed on in step 1.
     assert [step.after for step in program.steps] == [-1, -1, 1, -1]
-    assert all(call.query == Place(Kind.Q, HOME, 0, 2) for step in program.steps for call in step.calls)
+    assert all(call.queries[0] == Place(Kind.Q, HOME, 0, 2) for step in program.steps for call in step.calls)
 
 
 def test_a_longer_ring_waits_for_the_step_before():
@@ -60,15 +63,15 @@ def test_a_longer_ring_waits_for_the_step_before():
 def test_a_slot_is_as_large_as_its_largest_block():
     # contiguous(4, 10): 2, 3, 2 and 3 tokens. Rank 0 receives the blocks of 3, 2 and 1.
     program = compile_program(build_plan("ring", 4, 10, False), 0)
-    assert program.slots == ((Kind.KV, 3), (Kind.KV, 2))
+    assert program.slots == (Slot(Kind.KV, 3), Slot(Kind.KV, 2))
     assert program.steps[1].receives == (Receive(kv(2, 0, 2), Place(Kind.KV, 1, 0, 2), 3),)
     # Rank 1 receives those of 0, 3 and 2: slot 0 serves 2 and 2 tokens, slot 1 serves 3.
-    assert compile_program(build_plan("ring", 4, 10, False), 1).slots == ((Kind.KV, 2), (Kind.KV, 3))
+    assert compile_program(build_plan("ring", 4, 10, False), 1).slots == (Slot(Kind.KV, 2), Slot(Kind.KV, 3))
 
 
 def test_results_of_backward_wait_for_the_calls_that_make_them():
     _, backward = programs(build_plan("ring", 4, 8, False), 1)
-    assert sorted(backward.slots) == [(Kind.DKV, 2)] * 2 + [(Kind.KV, 2)] * 2
+    assert sorted(backward.slots) == [Slot(Kind.DKV, 2)] * 2 + [Slot(Kind.KV, 2)] * 2
     assert [step.after for step in backward.steps] == [-1, -1, 1, 2, 3]
     results = [[send for send in step.sends if send.place is None] for step in backward.steps]
     assert results == [
@@ -80,7 +83,7 @@ def test_results_of_backward_wait_for_the_calls_that_make_them():
     assert (arriving.block, arriving.peer) == (Block(Kind.DKV, 1, 0, 2, 2), 2)
     for step in backward.steps:
         for call in step.calls:
-            assert call.query == Place(Kind.Q_GRAD, HOME, 0, 2)
+            assert call.queries[0] == Place(Kind.Q_GRAD, HOME, 0, 2)
             away = call.attend.keys[0].home != 1
             assert call.results == ((Block(Kind.DKV, call.attend.keys[0].home, 0, 2, 1),) if away else ())
 
@@ -88,12 +91,15 @@ def test_results_of_backward_wait_for_the_calls_that_make_them():
 def test_gathered_keys_lie_side_by_side():
     # zigzag(4, 16), rank 2: the first halves of ranks 0 and 1 for all queries, rank 3 whole for the second half.
     program = compile_program(build_plan("all_gather", 4, 16), 2)
-    assert program.slots == ((Kind.KV, 8),)
+    assert program.slots == (Slot(Kind.KV, 8),)
     receives = program.steps[0].receives
     assert sorted(receives, key=lambda receive: receive.place.start) == list(receives)
     assert {receive.block for receive in receives} == {kv(0, 0, 2), kv(1, 0, 2), kv(3, 0, 4)}
     calls = program.steps[1].calls
-    assert [(call.query.start, call.query.stop, call.attend.num_keys) for call in calls] == [(0, 4, 4), (2, 4, 4)]
+    assert [(call.queries[0].start, call.queries[0].stop, call.attend.num_keys) for call in calls] == [
+        (0, 4, 4),
+        (2, 4, 4),
+    ]
     assert all(len(call.keys) == 1 for call in calls)
     assert [call.keys[0] for call in calls] == [Place(Kind.KV, 0, 0, 4), Place(Kind.KV, 0, 4, 8)]
 
@@ -108,7 +114,7 @@ def test_gathered_keys_are_one_place_for_each_call(n, bound):
 
 
 def test_one_rank_has_no_slots_and_no_messages():
-    for schedule in SCHEDULES:
+    for schedule in WHOLE_HEADS:
         for program in programs(build_plan(schedule, 1, 5), 0):
             assert program.slots == ()
             assert [(step.sends, step.receives, step.after, len(step.calls)) for step in program.steps] == [
@@ -119,15 +125,15 @@ def test_one_rank_has_no_slots_and_no_messages():
 def test_queries_that_travel():
     plan = helper_plan(2, 8)
     forward, backward = programs(plan, 0)
-    assert sorted(forward.slots) == [(Kind.Q, 2)]
+    assert sorted(forward.slots) == [Slot(Kind.Q, 2)]
     (call,) = forward.steps[1].calls
-    assert call.query == Place(Kind.Q, 0, 0, 2)
+    assert call.queries[0] == Place(Kind.Q, 0, 0, 2)
     assert call.keys == (Place(Kind.KV, HOME, 0, 4),)
     assert call.results == (Block(Kind.OUT, 1, 2, 4, 0),)
     assert forward.steps[2].sends == (Send(Block(Kind.OUT, 1, 2, 4, 0), None, 1),)
     assert forward.steps[2].after == 1
     (call,) = backward.steps[1].calls
-    assert (call.query.kind, call.query.slot) == (Kind.Q_GRAD, forward.slots.index((Kind.Q, 2)))
+    assert (call.queries[0].kind, call.queries[0].slot) == (Kind.Q_GRAD, forward.slots.index(Slot(Kind.Q, 2)))
     assert call.results == (Block(Kind.DQ, 1, 2, 4, 0),)
     assert backward.steps[2].sends == (Send(Block(Kind.DQ, 1, 2, 4, 0), None, 1),)
 
@@ -147,7 +153,7 @@ def test_keys_in_a_buffer_and_at_home_are_two_places():
 
 
 AWKWARD = [helper_plan(2, 9), helper_plan(3, 11), tangled_plan(12), seal(ring(striped(3, 10), True))]
-MODES = [build_plan(name, n, 4 * n + 3) for name in SCHEDULES for n in (2, 3, 5, 8)]
+MODES = [build_plan(name, n, 4 * n + 3) for name in WHOLE_HEADS for n in (2, 3, 5, 8)]
 BOUND = [build_plan("all_gather", 4, 64, True, bound) for bound in (2, 7, 24)]
 
 
@@ -186,8 +192,8 @@ def check_slots(program):
             if send.place is not None and send.place.slot != HOME:
                 read(send.place, send.block, 0, t)
         for call in step.calls:
-            if call.query.slot != HOME:
-                read(call.query, call.attend.query._replace(kind=call.query.kind), 0, t)
+            if call.queries[0].slot != HOME:
+                read(call.queries[0], call.attend.queries[0]._replace(kind=call.queries[0].kind), 0, t)
             pieces = [(key, i) for key in call.attend.keys for i in range(key.tokens)]
             for place in call.keys:
                 for i in range(place.start, place.stop):
@@ -198,7 +204,8 @@ def check_slots(program):
                         assert (key.home, key.start + offset) == (program.rank, i)
             assert not pieces
         for receive in step.receives:
-            kind, size = program.slots[receive.place.slot]
+            kind, size, parts = program.slots[receive.place.slot]
+            assert parts == receive.block.heads.parts
             assert kind is receive.place.kind is receive.block.kind
             assert 0 <= receive.place.start < receive.place.stop <= size
             assert receive.place.stop - receive.place.start == receive.block.tokens
@@ -217,7 +224,7 @@ def test_keys_of_two_places_do_not_join_by_their_numbers():
     own, fetched = kv(1, 2, 4), kv(0, 0, 2)
     steps = (
         Step((Move(fetched, 0, 1),), ((), ())),
-        Step((), ((), (Attend(Block(Kind.Q, 1, 0, 4), (fetched, own), False),))),
+        Step((), ((), (Attend((Block(Kind.Q, 1, 0, 4),), (fetched, own), False),))),
     )
     program = compile_program(Plan("two places", contiguous(2, 8), False, steps), 1)
     assert program.steps[1].calls[0].keys == (Place(Kind.KV, 0, 0, 2), Place(Kind.KV, HOME, 2, 4))

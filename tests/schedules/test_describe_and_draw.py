@@ -129,7 +129,7 @@ def test_the_pair_map_shows_which_step_computes_each_pair(tmp_path):
         held = [list(plan.layout.tokens(rank)) for rank in range(plan.n)]
         for t, step in enumerate(plan.steps):
             for attend in (a for attends in step.attends for a in attends):
-                rows = held[attend.query.home][attend.query.start : attend.query.stop]
+                rows = held[attend.queries[0].home][attend.queries[0].start : attend.queries[0].stop]
                 columns = [c for key in attend.keys for c in held[key.home][key.start : key.stop]]
                 for i, row in enumerate(rows):
                     for column in columns[: i + 1] if attend.causal else columns:

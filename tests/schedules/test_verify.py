@@ -90,68 +90,68 @@ def test_pair_computed_twice():
     # In another step too.
     refuse(with_attends(plan, 2, 2, attends(plan, 2, 2) + attends(plan, 0, 2)), "slot 3 of rank 2 .* of rank 2 twice")
     # A single pair: the causal block once more as its last query and first key.
-    extra = Attend(queries(1, 3, 4), (kv(1, 0, 1),), False)
+    extra = Attend((queries(1, 3, 4),), (kv(1, 0, 1),), False)
     refuse(
         with_attends(plan, 1, 1, (*attends(plan, 1, 1), extra)), "slot 3 of rank 1 attends key slot 0 of rank 1 twice"
     )
     # The same keys twice in one call.
-    double = Attend(queries(2, 0, 4), (kv(1, 0, 4), kv(1, 3, 4)), False)
+    double = Attend((queries(2, 0, 4),), (kv(1, 0, 4), kv(1, 3, 4)), False)
     refuse(with_attends(plan, 1, 2, (double,)), "slot 3 of rank 2 attends key slot 3 of rank 1 twice")
 
 
 def test_a_pair_computed_twice_does_not_make_up_for_a_missing_one():
     plan = ring()
-    halves = tuple(Attend(queries(2, *rows), (kv(1, 0, 4),), False) for rows in ((0, 2), (0, 2)))
+    halves = tuple(Attend((queries(2, *rows),), (kv(1, 0, 4),), False) for rows in ((0, 2), (0, 2)))
     refuse(with_attends(plan, 1, 2, halves), "query slot 1 of rank 2 attends key slot 0 of rank 1 twice")
 
 
 def test_causal_calls_that_touch_without_overlapping_are_allowed():
     # The diagonal block cut into two causal blocks and the square below them.
     parts = (
-        Attend(queries(1, 0, 2), (kv(1, 0, 2),), True),
-        Attend(queries(1, 2, 4), (kv(1, 2, 4),), True),
-        Attend(queries(1, 2, 4), (kv(1, 0, 2),), False),
+        Attend((queries(1, 0, 2),), (kv(1, 0, 2),), True),
+        Attend((queries(1, 2, 4),), (kv(1, 2, 4),), True),
+        Attend((queries(1, 2, 4),), (kv(1, 0, 2),), False),
     )
     verify(with_attends(ring(), 0, 1, parts))
-    crossing = (*parts[:2], Attend(queries(1, 1, 4), (kv(1, 0, 2),), False))
+    crossing = (*parts[:2], Attend((queries(1, 1, 4),), (kv(1, 0, 2),), False))
     refuse(with_attends(ring(), 0, 1, crossing), "slot 1 of rank 1 attends key slot 0 of rank 1 twice")
 
 
 def test_a_causal_call_over_two_blocks_of_keys():
     # Keys of two blocks are one sequence for the call, so the diagonal runs on in the second.
-    joined = (Attend(queries(1, 0, 4), (kv(1, 0, 1), kv(1, 1, 4)), True),)
+    joined = (Attend((queries(1, 0, 4),), (kv(1, 0, 1), kv(1, 1, 4)), True),)
     verify(with_attends(ring(), 0, 1, joined))
-    swapped = (Attend(queries(1, 0, 4), (kv(1, 1, 4), kv(1, 0, 1)), True),)
-    refuse(with_attends(ring(), 0, 1, swapped), r"key 0 of kv1\[1:4\] lies after its query")
+    swapped = (Attend((queries(1, 0, 4),), (kv(1, 1, 4), kv(1, 0, 1)), True),)
+    refuse(with_attends(ring(), 0, 1, swapped), "the keys of a causal call must be in the order of their tokens")
     # A causal call reaching into the first keys of a block that is computed whole elsewhere.
-    twice = (*joined, Attend(queries(1, 3, 4), (kv(1, 1, 2),), True))
+    twice = (*joined, Attend((queries(1, 3, 4),), (kv(1, 1, 2),), True))
     refuse(with_attends(ring(), 0, 1, twice), "slot 3 of rank 1 attends key slot 1 of rank 1 twice")
 
 
 def test_a_causal_call_whose_diagonal_starts_in_another_block():
     # Queries 2 and 3 of the joint call see the first keys of rank 1, the rest of which other calls compute.
     own = (
-        Attend(queries(1, 0, 2), (kv(1, 0, 2),), True),
-        Attend(queries(1, 2, 4), (kv(1, 2, 4),), True),
-        Attend(queries(1, 2, 3), (kv(1, 1, 2),), False),
+        Attend((queries(1, 0, 2),), (kv(1, 0, 2),), True),
+        Attend((queries(1, 2, 4),), (kv(1, 2, 4),), True),
+        Attend((queries(1, 2, 3),), (kv(1, 1, 2),), False),
     )
     joint = (
-        Attend(queries(1, 0, 4), (kv(0, 2, 4), kv(1, 0, 2)), True),
-        Attend(queries(1, 0, 1), (kv(0, 3, 4),), False),
-        Attend(queries(1, 0, 4), (kv(0, 0, 2),), False),
+        Attend((queries(1, 0, 4),), (kv(0, 2, 4), kv(1, 0, 2)), True),
+        Attend((queries(1, 0, 1),), (kv(0, 3, 4),), False),
+        Attend((queries(1, 0, 4),), (kv(0, 0, 2),), False),
     )
     plan = with_attends(with_attends(ring(), 0, 1, own), 1, 1, joint)
     verify(plan)
     verify(seal(transpose(plan)))
-    twice = (*joint, Attend(queries(1, 3, 4), (kv(1, 0, 1),), False))
+    twice = (*joint, Attend((queries(1, 3, 4),), (kv(1, 0, 1),), False))
     refuse(with_attends(plan, 1, 1, twice), "slot 3 of rank 1 attends key slot 0 of rank 1 twice")
 
 
 def test_missing_pair():
     refuse(with_attends(ring(), 1, 2, ()), r"^ring: computes 120 of 136 visible pairs$")
-    short = (Attend(queries(2, 0, 4), (kv(1, 0, 3),), False),)
+    short = (Attend((queries(2, 0, 4),), (kv(1, 0, 3),), False),)
     refuse(with_attends(ring(), 1, 2, short), r"computes 132 of 136")
-    but_one = (Attend(queries(2, 0, 3), (kv(1, 0, 4),), False), Attend(queries(2, 3, 4), (kv(1, 0, 3),), False))
+    but_one = (Attend((queries(2, 0, 3),), (kv(1, 0, 4),), False), Attend((queries(2, 3, 4),), (kv(1, 0, 3),), False))
     refuse(with_attends(ring(), 1, 2, but_one), r"computes 135 of 136")
     full = build_plan("ring", 2, 4, False)
     refuse(with_attends(full, 0, 0, ()), r"computes 12 of 16")
@@ -172,35 +172,36 @@ def test_use_of_more_than_arrived():
 
 def test_keys_after_their_queries():
     plan = ring()
-    future = (Attend(queries(1, 0, 4), (kv(2, 0, 4),), False),)
+    future = (Attend((queries(1, 0, 4),), (kv(2, 0, 4),), False),)
     refuse(
-        with_attends(plan, 1, 1, future), r"step 1, rank 1: .*: the last key of kv2\[0:4\] lies after the first query"
+        with_attends(plan, 1, 1, future), r"step 1, rank 1: .*kv2\[0:4\] full: its last key lies after its first query"
     )
-    future = (Attend(queries(1, 0, 4), (kv(2, 0, 4),), True),)
-    refuse(with_attends(plan, 1, 1, future), r"key 0 of kv2\[0:4\] lies after its query")
-    whole = (Attend(queries(1, 0, 4), (kv(1, 0, 4),), False),)
-    refuse(with_attends(plan, 0, 1, whole), r"the last key of kv1\[0:4\] lies after the first query")
+    future = (Attend((queries(1, 0, 4),), (kv(2, 0, 4),), True),)
+    refuse(with_attends(plan, 1, 1, future), r"kv2\[0:4\] causal: key 0 lies after its query")
+    whole = (Attend((queries(1, 0, 4),), (kv(1, 0, 4),), False),)
+    refuse(with_attends(plan, 0, 1, whole), r"kv1\[0:4\] full: its last key lies after its first query")
 
 
 def test_a_causal_call_that_crosses_the_mask_in_its_middle():
     # zigzag(2, 8): rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5. Both ends of a call over [1 6] x [2 3] may look right
     # on their own; slot by slot, query 1 comes before key 2.
     plan = build_plan("zigzag", 2, 8)
-    crossing = (Attend(queries(1, 0, 4), (kv(0, 0, 4),), True),)
-    refuse(with_attends(plan, 1, 1, crossing), r"key 2 of kv0\[0:4\] lies after its query")
-    crossing = (Attend(queries(0, 1, 3), (kv(1, 0, 2),), True),)
-    refuse(with_attends(plan, 1, 0, crossing), r"key 0 of kv1\[0:2\] lies after its query")
+    crossing = (Attend((queries(1, 0, 4),), (kv(0, 0, 4),), True),)
+    refuse(with_attends(plan, 1, 1, crossing), r"kv0\[0:4\] causal: key 2 lies after its query")
+    crossing = (Attend((queries(0, 1, 3),), (kv(1, 0, 2),), True),)
+    refuse(with_attends(plan, 1, 0, crossing), r"kv1\[0:2\] causal: key 0 lies after its query")
 
 
 def test_causal_calls_of_unequal_sides():
-    short = (Attend(queries(1, 0, 4), (kv(1, 0, 3),), True),)
+    short = (Attend((queries(1, 0, 4),), (kv(1, 0, 3),), True),)
     refuse(with_attends(ring(), 0, 1, short), r"step 0, rank 1: .*: a causal call needs as many keys as queries")
 
 
 def test_causal_call_under_a_full_mask():
     plan = build_plan("ring", 2, 8, False)
     refuse(
-        with_attends(plan, 0, 0, (Attend(queries(0, 0, 4), (kv(0, 0, 4),), True),)), "a causal call under a full mask"
+        with_attends(plan, 0, 0, (Attend((queries(0, 0, 4),), (kv(0, 0, 4),), True),)),
+        "a causal call under a full mask",
     )
 
 
@@ -287,7 +288,7 @@ def test_spans_outside_their_home(block):
     plan = with_moves(ring(), 1, lambda moves: [*moves, Move(block, 0, 1)])
     refuse(plan, r"^ring, step 1: .* is not a span of its home rank's tokens$")
     plan = ring()
-    call = Attend(queries(2, 0, 4), (block,), False)
+    call = Attend((queries(2, 0, 4),), (block,), False)
     refuse(with_attends(plan, 1, 2, (call,)), "step 1: .* is not a span")
-    call = Attend(block._replace(kind=Kind.Q), (kv(1, 0, 4),), False)
+    call = Attend((block._replace(kind=Kind.Q),), (kv(1, 0, 4),), False)
     refuse(with_attends(plan, 1, 2, (call,)), "step 1: .* is not a span")
