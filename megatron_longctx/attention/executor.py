@@ -71,7 +71,9 @@ class _Pass:
                 for call in step.calls:
                     self.attend(call)
             return
-        self._slots = [self._slot(i, slot) for i, slot in enumerate(self._program.slots)]
+        self._slots = [
+            self._slot(name, slot) for name, slot in zip(self._program.slot_names, self._program.slots, strict=True)
+        ]
         # Copied before the mark that the messages wait for, never between it and the sending.
         places = (send.place for step in self._program.steps for send in step.sends)
         own = {(place.kind, place.heads) for place in places if place is not None and place.slot == HOME}
@@ -149,12 +151,12 @@ class _Pass:
     def keep_for_others(self, block: Block, fields: Fields) -> None:
         self._outgoing[block].append(tuple(field.contiguous() for field in fields))
 
-    def _slot(self, index: int, slot: Slot) -> Fields:
+    def _slot(self, name: int, slot: Slot) -> Fields:
         part = Heads(0, slot.parts)
         like = (self._of_heads(field, slot.kind, part, ALL_HEADS) for field in self.row_like(slot.kind))
         pool = self._engine.pool
         return tuple(
-            pool.get((slot.kind, index, i), (slot.tokens, *field.shape[1:]), field.dtype)
+            pool.get((slot.kind, slot.parts, name, i), (slot.tokens, *field.shape[1:]), field.dtype)
             for i, field in enumerate(like)
         )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ..schedules import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Plan, Stay, results_away, seal, stays, transpose
@@ -76,6 +78,16 @@ class Program:
     slots: tuple[Slot, ...]
     rank: int
     num_tokens: int
+
+    @cached_property
+    def slot_names(self) -> tuple[int, ...]:
+        """A number for every slot among its kind, the largest first: a shorter sequence fits a longer one's buffers."""
+        seen: Counter[tuple[Kind, int]] = Counter()
+        names = [0] * len(self.slots)
+        for i in sorted(range(len(self.slots)), key=lambda i: -self.slots[i].tokens):
+            names[i] = seen[self.slots[i].kind, self.slots[i].parts]
+            seen[self.slots[i].kind, self.slots[i].parts] += 1
+        return tuple(names)
 
 
 def programs(plan: Plan, rank: int) -> tuple[Program, Program]:

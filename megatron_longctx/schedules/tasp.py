@@ -31,19 +31,19 @@ def tasp(layout: Layout, causal: bool, rings: Rings) -> Plan:
         raise ValueError(f"rings={rings}: expected at least one ring that passes each of the {n} ranks once.")
     place = [{rank: i for i, rank in enumerate(ring)} for ring in rings]
     pieces = [[_pieces(layout, home, i, len(rings)) for home in range(n)] for i in range(len(rings))]
+    last = [[[_last_use(layout, ring, place[i], home, p, causal) for p in pieces[i][home]] for home in range(n)]
+            for i, ring in enumerate(rings)]  # fmt: skip
     steps = []
-    for t in range(max(n, 1)):
+    for t in range(n):
         arriving: list[list[tuple[Block, int]]] = [[] for _ in range(n)]
         present: list[list[Block]] = [[] for _ in range(n)]
         for i, ring in enumerate(rings):
             for r in range(n):
                 home = ring[(place[i][r] - t) % n]
                 present[r] += pieces[i][home] if t else []
-                nxt = ring[(place[i][r] + 1) % n]
-                rest = [ring[(place[i][r] + k) % n] for k in range(1, n - t)]
-                for piece in pieces[i][home] if rest else []:
-                    if any(attends_over(layout, q, [piece], causal) for q in rest):
-                        arriving[nxt].append((piece, r))
+                arriving[ring[(place[i][r] + 1) % n]] += [
+                    (piece, r) for piece, use in zip(pieces[i][home], last[i][home], strict=True) if t < use
+                ]
         moves = tuple(
             Move(piece, source, r)
             for r in range(n)
@@ -56,6 +56,15 @@ def tasp(layout: Layout, causal: bool, rings: Rings) -> Plan:
             attends.append(attends_over(layout, r, held, causal))
         steps.append(Step(moves, tuple(attends)))
     return Plan("tasp", layout, causal, tuple(steps))
+
+
+def _last_use(
+    layout: Layout, ring: tuple[int, ...], place: dict[int, int], home: int, piece: Block, causal: bool
+) -> int:
+    """How many hops from home the last rank of the ring is that sees any of the piece."""
+    n = len(ring)
+    hops = range(n - 1, 0, -1)
+    return next((t for t in hops if attends_over(layout, ring[(place[home] + t) % n], [piece], causal)), 0)
 
 
 def _pieces(layout: Layout, home: int, ring: int, rings: int) -> list[Block]:

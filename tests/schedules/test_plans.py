@@ -166,7 +166,8 @@ def test_every_mode_at_sixteen_ranks(schedule, causal):
             check(build_plan(schedule, 16, length, causal, bound), brute_force=False)
 
 
-@pytest.mark.parametrize("schedule", WHOLE_HEADS)
+# Not tasp: 63 rings of 64 ranks are half a million messages.
+@pytest.mark.parametrize("schedule", [name for name in WHOLE_HEADS if name != "tasp"])
 def test_every_mode_at_sixty_four_ranks_and_a_million_tokens(schedule):
     for length, causal in ((1_048_576, True), (1_000_003, True), (77, True), (4096, False)):
         plan = build_plan(schedule, 64, length, causal)
@@ -352,7 +353,7 @@ def test_backward_of_a_backward_plan_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("spiral", 2, 8), "schedule 'spiral': expected one of ring, zigzag, all_gather"),
+        (("spiral", 2, 8), "schedule 'spiral': expected one of ring, zigzag, striped, helper"),
         (("ring", 0, 8), "n=0"),
         (("zigzag", 2, -8), "length=-8"),
         (("zigzag", 2, 9, True, None, 2), "length=9: expected a multiple of unit=2"),
@@ -379,7 +380,7 @@ def test_layouts_that_interleave_otherwise_are_refused():
 
 def test_the_configuration_knows_the_same_modes():
     assert set(config.SCHEDULES) == set(SCHEDULES)
-    for mode in WHOLE_HEADS.values():
+    for mode in SCHEDULES.values():
         assert build_layout(mode.layout, 2, 8).name == mode.layout
         assert mode.about
 
