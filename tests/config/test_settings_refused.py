@@ -42,7 +42,7 @@ WHOLE_MESSAGES = {
         "~train.steps: expected key=value; keys cannot be removed. Leave train.steps out to have its default."
     ),
     "parallelism.schedule=allgather": (
-        "parallelism.schedule=allgather: expected one of ring, zigzag, all_gather. "
+        "parallelism.schedule=allgather: expected one of ring, zigzag, striped, helper, double_ring, tasp, all_gather, ulysses. "  # noqa: E501
         "Did you mean parallelism.schedule=all_gather?"
     ),
     "model.num_kv_heads=3": (
@@ -195,7 +195,11 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (["recompute.mode=full"], "recompute.mode=full", "one of none, layer"),
         (["logging.wandb=on"], "logging.wandb=on", "one of offline, online, disabled"),
         (["attention.kernel=triton"], "attention.kernel=triton", "one of auto, cudnn"),
-        (["parallelism.schedule=zig_zag"], "parallelism.schedule=zig_zag", "one of ring, zigzag, all_gather"),
+        (
+            ["parallelism.schedule=zig_zag"],
+            "parallelism.schedule=zig_zag",
+            "one of ring, zigzag, striped, helper, double_ring, tasp, all_gather, ulysses",
+        ),
         (["parallelism.schedule=p2p"], "parallelism.schedule=p2p", "Did you mean parallelism.schedule=ring?"),
         (["data.tokenizer=bpe"], "data.tokenizer=bpe", "one of byte-level"),
         (["data.tokenizer=huggingface"], "data.tokenizer_path=None", "a path for data.tokenizer=huggingface"),
