@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Engine:
     pool: BufferPool
 
 
-class _Pass:
+class _Pass(ABC):
     """One run of a program. Subclasses say what a kernel call computes and where arrived results go."""
 
     def __init__(self, program: Program, engine: Engine, home: dict[Kind, Fields], scale: float) -> None:
@@ -102,15 +103,17 @@ class _Pass:
             transport.wait(exchange)
         self._merge(arrived)
 
+    @abstractmethod
     def attend(self, call: Call) -> None:
-        raise NotImplementedError
+        """Run the call's kernel; add what is this rank's own and keep what is for others."""
 
+    @abstractmethod
     def merge(self, block: Block, fields: Fields) -> None:
-        raise NotImplementedError
+        """Add a result that another rank has computed for this one."""
 
+    @abstractmethod
     def row_like(self, kind: Kind) -> Fields:
         """Tensors whose rows have the shapes and dtypes of `kind`'s fields."""
-        raise NotImplementedError
 
     def rows(self, place: Place) -> Fields:
         fields = self._home[place.kind] if place.slot == HOME else self._slots[place.slot]
@@ -144,8 +147,8 @@ class _Pass:
         return field.narrow(dim, wanted.start - first, wanted.stop - wanted.start)
 
     def _rows_to_send(self, place: Place) -> Fields:
-        if place.slot != HOME:
-            return tuple(field.contiguous() for field in self.rows(place))
+        if place.slot != HOME:  # passed on as it came: a copy here would come after the mark that the message waits for
+            return self.rows(place)
         return tuple(field[place.start : place.stop] for field in self._to_send[place.kind, place.heads])
 
     def keep_for_others(self, block: Block, fields: Fields) -> None:
