@@ -57,6 +57,9 @@ class Run:
         return [float(v) for r in self.records.values() if isinstance(v := r.get(key), (int, float))]
 
 
+_OPTIONS = ("max_buffer_tokens", "inner_size", "outer_schedule")
+
+
 @dataclass(frozen=True)
 class PlanKey:
     """What tells context-parallel plans apart. `length`: tokens of a sequence; `world`: context-parallel ranks."""
@@ -64,7 +67,9 @@ class PlanKey:
     schedule: str
     world: int
     length: int
-    max_buffer_tokens: int | None
+    max_buffer_tokens: int | None = None
+    inner_size: int | None = None
+    outer_schedule: str = "zigzag"
 
 
 def _number(value: Value) -> float:
@@ -190,7 +195,8 @@ def plan_keys(runs: Sequence[Run]) -> list[PlanKey]:
         world = parallelism.get("context_parallel_size", 1)
         if world > 1:
             length = run.config["data"]["seq_length"]
-            keys[PlanKey(parallelism["schedule"], world, length, parallelism.get("max_buffer_tokens"))] = None
+            told = {key: parallelism[key] for key in _OPTIONS if key in parallelism}
+            keys[PlanKey(parallelism["schedule"], world, length, **told)] = None
     return list(keys)
 
 
@@ -234,10 +240,14 @@ def _draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _draw_plan(axes: Axes, key: PlanKey) -> None:
-    from megatron_longctx.schedules import build_plan  # here: a comparison without plans needs neither room
+    from megatron_longctx.schedules import (  # here: a comparison without plans needs neither room
+        PlanOptions,
+        build_plan,
+    )
     from megatron_longctx.schedules.draw import draw_on
 
-    draw_on(axes, build_plan(key.schedule, key.world, key.length, max_buffer_tokens=key.max_buffer_tokens))
+    options = PlanOptions(**{name: getattr(key, name) for name in _OPTIONS})
+    draw_on(axes, build_plan(key.schedule, key.world, key.length, options=options))
 
 
 def draw(runs: Sequence[Run], plans: Sequence[PlanKey]) -> Figure:

@@ -101,7 +101,7 @@ def _train(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     from .compose import compose_config
     from .config import refuse
-    from .schedules import Kind, build_plan, describe, seal, transpose
+    from .schedules import Kind, PlanOptions, build_plan, describe, seal, transpose
     from .schedules.draw import draw
 
     picture: Path | None = arguments.draw
@@ -109,9 +109,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         raise refuse("--draw", picture, "a .png file in a folder that exists", "Give another file name.")
     config = compose_config(arguments.settings)
     par, model = config.parallelism, config.model
-    unit = par.tensor_parallel_size if par.uses_sequence_parallel else 1
-    length, bound = config.data.seq_length, par.max_buffer_tokens
-    plan = build_plan(par.schedule, par.context_parallel_size, length, not arguments.full_mask, bound, unit)
+    length, options = config.data.seq_length, PlanOptions.of(par)
+    plan = build_plan(par.schedule, par.context_parallel_size, length, not arguments.full_mask, options)
     if arguments.backward:
         plan = seal(transpose(plan))
     element = 2 if config.train.precision == "bf16" else 4

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SCHEDULES = ("ring", "zigzag", "striped", "helper", "double_ring", "tasp", "all_gather", "ulysses")
+SCHEDULES = ("ring", "zigzag", "striped", "helper", "double_ring", "tasp", "all_gather", "ulysses", "usp")
+OUTER_SCHEDULES = ("ring", "zigzag", "helper", "double_ring", "tasp", "all_gather")
 KERNELS = ("auto", "cudnn", "flash_attn", "flash", "cpu", "reference")
 RECOMPUTES = ("none", "layer")
 PRECISIONS = ("fp32", "bf16")
@@ -58,9 +59,16 @@ class ParallelismConfig:
     pipeline_parallel_size: int = 1
     data_parallel_size: int | None = None
     sequence_parallel: bool = True  # only has an effect when tensor_parallel_size > 1
-    schedule: str = "zigzag"  # ring | zigzag | striped | helper | double_ring | tasp | all_gather | ulysses
+    schedule: str = "zigzag"  # ring | zigzag | striped | helper | double_ring | tasp | all_gather | ulysses | usp
     # all_gather only: most remote K/V tokens one rank may hold at once; null: all of them, in one group.
     max_buffer_tokens: int | None = None
+    # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: a node of `cluster`, or the largest
+    # proper divisor of context_parallel_size up to 8.
+    inner_size: int | None = None
+    outer_schedule: str = "zigzag"  # usp only: the mode between its groups (any of the above but striped and ulysses)
+    # How ranks are linked: a name in recipes/cluster or a file of that form. tasp chooses its rings by it. null: every
+    # pair of ranks has a link of its own.
+    cluster: str | None = None
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     timeout_s: float = 600.0  # a collective that waits longer fails the job
@@ -205,6 +213,25 @@ def _validate_parallelism(config: Config) -> None:
     for name in ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         _at_least(f"parallelism.{name}", getattr(par, name), 1)
     _at_least("parallelism.max_buffer_tokens", par.max_buffer_tokens, 1)
+    _at_least("parallelism.inner_size", par.inner_size, 1)
+    _one_of("parallelism.outer_schedule", par.outer_schedule, OUTER_SCHEDULES)
+    if par.inner_size is not None:
+        if par.schedule not in ("double_ring", "usp"):
+            raise refuse(
+                "parallelism.inner_size",
+                par.inner_size,
+                f"null with parallelism.schedule={par.schedule}",
+                "Only double_ring and usp divide the ranks; leave it null or choose one of them.",
+            )
+        size = "parallelism.context_parallel_size"
+        _divides("parallelism.inner_size", par.inner_size, size, par.context_parallel_size)
+    if par.outer_schedule != "zigzag" and par.schedule != "usp":
+        raise refuse(
+            "parallelism.outer_schedule",
+            par.outer_schedule,
+            f"zigzag, its default, with parallelism.schedule={par.schedule}",
+            "Only usp has a mode between groups; leave it or set parallelism.schedule=usp.",
+        )
     if not 0 < par.timeout_s < float("inf"):
         raise refuse("parallelism.timeout_s", par.timeout_s, "more than 0 seconds, and finite", "600 is the default.")
     if par.max_buffer_tokens is not None and par.schedule != "all_gather":

@@ -87,3 +87,21 @@ class Sum:
             else:
                 self._sum = torch.zeros(self._like.shape, dtype=dtype, device=self._like.device)
         return self._sum
+
+
+class Gathering:
+    """A result for another rank, from its first part to the message that takes it along."""
+
+    def __init__(self, total: MergedOutput | Sum) -> None:
+        self._total = total
+        self.fields: tuple[Tensor, ...] = ()
+
+    def add(self, start: int, *fields: Tensor) -> None:
+        """Merge what was computed for the rows from `start` on."""
+        self._total.add(start, *fields)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Make `fields` ready to be sent, contiguous and in the precision of the inputs."""
+        total = self._total.finish()
+        self.fields = tuple(field.contiguous() for field in (total if isinstance(total, tuple) else (total,)))
+        del self._total

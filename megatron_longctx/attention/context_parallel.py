@@ -11,7 +11,7 @@ from torch import Tensor
 from ..comm import BufferPool, P2PTransport
 from ..kernels import KernelRequest, choose
 from ..layout import Layout
-from ..schedules import Kind, Plan, build_plan, check_heads
+from ..schedules import DEFAULT_OPTIONS, Kind, Plan, PlanOptions, build_plan, check_heads
 from .executor import BackwardPass, Engine, ForwardPass
 from .program import Program, programs
 
@@ -25,12 +25,12 @@ class ContextParallelAttention:
         group: the context-parallel process group, or None for one rank.
         schedule: a name in `schedules.SCHEDULES`.
         kernel: a name in `kernels.PROVIDERS`, or `auto`.
-        max_buffer_tokens: bound on other ranks' tokens held at once (`all_gather` only).
-        unit: ranks hold multiples of this many tokens (the tensor-parallel size, under sequence parallelism).
+        options: what the schedule may be told besides.
         deterministic: ask for kernels whose results are bit-identical from run to run.
 
     Raises:
-        ValueError: an unknown schedule (a kernel that cannot serve is refused by the first call, which knows shapes).
+        ValueError: an unknown schedule or options it refuses (a kernel that cannot serve is refused by the first call,
+            which knows shapes).
     """
 
     def __init__(
@@ -39,8 +39,7 @@ class ContextParallelAttention:
         *,
         schedule: str = "zigzag",
         kernel: str = "auto",
-        max_buffer_tokens: int | None = None,
-        unit: int = 1,
+        options: PlanOptions = DEFAULT_OPTIONS,
         deterministic: bool = False,
     ) -> None:
         self._group = group
@@ -48,8 +47,7 @@ class ContextParallelAttention:
         self.world = dist.get_world_size(group) if group is not None else 1
         self._schedule = schedule
         self._kernel = kernel
-        self._max_buffer_tokens = max_buffer_tokens
-        self._unit = unit
+        self._options = options
         self._deterministic = deterministic
         self._programs: dict[tuple[int, bool], tuple[Program, Program]] = {}
         self._engines: dict[KernelRequest, Engine] = {}
@@ -58,7 +56,7 @@ class ContextParallelAttention:
 
     def plan(self, length: int, causal: bool = True) -> Plan:
         """The forward plan for sequences of `length` tokens."""
-        return build_plan(self._schedule, self.world, length, causal, self._max_buffer_tokens, self._unit)
+        return build_plan(self._schedule, self.world, length, causal, self._options)
 
     def layout(self, length: int) -> Layout:
         """Which rank holds which of `length` tokens."""
@@ -96,7 +94,7 @@ class ContextParallelAttention:
                 f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected equal batch and head dimension, "
                 "k and v alike, and query heads a multiple of key/value heads."
             )
-        check_heads(self._schedule, self.world, q.shape[2], k.shape[2])
+        check_heads(self._schedule, self.world, q.shape[2], k.shape[2], self._options)
         engine = self._engine(q, k)
         scale = q.shape[3] ** -0.5 if scale is None else scale
         if (length, causal) not in self._programs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,8 +12,8 @@ from torch import Tensor
 from ..comm import BufferPool, Exchange, P2PTransport
 from ..kernels import AttentionKernel
 from ..schedules import ALL_HEADS, RESULTS, Block, Heads, Kind
-from .accumulate import MergedOutput, Sum
-from .program import HOME, Call, Place, Program, ProgramStep, Receive, Slot
+from .accumulate import Gathering, MergedOutput, Sum
+from .program import HOME, Away, Call, Place, Program, ProgramStep, Receive, Slot
 
 Fields = tuple[Tensor, ...]
 """The tensors of one kind of block, all with tokens first. KV is one tensor `[t, 2, b, g, d]`."""
@@ -63,7 +62,8 @@ class _Pass(ABC):
         self._scale = scale
         self._slots: list[Fields] = []
         self._to_send: dict[tuple[Kind, Heads], Fields] = {}
-        self._outgoing: dict[Block, list[Fields]] = defaultdict(list)
+        self._outgoing: dict[int, Gathering] = {}
+        self._joined: dict[tuple[Block, ...], Fields] = {}
 
     def run(self) -> None:
         transport = self._engine.transport
@@ -121,11 +121,23 @@ class _Pass(ABC):
             self._of_heads(field, place.kind, place.heads, place.held)[place.start : place.stop] for field in fields
         )
 
+    @abstractmethod
+    def gathering(self, block: Block) -> Gathering:
+        """Where parts of a result for another rank come together."""
+
     def gathered(self, places: tuple[Place, ...]) -> Fields:
         """The rows of several places as one sequence; copied only if they are not one place."""
         if len(places) == 1:
             return self.rows(places[0])
         return tuple(torch.cat(pieces) for pieces in zip(*map(self.rows, places), strict=True))
+
+    def queries(self, call: Call) -> Fields:
+        """What the call needs of its queries; what had to be copied together is kept for the calls that follow."""
+        if len(call.queries) == 1:
+            return self.rows(call.queries[0])
+        if call.attend.queries not in self._joined:
+            self._joined[call.attend.queries] = self.gathered(call.queries)
+        return self._joined[call.attend.queries]
 
     def keys(self, call: Call) -> tuple[Tensor, Tensor]:
         """(k, v), each `[t, b, g, d]`."""
@@ -151,8 +163,19 @@ class _Pass(ABC):
             return self.rows(place)
         return tuple(field[place.start : place.stop] for field in self._to_send[place.kind, place.heads])
 
-    def keep_for_others(self, block: Block, fields: Fields) -> None:
-        self._outgoing[block].append(tuple(field.contiguous() for field in fields))
+    def keep_for_others(self, away: Away, fields: Fields) -> None:
+        """Add to an outgoing result; what is complete is made ready here, before the mark that its message awaits."""
+        whole = self._program.outgoing[away.result]
+        if away.result not in self._outgoing:
+            self._outgoing[away.result] = self.gathering(whole)
+        self._outgoing[away.result].add(away.block.start - whole.start, *fields)
+        if away.complete:
+            self._outgoing[away.result].close()
+
+    def _rows_of(self, block: Block) -> Tensor:
+        """A tensor of no memory with the shape of a result's first field."""
+        like = self._of_heads(self.row_like(block.kind)[0], block.kind, block.heads, ALL_HEADS)
+        return torch.empty((), dtype=like.dtype, device=like.device).expand(block.tokens, *like.shape[1:])
 
     def _slot(self, name: int, slot: Slot) -> Fields:
         part = Heads(0, slot.parts)
@@ -165,8 +188,8 @@ class _Pass(ABC):
 
     def _messages(self, step: ProgramStep) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]]:
         sends, receives = [], []
-        for block, place, peer in step.sends:
-            fields = self._outgoing[block].pop(0) if place is None else self._rows_to_send(place)
+        for _, place, peer, result in step.sends:
+            fields = self._outgoing.pop(result).fields if place is None else self._rows_to_send(place)
             sends += [(field, peer) for field in fields]
         for _, place, peer in step.receives:
             receives += [(field, peer) for field in self.rows(place)]
@@ -187,10 +210,10 @@ class ForwardPass(_Pass):
         self.output = MergedOutput(self._q)
 
     def attend(self, call: Call) -> None:
-        (q,) = self.gathered(call.queries)
+        (q,) = self.queries(call)
         k, v = self.keys(call)
         out, lse = self._engine.kernel.forward(q, k, v, causal=call.attend.causal, scale=self._scale)
-        away = iter(call.results)
+        away = iter(call.away)
         offset = 0
         for query in call.attend.queries:
             part = slice(offset, offset + query.tokens)
@@ -203,6 +226,9 @@ class ForwardPass(_Pass):
     def merge(self, block: Block, fields: Fields) -> None:
         out, lse = fields
         self.output.add(block.start, out, lse, self.heads_of(Kind.OUT, block.heads), borrowed=True)
+
+    def gathering(self, block: Block) -> Gathering:
+        return Gathering(MergedOutput(self._rows_of(block)))
 
     def row_like(self, kind: Kind) -> Fields:
         if kind is Kind.OUT:
@@ -220,12 +246,12 @@ class BackwardPass(_Pass):
         self.dkv = tuple(Sum(field) for field in home[Kind.KV])
 
     def attend(self, call: Call) -> None:
-        q, out, grad_out, lse = self.gathered(call.queries)
+        q, out, grad_out, lse = self.queries(call)
         k, v = self.keys(call)
         dq, dk, dv = self._engine.kernel.backward(
             grad_out, q, k, v, out, lse, causal=call.attend.causal, scale=self._scale
         )
-        away = iter(call.results)  # in the order of `results_away`: keys first
+        away = iter(call.away)  # in the order of `results_away`: keys first
         self._add_keys(call, dk, dv, away)
         offset = 0
         for query in call.attend.queries:
@@ -236,7 +262,7 @@ class BackwardPass(_Pass):
             else:
                 self.keep_for_others(next(away), (part,))
 
-    def _add_keys(self, call: Call, dk: Tensor, dv: Tensor, away: Iterator[Block]) -> None:
+    def _add_keys(self, call: Call, dk: Tensor, dv: Tensor, away: Iterator[Away]) -> None:
         offset = 0
         for key in call.attend.keys:
             part = slice(offset, offset + key.tokens)
@@ -253,6 +279,9 @@ class BackwardPass(_Pass):
     def merge(self, block: Block, fields: Fields) -> None:
         total = self.dq if block.kind is Kind.DQ else self.dkv[0]
         total.add(block.start, fields[0], self.heads_of(block.kind, block.heads), borrowed=True)
+
+    def gathering(self, block: Block) -> Gathering:
+        return Gathering(Sum(self._rows_of(block)))
 
     def row_like(self, kind: Kind) -> Fields:
         if kind is Kind.DQ:

@@ -37,11 +37,12 @@ class Slot(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A message out of `place`, or, where that is None, of the result `block` that this rank computed."""
+    """A message out of `place`, or, where that is None, of the program's outgoing result number `result`."""
 
     block: Block
     place: Place | None
     peer: int
+    result: int = -1
 
 
 class Receive(NamedTuple):
@@ -52,13 +53,24 @@ class Receive(NamedTuple):
     peer: int
 
 
+class Away(NamedTuple):
+    """A result computed for another rank: part of the program's outgoing result number `result`.
+
+    `complete`: nothing more is to come for that, so that it can be made ready to be sent.
+    """
+
+    block: Block
+    result: int
+    complete: bool
+
+
 class Call(NamedTuple):
     """One kernel call; `queries` and `keys` have several places only where they are not side by side in memory."""
 
     attend: Attend
     queries: tuple[Place, ...]
     keys: tuple[Place, ...]
-    results: tuple[Block, ...]  # computed for other ranks, in the order of `results_away`
+    away: tuple[Away, ...]  # what it computes for other ranks, in the order of `results_away`
 
 
 class ProgramStep(NamedTuple):
@@ -72,12 +84,13 @@ class ProgramStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's whole pass."""
+    """One rank's whole pass. `outgoing`: the results it sends, numbered."""
 
     steps: tuple[ProgramStep, ...]
     slots: tuple[Slot, ...]
     rank: int
     num_tokens: int
+    outgoing: tuple[Block, ...] = ()
 
     @cached_property
     def slot_names(self) -> tuple[int, ...]:
@@ -99,6 +112,7 @@ def compile_program(plan: Plan, rank: int) -> Program:
     """Place the blocks of `plan` in as few buffer slots as their stays allow."""
     rank_stays = stays(plan)[rank]
     slot_of, slots, busy_until = _assign(rank_stays)
+    outgoing = _Outgoing(plan, rank)
     steps = []
     for t, step in enumerate(plan.steps):
         waits_for, places = -1, {}
@@ -114,13 +128,57 @@ def compile_program(plan: Plan, rank: int) -> Program:
         sends = []
         for move in step.moves:
             if move.source == rank:
-                computed_here = move.block.kind in RESULTS and move.block.origin == rank
-                place = None if computed_here else _find(move.block, rank, rank_stays, slot_of, t)
-                waits_for = max(waits_for, t - 1) if computed_here else waits_for
-                sends.append(Send(move.block, place, move.destination))
-        calls = tuple(_call(attend, plan, rank, rank_stays, slot_of, t) for attend in step.attends[rank])
+                if move.block.kind in RESULTS and move.block.origin == rank:
+                    number = outgoing.number[move.block, t]
+                    waits_for = max(waits_for, outgoing.complete[number][0])
+                    sends.append(Send(move.block, None, move.destination, number))
+                else:
+                    place = _find(move.block, rank, rank_stays, slot_of, t)
+                    sends.append(Send(move.block, place, move.destination))
+        calls = tuple(
+            _call(
+                attend,
+                [_find(block, rank, rank_stays, slot_of, t) for block in attend.inputs(plan.backward)],
+                outgoing.away(t, i),
+            )
+            for i, attend in enumerate(step.attends[rank])
+        )
         steps.append(ProgramStep(tuple(sends), tuple(receives), waits_for, calls))
-    return Program(tuple(steps), tuple(slots), rank, plan.layout.num_tokens(rank))
+    blocks = tuple(block for block, _ in outgoing.number)
+    return Program(tuple(steps), tuple(slots), rank, plan.layout.num_tokens(rank), blocks)
+
+
+class _Outgoing:
+    """Which message takes along which of the results that a rank computes for others."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        sent = [
+            (move.block, t)
+            for t, step in enumerate(plan.steps)
+            for move in step.moves
+            if move.source == rank and move.block.kind in RESULTS and move.block.origin == rank
+        ]
+        self.number = {key: i for i, key in enumerate(sent)}
+        self.complete: dict[int, tuple[int, int, int]] = {}  # (step, call, place in the call) of the last part
+        self._taken: dict[tuple[int, int], list[tuple[Block, int]]] = {}
+        by_home: dict[tuple[Kind, int], list[tuple[Block, int]]] = {}
+        for block, t in sent:
+            by_home.setdefault((block.kind, block.home), []).append((block, t))
+        for t, step in enumerate(plan.steps):
+            for i, attend in enumerate(step.attends[rank]):
+                parts = self._taken[t, i] = []
+                for j, part in enumerate(results_away(attend, rank, plan.backward)):
+                    candidates = by_home.get((part.kind, part.home), ())
+                    key = next((b, u) for b, u in candidates if u > t and b.contains(part))
+                    parts.append((part, self.number[key]))
+                    self.complete[self.number[key]] = (t, i, j)
+
+    def away(self, t: int, i: int) -> tuple[Away, ...]:
+        """The results of call i of step t."""
+        return tuple(
+            Away(block, number, self.complete[number] == (t, i, j))
+            for j, (block, number) in enumerate(self._taken[t, i])
+        )
 
 
 def _assign(rank_stays: list[Stay]) -> tuple[list[int], list[Slot], list[int]]:
@@ -167,12 +225,9 @@ def _find(block: Block, rank: int, rank_stays: list[Stay], slot_of: list[int], t
     raise AssertionError(f"rank {rank} does not hold {block} in step {t}: the plan was not verified")
 
 
-def _call(attend: Attend, plan: Plan, rank: int, rank_stays: list[Stay], slot_of: list[int], t: int) -> Call:
-    blocks = attend.inputs(plan.backward)
-    places = [_find(block, rank, rank_stays, slot_of, t) for block in blocks]
+def _call(attend: Attend, places: list[Place], away: tuple[Away, ...]) -> Call:
     num_queries = len(attend.queries)
-    results = tuple(results_away(attend, rank, plan.backward))
-    return Call(attend, _joined(places[:num_queries]), _joined(places[num_queries:]), results)
+    return Call(attend, _joined(places[:num_queries]), _joined(places[num_queries:]), away)
 
 
 def _joined(places: list[Place]) -> tuple[Place, ...]:

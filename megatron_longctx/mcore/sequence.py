@@ -11,6 +11,7 @@ from torch import Tensor
 from ..attention import ContextParallelAttention
 from ..config import Config
 from ..layout import Layout
+from ..schedules import PlanOptions
 
 
 class ShardedSequence:
@@ -66,8 +67,7 @@ def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
         group,
         schedule=par.schedule,
         kernel=config.attention.kernel,
-        max_buffer_tokens=par.max_buffer_tokens,
-        unit=par.tensor_parallel_size if par.uses_sequence_parallel else 1,
+        options=PlanOptions.of(par),
         deterministic=config.attention.deterministic,
     )
     return ShardedSequence(attention, config.data.seq_length)

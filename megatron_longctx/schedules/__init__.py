@@ -5,7 +5,7 @@ either; `describe` prints it and `draw` draws it. To add a mode, write its funct
 `SCHEDULES` and in `config.SCHEDULES`: the executor runs it unchanged.
 """
 
-from .build import SCHEDULES, build_plan, check_heads, seal
+from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads, layout_name, seal
 from .describe import describe, moved_tokens
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step
 from .residency import Stay, buffer_need, stays
@@ -14,6 +14,7 @@ from .verify import PlanError, results_away, verify
 
 __all__ = [
     "ALL_HEADS",
+    "DEFAULT_OPTIONS",
     "RESULTS",
     "SCHEDULES",
     "Attend",
@@ -23,12 +24,14 @@ __all__ = [
     "Move",
     "Plan",
     "PlanError",
+    "PlanOptions",
     "Stay",
     "Step",
     "buffer_need",
     "build_plan",
     "check_heads",
     "describe",
+    "layout_name",
     "moved_tokens",
     "results_away",
     "seal",

@@ -6,16 +6,67 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ..config import OUTER_SCHEDULES, ParallelismConfig
 from ..layout import Layout, build_layout
-from ..topology import hamiltonian_cycles
+from ..topology import Cluster, hamiltonian_cycles, load_cluster, rings_for
 from .all_gather import all_gather
 from .double_ring import double_ring
 from .helper import helper
 from .plan import Plan
 from .residency import buffer_need
 from .ring import ring
-from .tasp import tasp
+from .tasp import Rings, tasp
 from .ulysses import ulysses
+from .usp import usp
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What modes may be told beyond the number of ranks and tokens; each ignores what it has no use for.
+
+    max_buffer_tokens: most remote key/value tokens a rank may hold at once (all_gather); None for no bound.
+    unit: every rank's tokens come in multiples of this (see `layout.layouts`).
+    inner_size: ranks of an inner ring (double_ring), ranks that share the heads (usp); None for a node of `cluster`
+        if it is described and smaller than all ranks, else for the largest proper divisor of their number up to 8.
+    outer_schedule: the mode between the groups of usp: one whose layout gives a group neighbouring tokens.
+    cluster: the ranks' links, for which tasp chooses its rings; None for a full mesh.
+    """
+
+    max_buffer_tokens: int | None = None
+    unit: int = 1
+    inner_size: int | None = None
+    outer_schedule: str = "zigzag"
+    cluster: Cluster | None = None
+
+    @classmethod
+    def of(cls, par: ParallelismConfig) -> PlanOptions:
+        """What the configuration says.
+
+        Raises:
+            ValueError: a cluster that cannot be read, or has no such number of ranks.
+        """
+        return cls(
+            max_buffer_tokens=par.max_buffer_tokens,
+            unit=par.tensor_parallel_size if par.uses_sequence_parallel else 1,
+            inner_size=par.inner_size,
+            outer_schedule=par.outer_schedule,
+            cluster=load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None,
+        )
+
+    def inner(self, n: int) -> int:
+        """Ranks of an inner ring of `double_ring`, or that share the heads in `usp`."""
+        if self.inner_size is not None:
+            return self.inner_size
+        if self.cluster is not None and self.cluster.ranks_per_node < n:
+            return self.cluster.ranks_per_node
+        return max((k for k in range(1, min(n, 9)) if n % k == 0), default=1)
+
+    def rings(self, n: int) -> Rings:
+        """The rings of `tasp`."""
+        return hamiltonian_cycles(n) if self.cluster is None else rings_for(self.cluster)
+
+
+DEFAULT_OPTIONS = PlanOptions()
 
 
 @dataclass(frozen=True)
@@ -26,7 +77,7 @@ class Schedule:
     """
 
     layout: str
-    plan: Callable[[Layout, bool, int | None], Plan]
+    plan: Callable[[Layout, bool, PlanOptions], Plan]
     about: str
     splits_heads: bool = False
 
@@ -38,27 +89,45 @@ SCHEDULES: dict[str, Schedule] = {
     "helper": Schedule("contiguous", lambda layout, causal, _: helper(layout, causal), "DistFlashAttn's helpers"),
     "double_ring": Schedule(
         "zigzag",
-        lambda layout, causal, _: double_ring(layout, causal, inner_ring_size(layout.n)),
+        lambda layout, causal, options: double_ring(layout, causal, options.inner(layout.n)),
         "a ring inside each node, a ring of nodes around it",
     ),
     "tasp": Schedule(
         "zigzag",
-        lambda layout, causal, _: tasp(layout, causal, hamiltonian_cycles(layout.n)),
-        "rings over all edge-disjoint Hamiltonian cycles of a full mesh",
+        lambda layout, causal, options: tasp(layout, causal, options.rings(layout.n)),
+        "rings over all edge-disjoint Hamiltonian cycles of the topology",
     ),
-    "all_gather": Schedule("zigzag", all_gather, "fetch needed keys from their homes, few long kernel calls"),
+    "all_gather": Schedule(
+        "zigzag",
+        lambda layout, causal, options: all_gather(layout, causal, options.max_buffer_tokens),
+        "fetch needed keys from their homes, few long kernel calls",
+    ),
     "ulysses": Schedule(
         "contiguous", lambda layout, causal, _: ulysses(layout, causal), "tokens exchanged for heads", splits_heads=True
+    ),
+    "usp": Schedule(
+        "zigzag",
+        lambda layout, causal, options: usp(layout, causal, options.inner(layout.n), _outer(options)),
+        "Ulysses inside groups of ranks, a ring of groups around them",
+        splits_heads=True,
     ),
 }
 
 
-def inner_ring_size(n: int) -> int:
-    """Ranks of an inner ring of `double_ring`: the largest proper divisor of n up to 8, the GPUs of a usual node."""
-    return max((k for k in range(1, min(n, 9)) if n % k == 0), default=1)
+def _outer(options: PlanOptions) -> Callable[[Layout, bool], Plan]:
+    mode = SCHEDULES[options.outer_schedule]
+    inside = replace(options, inner_size=None, cluster=None)  # said of all ranks, not of groups
+    return lambda layout, causal: mode.plan(layout, causal, inside)
 
 
-def check_heads(schedule: str, n: int, num_heads: int, num_kv_heads: int) -> None:
+def layout_name(schedule: str, options: PlanOptions) -> str:
+    """The layout that a mode rests on."""
+    return SCHEDULES[options.outer_schedule if schedule == "usp" else schedule].layout
+
+
+def check_heads(
+    schedule: str, n: int, num_heads: int, num_kv_heads: int, options: PlanOptions = DEFAULT_OPTIONS
+) -> None:
     """Refuse a mode that shares heads among ranks whose number does not fit them.
 
     Raises:
@@ -68,13 +137,15 @@ def check_heads(schedule: str, n: int, num_heads: int, num_kv_heads: int) -> Non
     def fits(ranks: int) -> bool:
         return num_heads % ranks == 0 and (num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0)
 
-    if SCHEDULES[schedule].splits_heads and not fits(n):
-        legal = sorted((k for k in range(1, num_heads + 1) if fits(k)), key=lambda k: (abs(k - n), k))[:3]
+    sharing = options.inner(n) if schedule == "usp" else n
+    if SCHEDULES[schedule].splits_heads and not fits(sharing):
+        possible = (k for k in range(1, num_heads + 1) if fits(k) and (schedule != "usp" or n % k == 0))
+        legal = ", ".join(map(str, sorted(possible, key=lambda k: (abs(k - sharing), k))[:3]))
+        what, remedy = ("inner_size", "Set it to one of them") if schedule == "usp" else ("ranks", "Start as many")
         raise ValueError(
-            f"{n} context-parallel ranks with schedule {schedule}: expected a divisor of the {num_heads} query heads "
-            f"that divides the {num_kv_heads} key/value heads or is a multiple of them. "
-            f"Nearest: {', '.join(map(str, legal))}; "
-            "or choose a ring schedule."
+            f"{sharing} context-parallel ranks that share the heads (schedule {schedule}): expected a divisor of the "
+            f"{num_heads} query heads that divides the {num_kv_heads} key/value heads or is a multiple of them. "
+            f"Nearest {what}: {legal}. {remedy}, or choose a ring schedule."
         )
 
 
@@ -84,19 +155,14 @@ def seal(plan: Plan) -> Plan:
 
 
 @lru_cache(maxsize=256)
-def build_plan(
-    schedule: str, n: int, length: int, causal: bool = True, max_buffer_tokens: int | None = None, unit: int = 1
-) -> Plan:
+def build_plan(schedule: str, n: int, length: int, causal: bool = True, options: PlanOptions = DEFAULT_OPTIONS) -> Plan:
     """The forward plan of `schedule` for `n` ranks and a sequence of `length` tokens.
 
-    Args:
-        max_buffer_tokens: most remote key/value tokens a rank may hold at once (all_gather); None for no bound.
-        unit: every rank's tokens come in multiples of this (see `layout.layouts`).
-
     Raises:
-        ValueError: unknown schedule, or sizes its layout refuses.
+        ValueError: unknown schedule, or sizes or options that it refuses.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}. Choose one of these.")
-    mode = SCHEDULES[schedule]
-    return seal(mode.plan(build_layout(mode.layout, n, length, unit), causal, max_buffer_tokens))
+    for name, allowed in ((schedule, tuple(SCHEDULES)), (options.outer_schedule, OUTER_SCHEDULES)):
+        if name not in allowed:
+            raise ValueError(f"schedule {name!r}: expected one of {', '.join(allowed)}. Choose one of these.")
+    layout = build_layout(layout_name(schedule, options), n, length, options.unit)
+    return seal(SCHEDULES[schedule].plan(layout, causal, options))

@@ -2,8 +2,11 @@
 
 A plan covers one attention call over one sequence (a batch goes along). Its steps are synchronous in meaning, not in
 time: within a step all moves start first, then the attends run beside them; what moved in step t may be attended or
-sent on from step t+1 on. A partial result computed in step t may be sent from step t+1 on and is merged at its home
-when it arrives. Sizes are known to every rank, so nothing is padded and no size is exchanged.
+sent on from step t+1 on. Sizes are known to every rank, so nothing is padded and no size is exchanged.
+
+A result for another rank's tokens that is computed in step t may be sent from step t+1 on. A move of a result from the
+rank that computed it carries, merged, all that this rank has computed for any part of the block and not sent yet; at
+its home it is merged with the rest.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .plan import Attend, Block, Kind, Move, Plan, Step
+from .plan import Attend, Block, Heads, Kind, Move, Plan, Step
 
 _INPUTS = {Kind.KV: Kind.KV, Kind.Q: Kind.Q_GRAD}
 
@@ -10,33 +10,54 @@ _INPUTS = {Kind.KV: Kind.KV, Kind.Q: Kind.Q_GRAD}
 def transpose(plan: Plan) -> Plan:
     """Same pairs on the same ranks; inputs travel as in forward, gradients go straight home.
 
-    A rank that attended another rank's keys sends its partial dK, dV to their home in the next step, and the home adds
-    up what arrives in fp32. Sent in the kernel's own output precision, this loses nothing and moves half the bytes of
-    an accumulator that travels the ring in fp32. Likewise for queries that a helper attended.
+    A rank that attended another rank's keys sends its partial dK, dV to their home once it is done with them, and the
+    home adds up what arrives in fp32. Sent in the kernel's own output precision, this loses nothing and moves half the
+    bytes of an accumulator that travels the ring in fp32. Likewise for queries that a helper attended.
 
     Raises:
         ValueError: `plan` is a backward plan already.
     """
     if plan.backward:
         raise ValueError(f"plan {plan.name} is a backward plan: expected a forward plan. Transpose the forward plan.")
+    results = _results(plan)
     steps: list[Step] = []
-    results: tuple[Move, ...] = ()
-    for step in plan.steps:
+    for t, step in enumerate(plan.steps):
         inputs = tuple(
             move._replace(block=move.block._replace(kind=_INPUTS[move.block.kind]))
             for move in step.moves
             if move.block.kind in _INPUTS
         )
-        steps.append(Step(inputs + results, step.attends))
-        results = tuple(
-            Move(block, rank, block.home)
-            for rank, attends in enumerate(step.attends)
-            for attend in attends
-            for block in gradients_away(attend, rank)
-        )
-    if results:
-        steps.append(Step(results, ((),) * plan.n))
+        steps.append(Step(inputs + tuple(results[t]), step.attends))
+    if results[-1]:
+        steps.append(Step(tuple(results[-1]), ((),) * plan.n))
     return Plan(plan.name, plan.layout, plan.causal, tuple(steps), backward=True)
+
+
+def _results(plan: Plan) -> list[list[Move]]:
+    """The moves of gradients to their homes, by step: in the one after the last call that adds to them.
+
+    What overlaps travels as one, so that nothing is sent twice.
+    """
+    away: dict[tuple[int, Kind, int, Heads], list[tuple[int, int, int, Block]]] = {}
+    for t, step in enumerate(plan.steps):
+        for rank, attends in enumerate(step.attends):
+            for attend in attends:
+                for block in gradients_away(attend, rank):
+                    computed = away.setdefault((rank, block.kind, block.home, block.heads), [])
+                    computed.append((block.start, block.stop, t, block))
+    moves: list[list[Move]] = [[] for _ in range(len(plan.steps) + 1)]
+    for (rank, _, home, _), computed in away.items():
+        open_stop, last, whole = -1, -1, computed[0][3]
+        for start, stop, t, block in sorted(computed):
+            if start >= open_stop:
+                if open_stop >= 0:
+                    moves[last + 1].append(Move(whole, rank, home))
+                open_stop, last, whole = stop, t, block
+            else:
+                open_stop, last = max(open_stop, stop), max(last, t)
+                whole = whole._replace(stop=open_stop)
+        moves[last + 1].append(Move(whole, rank, home))
+    return moves
 
 
 def gradients_away(attend: Attend, rank: int) -> list[Block]:

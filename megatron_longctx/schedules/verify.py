@@ -175,13 +175,7 @@ class _Holdings:
         return any(held.contains(block) for held in self._spans.get((block.kind, block.home, block.origin), ()))
 
     def overlaps(self, block: Block) -> bool:
-        held = self._spans.get((block.kind, block.home, block.origin), ())
-        return any(
-            other.start < block.stop
-            and block.start < other.stop
-            and (other.heads.covers(block.heads) or block.heads.covers(other.heads))
-            for other in held
-        )
+        return any(_overlap(other, block) for other in self._spans.get((block.kind, block.home, block.origin), ()))
 
 
 def _check_flow(plan: Plan) -> None:
@@ -190,16 +184,13 @@ def _check_flow(plan: Plan) -> None:
         tokens = plan.layout.num_tokens(rank)
         for kind in (Kind.KV, Kind.Q, Kind.Q_GRAD):
             held[rank].add(Block(kind, rank, 0, tokens))
-    owed: Counter[Block] = Counter()  # results computed away from home and not delivered yet
+    results = _Results()
     for t, step in enumerate(plan.steps):
         for move in step.moves:
-            _check_move(
-                plan, move, held, f"{plan.name}, step {t}: {move.block} from {move.source} to {move.destination}"
-            )
-            if move.block.kind in RESULTS and move.destination == move.block.home:
-                owed[move.block] -= 1
-                if owed[move.block] < 0:
-                    raise PlanError(f"{plan.name}, step {t}: {move.block} reaches its home more often than computed")
+            where = f"{plan.name}, step {t}: {move.block} from {move.source} to {move.destination}"
+            _check_move(plan, move, held, where)
+            if move.block.kind in RESULTS:
+                results.move(move, where)
         for rank, attends in enumerate(step.attends):
             for attend in attends:
                 for block in attend.inputs(plan.backward):
@@ -212,17 +203,56 @@ def _check_flow(plan: Plan) -> None:
         for rank, attends in enumerate(step.attends):
             for attend in attends:
                 for result in results_away(attend, rank, plan.backward):
-                    held[rank].add(result)
-                    owed[result] += 1
-    lost = sorted(owed.elements())
+                    results.compute(result)
+    lost = results.lost()
     if lost:
         raise PlanError(f"{plan.name}: {lost[0]} never reaches its home, nor do {len(lost) - 1} more results")
+
+
+class _Results:
+    """Results computed away from home: each has to leave in one message, and to arrive once."""
+
+    def __init__(self) -> None:
+        self._unsent: dict[tuple[Kind, int, int], list[Block]] = {}
+        self._travelling: Counter[Block] = Counter()
+
+    def compute(self, result: Block) -> None:
+        self._unsent.setdefault((result.kind, result.home, result.origin), []).append(result)
+
+    def move(self, move: Move, where: str) -> None:
+        block = move.block
+        if move.source == block.origin:  # else it is passed on
+            key = (block.kind, block.home, block.origin)
+            unsent = self._unsent.get(key, [])
+            carried = [result for result in unsent if block.contains(result)]
+            if not carried:
+                raise PlanError(f"{where}: the source has nothing of it computed that is not sent yet")
+            if any(result not in carried and _overlap(result, block) for result in unsent):
+                raise PlanError(f"{where}: cuts a result that the source has computed as one")
+            self._unsent[key] = [result for result in unsent if result not in carried]
+            self._travelling[block] += 1
+        if move.destination == block.home:
+            self._travelling[block] -= 1
+            if self._travelling[block] < 0:
+                raise PlanError(f"{where}: reaches its home more often than it was sent")
+
+    def lost(self) -> list[Block]:
+        unsent = [result for results in self._unsent.values() for result in results]
+        return sorted([*unsent, *self._travelling.elements()])
+
+
+def _overlap(one: Block, other: Block) -> bool:
+    return (
+        one.start < other.stop
+        and other.start < one.stop
+        and (one.heads.covers(other.heads) or other.heads.covers(one.heads))
+    )
 
 
 def _check_move(plan: Plan, move: Move, held: list[_Holdings], where: str) -> None:
     if not (0 <= move.source < plan.n and 0 <= move.destination < plan.n) or move.source == move.destination:
         raise PlanError(f"{where}: source and destination must be two ranks below {plan.n}")
-    if not held[move.source].holds(move.block):
+    if not held[move.source].holds(move.block) and move.source != move.block.origin:
         raise PlanError(f"{where}: the source does not hold it yet")
 
 

@@ -12,7 +12,7 @@ from ..mcore.data import check_corpus
 from ..mcore.model import fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
-from ..schedules import build_plan, check_heads
+from ..schedules import PlanOptions, build_plan, check_heads
 from .run_folder import RunFolder
 
 
@@ -53,11 +53,11 @@ def check(config: Config, world_size: int) -> int | None:
     if uses_transformer_engine(config.model):
         require_transformer_engine()
     par = config.parallelism
-    unit = par.tensor_parallel_size if par.uses_sequence_parallel else 1
+    options = PlanOptions.of(par)
     heads = (config.model.num_attention_heads, config.model.num_kv_heads)
     tp = par.tensor_parallel_size
-    check_heads(par.schedule, par.context_parallel_size, heads[0] // tp, heads[1] // tp)
-    build_plan(par.schedule, par.context_parallel_size, config.data.seq_length, True, par.max_buffer_tokens, unit)
+    check_heads(par.schedule, par.context_parallel_size, heads[0] // tp, heads[1] // tp, options)
+    build_plan(par.schedule, par.context_parallel_size, config.data.seq_length, True, options)
     check_corpus(config.data)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)

@@ -23,7 +23,7 @@ from megatron_longctx.attention.program import programs
 from megatron_longctx.comm import BufferPool, P2PTransport
 from megatron_longctx.kernels import KernelRequest, choose
 from megatron_longctx.layout import build_layout
-from megatron_longctx.schedules import SCHEDULES, Plan, verify
+from megatron_longctx.schedules import SCHEDULES, Plan, PlanOptions, verify
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.plans import helper_plan, tangled_plan
 from megatron_longctx.testing.references import dense_attention, kernel_attention, random_qkv, shard, unshard
@@ -103,7 +103,7 @@ class Ranks:
         key = (case.schedule, case.kernel, case.bound)
         if key not in self._made:
             self._made[key] = ContextParallelAttention(
-                dist.group.WORLD, schedule=case.schedule, kernel=case.kernel, max_buffer_tokens=case.bound
+                dist.group.WORLD, schedule=case.schedule, kernel=case.kernel, options=PlanOptions(case.bound)
             )
         return self._made[key]
 
@@ -428,7 +428,7 @@ def test_one_rank_computes_what_its_kernel_computes():
 
 
 def test_settings_reach_the_plan():
-    attention = ContextParallelAttention(schedule="all_gather", max_buffer_tokens=6, unit=2)
+    attention = ContextParallelAttention(schedule="all_gather", options=PlanOptions(6, unit=2))
     assert attention.plan(8).name == "all_gather" and attention.plan(8, False).causal is False
     with pytest.raises(ValueError, match="length=7: expected a multiple of unit=2"):
         attention.layout(7)

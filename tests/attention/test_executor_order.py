@@ -8,7 +8,7 @@ from megatron_longctx.attention.executor import BackwardPass, Engine, ForwardPas
 from megatron_longctx.attention.program import programs
 from megatron_longctx.comm import BufferPool, Exchange
 from megatron_longctx.kernels import AttentionKernel
-from megatron_longctx.schedules import SCHEDULES, Block, Kind, build_plan
+from megatron_longctx.schedules import SCHEDULES, Block, Kind, PlanOptions, build_plan
 from megatron_longctx.testing.plans import helper_plan, tangled_plan
 
 # Modes that share heads among ranks have tests of their own: not every number of ranks fits them.
@@ -98,7 +98,12 @@ def run(plan, rank, backward):
 
 
 PLANS = [build_plan(name, 4, 16) for name in WHOLE_HEADS]
-PLANS += [build_plan("all_gather", 4, 16, True, 4), helper_plan(2, 8), helper_plan(3, 12), tangled_plan(12)]
+PLANS += [
+    build_plan("all_gather", 4, 16, True, PlanOptions(4)),
+    helper_plan(2, 8),
+    helper_plan(3, 12),
+    tangled_plan(12),
+]
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_longctx.attention.program import HOME, Place, Receive, Send, Slot, compile_program, programs
+from megatron_longctx.attention.program import HOME, Away, Place, Receive, Send, Slot, compile_program, programs
 from megatron_longctx.layout import contiguous, striped
 from megatron_longctx.schedules import (
     SCHEDULES,
@@ -11,6 +11,7 @@ from megatron_longctx.schedules import (
     Kind,
     Move,
     Plan,
+    PlanOptions,
     Step,
     build_plan,
     seal,
@@ -77,7 +78,7 @@ def test_results_of_backward_wait_for_the_calls_that_make_them():
     assert results == [
         [],
         [],
-        *([Send(Block(Kind.DKV, home, 0, 2, 1), None, home)] for home in (0, 3, 2)),
+        *([Send(Block(Kind.DKV, home, 0, 2, 1), None, home, i)] for i, home in enumerate((0, 3, 2))),
     ]
     (arriving,) = [receive for receive in backward.steps[2].receives if receive.block.kind is Kind.DKV]
     assert (arriving.block, arriving.peer) == (Block(Kind.DKV, 1, 0, 2, 2), 2)
@@ -85,7 +86,9 @@ def test_results_of_backward_wait_for_the_calls_that_make_them():
         for call in step.calls:
             assert call.queries[0] == Place(Kind.Q_GRAD, HOME, 0, 2)
             away = call.attend.keys[0].home != 1
-            assert call.results == ((Block(Kind.DKV, call.attend.keys[0].home, 0, 2, 1),) if away else ())
+            results = tuple(backward.outgoing[part.result] for part in call.away)
+            assert results == ((Block(Kind.DKV, call.attend.keys[0].home, 0, 2, 1),) if away else ())
+            assert all(part.complete for part in call.away)
 
 
 def test_gathered_keys_lie_side_by_side():
@@ -107,7 +110,7 @@ def test_gathered_keys_lie_side_by_side():
 @pytest.mark.parametrize("bound", [None, 2, 5, 12, 20])
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_gathered_keys_are_one_place_for_each_call(n, bound):
-    plan = build_plan("all_gather", n, 4 * n + 3, True, bound)
+    plan = build_plan("all_gather", n, 4 * n + 3, True, PlanOptions(bound))
     for rank in range(n):
         for program in programs(plan, rank):
             assert all(len(call.keys) == 1 for step in program.steps for call in step.calls)
@@ -129,13 +132,25 @@ def test_queries_that_travel():
     (call,) = forward.steps[1].calls
     assert call.queries[0] == Place(Kind.Q, 0, 0, 2)
     assert call.keys == (Place(Kind.KV, HOME, 0, 4),)
-    assert call.results == (Block(Kind.OUT, 1, 2, 4, 0),)
-    assert forward.steps[2].sends == (Send(Block(Kind.OUT, 1, 2, 4, 0), None, 1),)
+    assert call.away == (Away(Block(Kind.OUT, 1, 2, 4, 0), 0, True),)
+    assert forward.outgoing == (Block(Kind.OUT, 1, 2, 4, 0),)
+    assert forward.steps[2].sends == (Send(Block(Kind.OUT, 1, 2, 4, 0), None, 1, 0),)
     assert forward.steps[2].after == 1
     (call,) = backward.steps[1].calls
     assert (call.queries[0].kind, call.queries[0].slot) == (Kind.Q_GRAD, forward.slots.index(Slot(Kind.Q, 2)))
-    assert call.results == (Block(Kind.DQ, 1, 2, 4, 0),)
-    assert backward.steps[2].sends == (Send(Block(Kind.DQ, 1, 2, 4, 0), None, 1),)
+    assert call.away == (Away(Block(Kind.DQ, 1, 2, 4, 0), 0, True),)
+    assert backward.steps[2].sends == (Send(Block(Kind.DQ, 1, 2, 4, 0), None, 1, 0),)
+
+
+def test_parts_of_a_result_leave_together_when_the_last_is_computed():
+    # usp of 2 x 2 ranks: rank 0 computes for rank 1 in steps 1 (own group) and 2, both parts of its heads' outputs.
+    forward, _ = programs(build_plan("usp", 4, 16, True, PlanOptions(inner_size=2)), 0)
+    away = [
+        (t, part.block.start, part.complete) for t, s in enumerate(forward.steps) for c in s.calls for part in c.away
+    ]
+    assert {t for t, _, _ in away} == {1, 2}
+    assert [t for t, _, complete in away if complete] == [2]
+    assert len(forward.outgoing) == 1 and forward.steps[-1].after == 2
 
 
 def test_results_passed_on_go_out_of_the_slot_they_came_into():
@@ -148,13 +163,13 @@ def test_results_passed_on_go_out_of_the_slot_they_came_into():
 
 def test_keys_in_a_buffer_and_at_home_are_two_places():
     forward, _ = programs(tangled_plan(12), 1)
-    (helped,) = [call for call in forward.steps[1].calls if call.results]
+    (helped,) = [call for call in forward.steps[1].calls if call.away]
     assert helped.keys == (Place(Kind.KV, 0, 0, 4), Place(Kind.KV, HOME, 0, 4))
 
 
 AWKWARD = [helper_plan(2, 9), helper_plan(3, 11), tangled_plan(12), seal(ring(striped(3, 10), True))]
 MODES = [build_plan(name, n, 4 * n + 3) for name in WHOLE_HEADS for n in (2, 3, 5, 8)]
-BOUND = [build_plan("all_gather", 4, 64, True, bound) for bound in (2, 7, 24)]
+BOUND = [build_plan("all_gather", 4, 64, True, PlanOptions(bound)) for bound in (2, 7, 24)]
 
 
 @pytest.mark.parametrize("plan", [*AWKWARD, *MODES, *BOUND], ids=lambda plan: f"{plan.name}-{plan.n}")

@@ -1,4 +1,4 @@
-"""Ulysses: ranks that share the heads, where their number fits them, and refused where it does not."""
+"""Ulysses and USP: ranks that share the heads, where their number fits them, and refused where it does not."""
 
 from __future__ import annotations
 
@@ -10,18 +10,36 @@ import torch.distributed as dist
 
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.attention.executor import head_slice
-from megatron_longctx.schedules import Heads, build_plan, check_heads, seal, transpose, verify
+from megatron_longctx.config import OUTER_SCHEDULES
+from megatron_longctx.layout import striped
+from megatron_longctx.schedules import Heads, Kind, PlanOptions, build_plan, check_heads, seal, transpose, verify
+from megatron_longctx.schedules.ring import ring
+from megatron_longctx.schedules.usp import usp
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention
 
-HEADS = {2: ((4, 4), (4, 2), (4, 1)), 3: ((6, 3), (6, 1)), 4: ((8, 8), (8, 2), (4, 1))}
+HEADS = {
+    1: ((4, 4), (4, 2), (4, 1)),
+    2: ((4, 4), (4, 2), (4, 1)),
+    3: ((6, 6), (6, 3), (6, 1)),
+    4: ((8, 8), (8, 2), (4, 1)),
+    5: ((10, 10), (10, 5), (5, 1)),
+    6: ((6, 6), (12, 6), (6, 1)),
+    8: ((8, 8), (16, 4), (8, 1)),
+}
+"""MHA, GQA and MQA, by the number of ranks that share the heads."""
 
 
-def worst_error(rank: int) -> float:
+def worst_error(rank: int, schedule: str, cases: list[tuple[PlanOptions, int]]) -> float:
+    """Largest difference of any output or gradient from the fp64 reference, over all cases (options, sharing)."""
+    return max(worst_of(rank, schedule, options, HEADS[sharing]) for options, sharing in cases)
+
+
+def worst_of(rank: int, schedule: str, options: PlanOptions, heads: tuple[tuple[int, int], ...]) -> float:
     n = dist.get_world_size()
-    attention = ContextParallelAttention(dist.group.WORLD, schedule="ulysses", kernel="reference")
+    attention = ContextParallelAttention(dist.group.WORLD, schedule=schedule, kernel="reference", options=options)
     worst = 0.0
-    for (h, g), length, causal in product(HEADS[n], (4 * n, 4 * n + 1, n - 1), (True, False)):
+    for (h, g), length, causal in product(heads, (4 * n, 4 * n + 1, n - 1), (True, False)):
         torch.manual_seed(length)
         whole = [torch.randn(length, 2, heads, 8, dtype=torch.float64) for heads in (h, g, g)]
         grad = torch.randn(length, 2, h, 8, dtype=torch.float64)
@@ -36,9 +54,54 @@ def worst_error(rank: int) -> float:
     return worst
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_equals_dense_attention(n: int) -> None:
-    assert max(run_distributed(worst_error, n)) < 1e-12
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 8])
+def test_ulysses_equals_dense_attention(n: int) -> None:
+    assert max(run_distributed(worst_error, n, "ulysses", [(PlanOptions(), n)])) < 1e-12
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 8])
+def test_usp_equals_dense_attention(n: int) -> None:
+    """Every size of a group with every mode around the groups."""
+    cases = [
+        (PlanOptions(inner_size=sharing, outer_schedule=outer), sharing)
+        for sharing in range(1, n + 1)
+        if n % sharing == 0
+        for outer in (OUTER_SCHEDULES if n in (4, 6) else ("zigzag", "helper"))
+    ]
+    assert max(run_distributed(worst_error, n, "usp", cases)) < 1e-12
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 6, 7, 8, 12])
+@pytest.mark.parametrize("outer", OUTER_SCHEDULES)
+def test_usp_is_proved_forward_and_backward(n: int, outer: str) -> None:
+    for sharing, length, causal in product(range(1, n + 1), (0, 1, n + 1, 4 * n + 3), (True, False)):
+        if n % sharing == 0:
+            plan = build_plan("usp", n, length, causal, PlanOptions(inner_size=sharing, outer_schedule=outer))
+            verify(plan)
+            verify(seal(transpose(plan)))
+
+
+def test_usp_sends_one_output_home_for_each_part_of_the_heads() -> None:
+    """However many blocks a rank attends: they are merged where they are computed."""
+    plan = build_plan("usp", 8, 64 * 8, True, PlanOptions(inner_size=2))
+    for each, kind in ((plan, Kind.OUT), (transpose(plan), Kind.DQ)):
+        moves = [move for step in each.steps for move in step.moves if move.block.kind is kind]
+        assert sum(move.block.tokens for move in moves) == 8 * 64
+
+
+def test_usp_of_one_group_is_ulysses_and_of_single_ranks_its_outer_mode() -> None:
+    whole, apart = (build_plan("usp", 4, 64, True, PlanOptions(inner_size=size)) for size in (4, 1))
+    assert [[len(attends) for attends in step.attends] for step in whole.steps if any(step.attends)] == [[1] * 4]
+    assert apart.steps == build_plan("zigzag", 4, 64).steps
+
+
+def test_groups_that_do_not_divide_the_ranks_or_whose_tokens_lie_apart_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"inner_size=3: expected a divisor of the 8 ranks.*1, 2, 4, 8"):
+        build_plan("usp", 8, 64, True, PlanOptions(inner_size=3))
+    with pytest.raises(ValueError, match=r"layout striped: expected ranks 0\.\.1 to hold neighbouring tokens"):
+        usp(striped(4, 16), True, 2, ring)
+    with pytest.raises(ValueError, match="schedule 'ulysses': expected one of ring, zigzag"):
+        build_plan("usp", 8, 64, True, PlanOptions(outer_schedule="ulysses"))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
@@ -66,7 +129,10 @@ def test_heads_in_parts() -> None:
 def test_numbers_of_ranks_that_do_not_fit_are_refused() -> None:
     check_heads("ulysses", 16, 32, 8)
     check_heads("zigzag", 5, 32, 8)
-    with pytest.raises(ValueError, match=r"5 context-parallel ranks with schedule ulysses.*Nearest: 4, 2, 8"):
+    check_heads("usp", 12, 32, 8, PlanOptions(inner_size=4))
+    with pytest.raises(ValueError, match=r"12 context-parallel ranks that share.*Nearest inner_size: 4, 2, 1\. Set it"):
+        check_heads("usp", 12, 32, 8, PlanOptions(inner_size=12))
+    with pytest.raises(ValueError, match=r"5 context-parallel ranks that share.*ulysses.*Nearest ranks: 4, 2, 8"):
         check_heads("ulysses", 5, 32, 8)
     with pytest.raises(ValueError, match="divisor of the 4 query heads"):
         check_heads("ulysses", 8, 4, 2)

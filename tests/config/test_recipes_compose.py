@@ -10,7 +10,7 @@ import pytest
 
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import KERNELS, SCHEDULES, Config, data_parallel_size
-from megatron_longctx.schedules import build_plan
+from megatron_longctx.schedules import PlanOptions, build_plan
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 GROUPS = {folder.name: sorted(p.stem for p in folder.glob("*.yaml")) for folder in RECIPES.iterdir() if folder.is_dir()}
@@ -21,10 +21,7 @@ def ready(config: Config) -> int:
     par = config.parallelism
     world = par.model_parallel_size
     assert data_parallel_size(config, world) == 1
-    unit = par.tensor_parallel_size if par.uses_sequence_parallel else 1
-    plan = build_plan(
-        par.schedule, par.context_parallel_size, config.data.seq_length, True, par.max_buffer_tokens, unit
-    )
+    plan = build_plan(par.schedule, par.context_parallel_size, config.data.seq_length, True, PlanOptions.of(par))
     assert plan.n == par.context_parallel_size
     return world
 

@@ -42,7 +42,7 @@ WHOLE_MESSAGES = {
         "~train.steps: expected key=value; keys cannot be removed. Leave train.steps out to have its default."
     ),
     "parallelism.schedule=allgather": (
-        "parallelism.schedule=allgather: expected one of ring, zigzag, striped, helper, double_ring, tasp, all_gather, ulysses. "  # noqa: E501
+        "parallelism.schedule=allgather: expected one of ring, zigzag, striped, helper, double_ring, tasp, all_gather, ulysses, usp. "  # noqa: E501
         "Did you mean parallelism.schedule=all_gather?"
     ),
     "model.num_kv_heads=3": (
@@ -150,6 +150,10 @@ def test_the_examples_in_messages_are_accepted() -> None:
         words = [f"{key}={example}"]
         if key == "parallelism.max_buffer_tokens":
             words.append("parallelism.schedule=all_gather")
+        if key == "parallelism.inner_size":
+            words.append("parallelism.schedule=usp")
+        if key == "parallelism.outer_schedule":
+            words.append("parallelism.schedule=usp")
         if key in ("optim.decay_steps", "train.steps"):
             words.append("optim.warmup_steps=0")
         if key == "model.head_dim":
@@ -242,6 +246,26 @@ def test_an_interpolation_that_leads_nowhere() -> None:
             ["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=0"],
             "parallelism.max_buffer_tokens=0",
             "at least 1",
+        ),
+        (
+            ["parallelism.inner_size=2", "parallelism.context_parallel_size=4"],
+            "parallelism.inner_size=2",
+            "null with parallelism.schedule=zigzag",
+        ),
+        (
+            ["parallelism.schedule=usp", "parallelism.inner_size=3", "parallelism.context_parallel_size=4"],
+            "parallelism.inner_size=3",
+            "a divisor of parallelism.context_parallel_size=4. Nearest that divide it: 2, 4, 1",
+        ),
+        (
+            ["parallelism.outer_schedule=ring"],
+            "parallelism.outer_schedule=ring",
+            "zigzag, its default, with parallelism.schedule=zigzag",
+        ),
+        (
+            ["parallelism.schedule=usp", "parallelism.outer_schedule=ulysses"],
+            "parallelism.outer_schedule=ulysses",
+            "one of ring, zigzag, helper, double_ring, tasp, all_gather",
         ),
         (
             ["parallelism.overlap_param_gather=true"],

@@ -13,6 +13,7 @@ from megatron_longctx.schedules import (
     Kind,
     Plan,
     PlanError,
+    PlanOptions,
     buffer_need,
     build_plan,
     moved_tokens,
@@ -58,7 +59,14 @@ def simulate(plan: Plan) -> None:
         for block, source, destination, _ in step.moves:
             assert source != destination
             if block.kind in RESULTS:
-                contribution = results[source][block].pop(0)  # an IndexError here: sent more often than computed
+                carried = defaultdict(Counter)  # all parts of it that lie here
+                parts = [part for part in results[source] if block.contains(part)]
+                assert parts, f"{block} was not computed by {source}, or not since it was last sent"
+                for part in parts:
+                    for contribution in results[source].pop(part):
+                        for one, others in contribution.items():
+                            carried[one].update(others)
+                contribution = carried
                 arriving_results.append((destination, block, contribution))
                 continue
             sent = {(block.kind, block.home, slot) for slot in range(block.start, block.stop)}
@@ -155,7 +163,7 @@ def bounds(schedule: str, n: int, length: int, causal: bool) -> list[int | None]
 def test_every_mode_computes_attention(schedule, n, causal):
     for length in sorted({0, 1, n - 1, n, n + 1, 2 * n, 2 * n + 1, 3 * n - 1}):
         for bound in bounds(schedule, n, length, causal):
-            check(build_plan(schedule, n, length, causal, bound), brute_force=length <= 2 * n + 1)
+            check(build_plan(schedule, n, length, causal, PlanOptions(bound)), brute_force=length <= 2 * n + 1)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -163,7 +171,7 @@ def test_every_mode_computes_attention(schedule, n, causal):
 def test_every_mode_at_sixteen_ranks(schedule, causal):
     for length in (5, 16, 64, 129, 1000):
         for bound in bounds(schedule, 16, length, causal)[:3]:
-            check(build_plan(schedule, 16, length, causal, bound), brute_force=False)
+            check(build_plan(schedule, 16, length, causal, PlanOptions(bound)), brute_force=False)
 
 
 # Not tasp: 63 rings of 64 ranks are half a million messages.
@@ -202,7 +210,7 @@ def test_all_gather_of_stripes_respects_its_bound(bound):
 
 
 def test_units_reach_the_layout():
-    plan = build_plan("zigzag", 2, 12, True, None, 4)
+    plan = build_plan("zigzag", 2, 12, True, PlanOptions(unit=4))
     assert plan.layout == zigzag(2, 12, 4) != zigzag(2, 12)
     check(plan)
 
@@ -307,7 +315,7 @@ def test_all_gather_takes_two_calls_for_all_remote_keys(n):
 @pytest.mark.parametrize("bound", [2, 3, 7, 10, 16, 24, 47, 48, 1000])
 def test_all_gather_respects_its_bound(bound):
     for causal in (True, False):
-        plan = build_plan("all_gather", 4, 64, causal, bound)
+        plan = build_plan("all_gather", 4, 64, causal, PlanOptions(bound))
         check(plan)
         assert plan.buffer_tokens(Kind.KV) <= bound
         free = build_plan("all_gather", 4, 64, causal)
@@ -356,10 +364,10 @@ def test_backward_of_a_backward_plan_is_refused():
         (("spiral", 2, 8), "schedule 'spiral': expected one of ring, zigzag, striped, helper"),
         (("ring", 0, 8), "n=0"),
         (("zigzag", 2, -8), "length=-8"),
-        (("zigzag", 2, 9, True, None, 2), "length=9: expected a multiple of unit=2"),
-        (("all_gather", 4, 64, True, 1), "max_buffer_tokens=1: expected at least 2 .* would take 48"),
-        (("all_gather", 4, 64, True, 0), "max_buffer_tokens=0"),
-        (("all_gather", 4, 64, True, -5), "max_buffer_tokens=-5"),
+        (("zigzag", 2, 9, True, PlanOptions(unit=2)), "length=9: expected a multiple of unit=2"),
+        (("all_gather", 4, 64, True, PlanOptions(1)), "max_buffer_tokens=1: expected at least 2 .* would take 48"),
+        (("all_gather", 4, 64, True, PlanOptions(0)), "max_buffer_tokens=0"),
+        (("all_gather", 4, 64, True, PlanOptions(-5)), "max_buffer_tokens=-5"),
     ],
 )
 def test_wrong_arguments_are_refused_with_their_values(arguments, message):

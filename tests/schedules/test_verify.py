@@ -225,7 +225,7 @@ def test_send_of_what_the_source_does_not_hold():
     plan = helper_plan(2, 8)
     (send,) = plan.steps[2].moves
     plan = with_moves(with_moves(plan, 2, lambda _: []), 1, lambda moves: [*moves, send])
-    refuse(plan, r"step 1: out1\[2:4\] by 0 from 0 to 1: the source does not hold it yet")
+    refuse(plan, r"step 1: out1\[2:4\] by 0 from 0 to 1: the source has nothing of it computed that is not sent yet")
 
 
 def test_block_received_twice():
@@ -249,17 +249,31 @@ def test_result_lost():
     refuse(plan, r"out2\[0:4\] by 0 never reaches its home")
     # Half of it comes home.
     plan = with_moves(helper_plan(2, 8), 2, lambda moves: [moves[0]._replace(block=Block(Kind.OUT, 1, 2, 3, 0))])
-    refuse(plan, r"step 2: out1\[2:3\] by 0 reaches its home more often than computed")
+    refuse(plan, r"step 2: out1\[2:3\] by 0 from 0 to 1: the source has nothing of it computed that is not sent yet")
 
 
 def test_result_delivered_twice():
     plan = with_moves(helper_plan(2, 8), 2, lambda moves: moves * 2)
-    refuse(plan, r"^helper, step 2: out1\[2:4\] by 0 reaches its home more often than computed$")
+    refuse(plan, r"^helper, step 2: out1\[2:4\] by 0 from 0 to 1: the source has nothing of it computed that is not")
     backward = seal(transpose(build_plan("ring", 2, 8)))
-    refuse(with_moves(backward, 2, lambda moves: moves * 2), r"dkv0\[0:4\] by 1 reaches its home more often")
+    refuse(with_moves(backward, 2, lambda moves: moves * 2), r"dkv0\[0:4\] by 1 .* has nothing of it computed")
     # By two ways.
     plan = with_moves(tangled_plan(12), 2, lambda moves: [*moves, moves[0]._replace(destination=2)])
-    refuse(plan, r"step 4: out2\[0:3\] by 1 reaches its home more often")
+    refuse(plan, r"step 2: out2\[0:3\] by 1 from 1 to 2: the source has nothing of it computed that is not sent yet")
+    # By the one that passes it on.
+    plan = with_moves(tangled_plan(12), 4, lambda moves: moves * 2)
+    refuse(plan, r"step 4: out2\[0:3\] by 1 from 0 to 2: reaches its home more often than it was sent")
+
+
+def test_result_cut():
+    # Of two results for query slot 2, one is also for slot 3: they cannot leave without it.
+    plan = helper_plan(2, 8)
+    rows = ((2, 4, 0, 2), (2, 3, 2, 4), (3, 4, 2, 4))
+    calls = tuple(Attend((queries(1, a, b),), (kv(0, c, d),), False) for a, b, c, d in rows)
+    plan = with_attends(plan, 1, 0, calls)
+    verify(plan)  # one message takes all three along
+    halves = [Move(Block(Kind.OUT, 1, i, i + 1, 0), 0, 1) for i in (2, 3)]
+    refuse(with_moves(plan, 2, lambda _: halves), r"out1\[2:3\] by 0 from 0 to 1: cuts a result")
 
 
 def test_understated_buffers():
