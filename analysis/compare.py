@@ -57,7 +57,7 @@ class Run:
         return [float(v) for r in self.records.values() if isinstance(v := r.get(key), (int, float))]
 
 
-_OPTIONS = ("max_buffer_tokens", "inner_size", "outer_schedule")
+_OPTIONS = ("max_buffer_tokens", "inner_size", "outer_schedule", "cluster")
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class PlanKey:
     max_buffer_tokens: int | None = None
     inner_size: int | None = None
     outer_schedule: str = "zigzag"
+    cluster: str | None = None
 
 
 def _number(value: Value) -> float:
@@ -240,13 +241,12 @@ def _draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _draw_plan(axes: Axes, key: PlanKey) -> None:
-    from megatron_longctx.schedules import (  # here: a comparison without plans needs neither room
-        PlanOptions,
-        build_plan,
-    )
+    from megatron_longctx.config import ParallelismConfig  # here: a comparison without plans needs no room
+    from megatron_longctx.schedules import PlanOptions, build_plan
     from megatron_longctx.schedules.draw import draw_on
 
-    options = PlanOptions(**{name: getattr(key, name) for name in _OPTIONS})
+    told = {name: getattr(key, name) for name in _OPTIONS}
+    options = PlanOptions.of(ParallelismConfig(context_parallel_size=key.world, **told))
     draw_on(axes, build_plan(key.schedule, key.world, key.length, options=options))
 
 
