@@ -9,6 +9,7 @@ from __future__ import annotations
 from ..layout import Layout
 from .calls import attends_over
 from .plan import Attend, Block, Kind, Move, Plan, Step
+from .prune import prune
 
 
 def double_ring(layout: Layout, causal: bool, inner: int) -> Plan:
@@ -41,7 +42,7 @@ def double_ring(layout: Layout, causal: bool, inner: int) -> Plan:
                 if first.tokens:
                     moves.append(Move(first, r, (r + inner) % n))
         steps.append(Step(tuple(moves), tuple(attends)))
-    return Plan("double_ring", layout, causal, tuple(steps))
+    return prune(Plan("double_ring", layout, causal, tuple(steps)))
 
 
 def _home(rank: int, a: int, c: int, inner: int, outer: int) -> int:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ..layout import Layout
 from .plan import RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step
+from .prune import prune
 
 
 def usp(layout: Layout, causal: bool, sharing: int, outer: Callable[[Layout, bool], Plan]) -> Plan:
@@ -37,7 +38,7 @@ def usp(layout: Layout, causal: bool, sharing: int, outer: Callable[[Layout, boo
     lifted = (_lifted(step, groups, sharing) for step in plan.steps)
     idle: tuple[tuple[Attend, ...], ...] = ((),) * n
     steps = (Step(tuple(_exchange(groups)), idle), *lifted, Step(tuple(_returns(layout, groups)), idle))
-    return Plan("usp", layout, causal, steps)
+    return prune(Plan("usp", layout, causal, steps))
 
 
 class _Segment(NamedTuple):

@@ -32,7 +32,7 @@ from megatron_longctx.testing.tolerances import assert_as_good_as, relative_erro
 # Modes that share heads among ranks have tests of their own: not every number of ranks fits them.
 WHOLE_HEADS = tuple(name for name, mode in SCHEDULES.items() if not mode.splits_heads)
 
-WORLDS = (1, 2, 3, 4, 5, 8)
+WORLDS = (1, 2, 3, 4, 5, 6, 8)
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (3, 1)}
 CPU = torch.device("cpu")
 

@@ -7,9 +7,22 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_longctx.layout import zigzag
-from megatron_longctx.schedules import Kind, PlanError, build_plan, seal, verify
+from megatron_longctx.layout import contiguous, zigzag
+from megatron_longctx.schedules import (
+    SCHEDULES,
+    Attend,
+    Block,
+    Kind,
+    Move,
+    Plan,
+    PlanError,
+    Step,
+    build_plan,
+    seal,
+    verify,
+)
 from megatron_longctx.schedules.double_ring import double_ring
+from megatron_longctx.schedules.prune import prune
 from megatron_longctx.schedules.tasp import tasp
 
 
@@ -83,6 +96,28 @@ def test_double_ring_crosses_nodes_once_a_round(n: int, inner: int) -> None:
         flat = build_plan("zigzag", n, 16 * n, causal=False)
         by_ring = sum(m.block.tokens for s in flat.steps for m in s.moves if m.source // 4 != m.destination // 4)
         assert by_ring > crossing
+
+
+@pytest.mark.parametrize("n", [4, 6, 8, 12])
+def test_nothing_travels_that_nobody_needs(n: int) -> None:
+    for schedule in SCHEDULES:
+        for causal in (True, False):
+            plan = build_plan(schedule, n, 4 * n + 1, causal)
+            assert prune(plan) == plan
+
+
+def test_prune_keeps_what_is_passed_on() -> None:
+    # Rank 2 needs the block of rank 0 and gets it by way of rank 1, which does not; and rank 3 gets it for nothing.
+    block = Block(Kind.KV, 0, 0, 2)
+    call = Attend((Block(Kind.Q, 2, 0, 2),), (block,), False)
+    idle: tuple[tuple[Attend, ...], ...] = ((),) * 4
+    steps = (
+        Step((Move(block, 0, 1), Move(block, 0, 3)), idle),
+        Step((Move(block, 1, 2),), idle),
+        Step((Move(block, 2, 3),), ((), (), (call,), ())),
+    )
+    pruned = prune(Plan("by hand", contiguous(4, 8), False, steps))
+    assert [step.moves for step in pruned.steps] == [(Move(block, 0, 1),), (Move(block, 1, 2),), ()]
 
 
 def test_double_ring_refuses_nodes_that_do_not_divide_the_ranks() -> None:
