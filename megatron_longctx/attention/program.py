@@ -8,7 +8,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..schedules import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Plan, Stay, results_away, seal, stays, transpose
+from ..schedules import (
+    ALL_HEADS,
+    RESULTS,
+    Attend,
+    Block,
+    Heads,
+    Kind,
+    Plan,
+    Stay,
+    assign,
+    results_away,
+    seal,
+    stays,
+    transpose,
+)
 
 HOME = -1
 """The slot number of a rank's own tokens."""
@@ -111,7 +125,8 @@ def programs(plan: Plan, rank: int) -> tuple[Program, Program]:
 def compile_program(plan: Plan, rank: int) -> Program:
     """Place the blocks of `plan` in as few buffer slots as their stays allow."""
     rank_stays = stays(plan)[rank]
-    slot_of, slots, busy_until = _assign(rank_stays)
+    slot_of, busy_until = assign(rank_stays)
+    slots = _slots(rank_stays, slot_of)
     outgoing = _Outgoing(plan, rank)
     steps = []
     for t, step in enumerate(plan.steps):
@@ -181,25 +196,13 @@ class _Outgoing:
         )
 
 
-def _assign(rank_stays: list[Stay]) -> tuple[list[int], list[Slot], list[int]]:
-    """Give every stay a slot; also until which step that slot was busy before it (-1: never)."""
-    slots: list[Slot] = []
-    busy: list[int] = []
-    slot_of, busy_until = [], []
-    for stay in rank_stays:
-        alike = (stay.kind, stay.heads.parts)
-        free = [i for i, old in enumerate(slots) if (old.kind, old.parts) == alike and busy[i] < stay.first]
-        if free:
-            slot = min(free, key=lambda i: busy[i])  # the one free for longest: least to wait for
-            slots[slot] = slots[slot]._replace(tokens=max(slots[slot].tokens, stay.tokens))
-        else:
-            slot = len(slots)
-            slots.append(Slot(stay.kind, stay.tokens, stay.heads.parts))
-            busy.append(-1)
-        slot_of.append(slot)
-        busy_until.append(busy[slot])
-        busy[slot] = stay.last
-    return slot_of, slots, busy_until
+def _slots(rank_stays: list[Stay], slot_of: list[int]) -> list[Slot]:
+    """Every slot, as large as the largest of its stays."""
+    slots: dict[int, Slot] = {}
+    for stay, number in zip(rank_stays, slot_of, strict=True):
+        tokens = max(stay.tokens, slots[number].tokens if number in slots else 0)
+        slots[number] = Slot(stay.kind, tokens, stay.heads.parts)
+    return [slots[number] for number in range(len(slots))]
 
 
 def _places(stay: Stay, slot: int) -> Iterator[Place]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 
@@ -26,7 +27,11 @@ class Layout:
 
     def num_tokens(self, rank: int) -> int:
         """Local tokens of `rank`."""
-        return sum(map(len, self.spans[rank]))
+        return self._sizes[rank]
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(sum(map(len, spans)) for spans in self.spans)
 
     def tokens(self, rank: int) -> Iterator[int]:
         """Global positions of the local tokens of `rank`, in slot order."""

@@ -6,9 +6,10 @@ either; `describe` prints it and `draw` draws it. To add a mode, write its funct
 """
 
 from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads, layout_name, seal
+from .cost import Costs, KernelSample, MessageSample, Workload
 from .describe import describe, moved_tokens
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step
-from .residency import Stay, buffer_need, stays
+from .residency import Stay, assign, buffer_need, stays
 from .transpose import transpose
 from .verify import PlanError, results_away, verify
 
@@ -19,14 +20,19 @@ __all__ = [
     "SCHEDULES",
     "Attend",
     "Block",
+    "Costs",
     "Heads",
+    "KernelSample",
     "Kind",
+    "MessageSample",
     "Move",
     "Plan",
     "PlanError",
     "PlanOptions",
     "Stay",
     "Step",
+    "Workload",
+    "assign",
     "buffer_need",
     "build_plan",
     "check_heads",

@@ -13,7 +13,7 @@ from .all_gather import all_gather
 from .double_ring import double_ring
 from .helper import helper
 from .plan import Plan
-from .residency import buffer_need
+from .residency import buffer_need, collector_paused
 from .ring import ring
 from .tasp import Rings, tasp
 from .ulysses import ulysses
@@ -165,4 +165,5 @@ def build_plan(schedule: str, n: int, length: int, causal: bool = True, options:
         if name not in allowed:
             raise ValueError(f"schedule {name!r}: expected one of {', '.join(allowed)}. Choose one of these.")
     layout = build_layout(layout_name(schedule, options), n, length, options.unit)
-    return seal(SCHEDULES[schedule].plan(layout, causal, options))
+    with collector_paused():
+        return seal(SCHEDULES[schedule].plan(layout, causal, options))

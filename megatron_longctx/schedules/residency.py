@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -30,6 +33,18 @@ class Stay:
         return self.blocks[0].heads
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Plans of many ranks are millions of small tuples without cycles, over which the collector would go in vain."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def stays(plan: Plan) -> list[list[Stay]]:
     """The stays of every rank, in order of arrival. Results stay until the step after they arrive, when they merge.
 
@@ -45,6 +60,30 @@ def stays(plan: Plan) -> list[list[Stay]]:
             last = max(_last_use(block, uses[rank], t + (kind in RESULTS)) for block in blocks)
             result[rank].append(Stay(kind, tuple(blocks), t, last))
     return result
+
+
+def assign(rank_stays: Sequence[Stay]) -> tuple[list[int], list[int]]:
+    """Give every stay of a rank one of as few slots as their times allow.
+
+    Returns:
+        by stay, its slot, and until which step that slot was busy before it (-1: never).
+    """
+    alike: list[tuple[Kind, int]] = []
+    busy: list[int] = []
+    slot_of, busy_until = [], []
+    for stay in rank_stays:
+        kind = (stay.kind, stay.heads.parts)
+        free = [i for i, other in enumerate(alike) if other == kind and busy[i] < stay.first]
+        if free:
+            slot = min(free, key=lambda i: busy[i])  # the one free for longest: least to wait for
+        else:
+            slot = len(alike)
+            alike.append(kind)
+            busy.append(-1)
+        slot_of.append(slot)
+        busy_until.append(busy[slot])
+        busy[slot] = stay.last
+    return slot_of, busy_until
 
 
 _Uses = dict[tuple[Kind, int], list[tuple[Block, int]]]

@@ -18,6 +18,11 @@ class StopRequest:
             signal.signal(number, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher starts ranks with these blocked
 
+    def close(self) -> None:
+        """Ignore stop signals from here on: the work is done, and Python would let them kill it while it ends."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self._interrupted:

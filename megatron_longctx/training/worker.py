@@ -78,6 +78,7 @@ def run(config: Config) -> None:
         folder.note_error(rank, error)
         raise
     dist.barrier()
+    stop.close()
     dist.destroy_process_group()
 
 
