@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..config import refuse
+from ..config import Config, refuse
 from ..topology import Device
 from .plan import ALL_HEADS, Attend, Block, Heads, Kind
 
@@ -36,6 +36,18 @@ class Workload:
         for name in ("num_heads", "num_kv_heads", "head_dim", "batch", "element_bytes"):
             if getattr(self, name) < 1:
                 raise refuse(name, getattr(self, name), "1 or more", f"Correct {name}.")
+
+    @classmethod
+    def of(cls, config: Config) -> Workload:
+        """The attention of a configured model, on one tensor-parallel rank."""
+        model, tp = config.model, config.parallelism.tensor_parallel_size
+        return cls(
+            num_heads=model.num_attention_heads // tp,
+            num_kv_heads=model.num_kv_heads // tp,
+            head_dim=model.kv_channels,
+            batch=config.train.micro_batch_size,
+            element_bytes=2 if config.train.precision == "bf16" else 4,
+        )
 
     @property
     def accumulator_bytes(self) -> int:

@@ -7,7 +7,7 @@ node, one piece a step: the slow links are busy all the time and never block the
 from __future__ import annotations
 
 from ..layout import Layout
-from .calls import attends_over
+from .calls import attends_on, attends_over
 from .plan import Attend, Block, Kind, Move, Plan, Step
 from .prune import prune
 
@@ -32,8 +32,9 @@ def double_ring(layout: Layout, causal: bool, inner: int) -> Plan:
         moves: list[Move] = []
         attends: list[tuple[Attend, ...]] = []
         for r in range(n):
-            pieces = _pieces(layout, _home(r, a, c, inner, outer), inner)
-            attends.append(attends_over(layout, r, pieces, causal))
+            home = _home(r, a, c, inner, outer)
+            pieces = _pieces(layout, home, inner)
+            attends.append(attends_on(layout, r, r, causal) if home == r else attends_over(layout, r, pieces, causal))
             if c + 1 < inner:
                 to = r // inner * inner + (r + 1) % inner
                 moves += [Move(piece, r, to) for piece in pieces]

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from omegaconf import OmegaConf
 
+from ..compose import bundled
 from ..config import refuse
 
 GIB = 2**30
@@ -234,16 +235,17 @@ def load_cluster(source: str | Path, folder: Path | None = None) -> Cluster:
 
     Args:
         source: a path, or a bare name such as `h200_x8`.
-        folder: where names are looked up (`recipes/cluster`; the caller knows where recipes lie).
+        folder: where names are looked up; None for the `recipes/cluster` that comes with this package.
 
     Raises:
         ValueError: no such file, not YAML, an unknown or missing key, a value of the wrong type or range.
     """
     path = Path(source)
-    if path.suffix not in (".yaml", ".yml") and not path.is_file() and folder is not None:
+    folder = bundled("recipes") / "cluster" if folder is None else folder
+    if path.suffix not in (".yaml", ".yml") and not path.is_file():
         path = folder / f"{source}.yaml"
     if not path.is_file():
-        names = sorted(file.stem for file in folder.glob("*.yaml")) if folder is not None else []
+        names = sorted(file.stem for file in folder.glob("*.yaml"))
         known = f" or one of {', '.join(names)}" if names else ""
         raise refuse("cluster", source, f"a YAML file{known}", "Write or measure one, or choose one that exists.")
     try:

@@ -1,0 +1,150 @@
+"""Simulated plans as Gantt pictures: one plan rank by rank, or all modes side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config import refuse
+from .select import Candidate
+from .simulate import Simulation
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_WAIT, _MERGE, _TRANSFER = "#ececec", "#e4a33d", "#7d8fa8"
+_GIB = 2**30
+
+
+def draw_timeline(simulation: Simulation, path: Path) -> None:
+    """Write a PNG: what every rank computes and transfers when.
+
+    Args:
+        simulation: made with `timeline=True`.
+
+    Raises:
+        ValueError: a simulation without a time line.
+        OSError: `path` cannot be written.
+    """
+    pyplot = _pyplot()
+    if not simulation.spans:
+        raise refuse("simulation", simulation.plan.name, "one with a time line", "Call simulate(timeline=True).")
+    n = simulation.plan.n
+    figure, axes = pyplot.subplots(figsize=(12, min(2.2 + 0.5 * n, 14)))
+    _gantt(axes, simulation, simulation.seconds)
+    axes.set_title(_headline(simulation), fontsize=11)
+    _legend(axes, simulation)
+    figure.tight_layout()
+    figure.savefig(path, dpi=140)
+    pyplot.close(figure)
+
+
+def draw_modes(entries: Sequence[Candidate], path: Path, title: str) -> None:
+    """Write a PNG page: forward and backward of every mode on one time scale, the fastest first, and their totals.
+
+    Args:
+        entries: simulations made with `timeline=True`; those without are listed with their reason.
+    """
+    pyplot = _pyplot()
+    ran = sorted((entry for entry in entries if entry.forward), key=lambda entry: entry.seconds)
+    refused = [entry for entry in entries if not entry.forward]
+    rows = max(len(ran), 1)
+    figure, grid = pyplot.subplots(
+        rows, 3, figsize=(17, 1.9 * rows + 1.2), squeeze=False, width_ratios=(1, 2.2, 0.55), layout="constrained"
+    )
+    ends = [max((getattr(entry, way).seconds for entry in ran), default=1.0) for way in ("forward", "backward")]
+    for row, entry in enumerate(ran):
+        for axes, simulation, end in zip(grid[row], (entry.forward, entry.backward), ends, strict=False):
+            assert simulation is not None
+            _gantt(axes, simulation, end, small=True)
+            way = "backward" if simulation.plan.backward else "forward"
+            axes.set_title(f"{entry.name} {way}: {_short(simulation)}", fontsize=9, loc="left")
+        _bars(grid[row][2], entry, ran)
+    if refused:
+        said = "\n".join(f"{entry.name}: {entry.reason}" for entry in refused)
+        figure.supxlabel(said, fontsize=9, ha="left", x=0.01)
+    figure.suptitle(title, fontsize=13)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _gantt(axes: Axes, simulation: Simulation, end: float, small: bool = False) -> None:
+    from matplotlib import colormaps
+
+    n = simulation.plan.n
+    scale = 1e3  # milliseconds
+    colours = colormaps["viridis"]
+    for rank in range(n):
+        axes.barh(rank - 0.1, simulation.seconds * scale, height=0.56, color=_WAIT, hatch="////", edgecolor="#d0d0d0",
+                  linewidth=0)  # fmt: skip
+    for span in simulation.spans:
+        left, width = span.start * scale, (span.stop - span.start) * scale
+        if span.lane == "transfer":
+            axes.barh(span.rank + 0.33, width, left=left, height=0.22, color=_TRANSFER, edgecolor="white",
+                      linewidth=0.0 if small else 0.5)  # fmt: skip
+            continue
+        colour = _MERGE if span.home < 0 else colours(0.3 + 0.65 * span.home / max(n - 1, 1))
+        axes.barh(span.rank - 0.1, width, left=left, height=0.56, color=colour, edgecolor="white",
+                  linewidth=0.0 if small else 0.5)  # fmt: skip
+        if not small and n <= 16 and span.home >= 0 and span.stop - span.start > 0.03 * end:
+            axes.text(left + width / 2, span.rank - 0.1, span.label, ha="center", va="center", fontsize=8)
+    axes.set_xlim(0, end * scale * 1.005)
+    axes.set_ylim(n - 0.4, -0.5)
+    axes.tick_params(labelsize=8)
+    if small:
+        axes.set_yticks([])
+        return
+    axes.set_xlabel("milliseconds", fontsize=9)
+    axes.set_ylabel("rank", fontsize=9)
+    axes.set_yticks(range(n) if n <= 16 else range(0, n, max(1, n // 8)))
+
+
+def _bars(axes: Axes, entry: Candidate, ran: Sequence[Candidate]) -> None:
+    """Time and memory of a mode as shares of the slowest and the largest."""
+    slowest = max(other.seconds for other in ran)
+    largest = max(other.peak_bytes for other in ran)
+    axes.barh([0, 1], [entry.seconds / slowest, entry.peak_bytes / largest], color=["#4c7f8c", "#b98ab0"], height=0.6)
+    axes.set_xlim(0, 1.02)
+    axes.set_ylim(1.6, -0.6)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.text(0.02, 0, f"{entry.seconds * 1e3:.2f} ms", va="center", fontsize=9, color="white")
+    axes.text(0.02, 1, f"{entry.peak_bytes / _GIB:.2f} GiB", va="center", fontsize=9, color="white")
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+
+
+def _legend(axes: Axes, simulation: Simulation) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [
+        Patch(facecolor="#3b8d8c", label="kernel call (number, shade: home of its keys)"),
+        Patch(facecolor=_MERGE, label="packing and merging"),
+        Patch(facecolor=_TRANSFER, label="messages of a step"),
+        Patch(facecolor=_WAIT, hatch="////", edgecolor="#d0d0d0", label="waiting"),
+    ]
+    axes.legend(handles=handles, ncols=4, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12 if
+                simulation.plan.n > 6 else -0.22))  # fmt: skip
+
+
+def _short(simulation: Simulation) -> str:
+    return f"{simulation.seconds * 1e3:.2f} ms, {simulation.idle_share:.0%} not computing"
+
+
+def _headline(simulation: Simulation) -> str:
+    plan = simulation.plan
+    return (
+        f"{plan.name} {'backward' if plan.backward else 'forward'}, {plan.n} ranks, {plan.layout.length:,} tokens: "
+        f"{simulation.seconds * 1e3:.3f} ms, at most {max(simulation.exposed_s) * 1e3:.3f} ms waiting for messages, "
+        f"{simulation.idle_share:.1%} not computing, {simulation.peak_bytes / _GIB:.2f} GiB"
+    )

@@ -1,0 +1,149 @@
+"""Choosing a mode: simulate all that can run, take the fastest that fits into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..topology import Cluster, rings_for
+from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads, seal
+from .cost import GIB, Costs, Workload
+from .simulate import Simulation, simulate
+from .transpose import transpose
+
+_MOST_MESSAGES = 400_000
+"""Plans with more messages than this take too long to build to be candidates."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a mode is chosen for. max_bytes: most memory of one attention call on any rank; None for no bound."""
+
+    n: int
+    length: int
+    workload: Workload
+    causal: bool = True
+    unit: int = 1
+    max_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mode with its simulated passes, or the reason why it cannot run."""
+
+    schedule: str
+    options: PlanOptions = DEFAULT_OPTIONS
+    forward: Simulation | None = None
+    backward: Simulation | None = None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """The mode and what sets it apart from others of its name."""
+        said = [f"inner_size={self.options.inner_size}"] * (self.options.inner_size is not None)
+        said += [f"max_buffer_tokens={self.options.max_buffer_tokens}"] * (self.options.max_buffer_tokens is not None)
+        return f"{self.schedule} ({', '.join(said)})" if said else self.schedule
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward.seconds + self.backward.seconds if self.forward and self.backward else float("inf")
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((each.peak_bytes for each in (self.forward, self.backward) if each), default=0)
+
+
+def rank_modes(
+    problem: Problem,
+    cluster: Cluster,
+    costs: Costs | None = None,
+    *,
+    candidates: Sequence[tuple[str, PlanOptions]] | None = None,
+    timeline: bool = False,
+) -> list[Candidate]:
+    """Every mode that can run, the fastest first, then those that cannot, with their reasons.
+
+    Args:
+        cluster: of `problem.n` ranks.
+        costs: None for what the cluster's device says.
+        candidates: modes with their options; None for all there are.
+
+    Raises:
+        ValueError: a cluster of another size, or without the figures that are needed.
+    """
+    costs = costs or Costs.of_device(cluster.device)
+    found = []
+    for schedule, options in candidates if candidates is not None else _candidates(problem, cluster):
+        try:
+            found.append(_price(schedule, options, problem, cluster, costs, timeline))
+        except ValueError as error:
+            found.append(Candidate(schedule, options, reason=str(error)))
+    return sorted(found, key=lambda candidate: (bool(candidate.reason), candidate.seconds))
+
+
+def select(problem: Problem, cluster: Cluster, costs: Costs | None = None) -> list[Candidate]:
+    """As `rank_modes`, with one that can run in front.
+
+    Raises:
+        ValueError: no mode can, with every reason.
+    """
+    ranking = rank_modes(problem, cluster, costs)
+    if not ranking or ranking[0].reason:
+        reasons = "; ".join(f"{candidate.name}: {candidate.reason}" for candidate in ranking)
+        raise ValueError(
+            f"schedule=auto: no mode can run {problem.length} tokens on {problem.n} ranks ({reasons}). "
+            "Raise the memory bound or the number of ranks."
+        )
+    return ranking
+
+
+def table(ranking: Sequence[Candidate]) -> str:
+    """A ranking as text."""
+    lines = [f"  {'mode':<36} {'forward':>10} {'backward':>10} {'exposed':>10} {'idle':>6} {'memory':>10}"]
+    for candidate in ranking:
+        forward, backward = candidate.forward, candidate.backward
+        if candidate.reason or forward is None or backward is None:
+            lines.append(f"  {candidate.name:<36} not possible: {candidate.reason}")
+            continue
+        exposed = max(forward.exposed_s) + max(backward.exposed_s)
+        total = (forward.seconds + backward.seconds) * forward.plan.n
+        idle = 1 - (sum(forward.compute_s) + sum(backward.compute_s)) / total
+        lines.append(
+            f"  {candidate.name:<36} {forward.seconds * 1e3:>7.3f} ms {backward.seconds * 1e3:>7.3f} ms "
+            f"{exposed * 1e3:>7.3f} ms {idle:>6.1%} {candidate.peak_bytes / GIB:>6.2f} GiB"
+        )
+    return "\n".join(lines)
+
+
+def _candidates(problem: Problem, cluster: Cluster) -> Iterator[tuple[str, PlanOptions]]:
+    """Modes with the options that may matter: group sizes, and buffer bounds where memory is bounded."""
+    n = problem.n
+    options = PlanOptions(unit=problem.unit, cluster=cluster)
+    for schedule in SCHEDULES:
+        if schedule == "usp":
+            yield from ((schedule, replace(options, inner_size=k)) for k in range(2, n) if n % k == 0)
+        elif schedule == "double_ring":
+            sizes = {cluster.ranks_per_node, options.inner(n)} - {n}
+            yield from ((schedule, replace(options, inner_size=k)) for k in sorted(sizes) if n % k == 0)
+        else:
+            yield schedule, options
+            if schedule == "all_gather" and problem.max_bytes is not None and n > 2:
+                tokens = -(-problem.length // n)
+                yield from ((schedule, replace(options, max_buffer_tokens=k * tokens)) for k in (4, 2, 1))
+
+
+def _price(
+    schedule: str, options: PlanOptions, problem: Problem, cluster: Cluster, costs: Costs, timeline: bool
+) -> Candidate:
+    workload, n = problem.workload, problem.n
+    check_heads(schedule, n, workload.num_heads, workload.num_kv_heads, options)
+    if schedule == "tasp" and (messages := len(rings_for(cluster)) * n * n) > _MOST_MESSAGES:
+        raise ValueError(f"its {messages} messages take too long to plan; fewer ranks or nodes would not")
+    plan = build_plan(schedule, n, problem.length, problem.causal, options)
+    forward = simulate(plan, cluster, workload, costs, timeline=timeline)
+    backward = simulate(seal(transpose(plan)), cluster, workload, costs, timeline=timeline)
+    most = max(forward.peak_bytes, backward.peak_bytes)
+    if problem.max_bytes is not None and most > problem.max_bytes:
+        raise ValueError(f"needs {most / GIB:.2f} GiB of {problem.max_bytes / GIB:.2f} GiB")
+    return Candidate(schedule, options, forward, backward)
