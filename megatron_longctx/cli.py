@@ -71,7 +71,16 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--backward", action="store_true", help="the backward plan instead")
     plan.add_argument("--full-mask", action="store_true", help="every token sees every token, instead of causal")
     plan.add_argument("--draw", type=Path, metavar="FILE.png", help="also draw it")
+    plan.add_argument(
+        "--timeline", type=Path, metavar="FILE.png", help="also draw what ranks do when (needs a cluster)"
+    )
+    plan.add_argument(
+        "--compare", nargs="?", type=Path, const=Path(), metavar="FILE.png",
+        help="instead: all modes ranked by their simulated time (needs a cluster), and drawn into the file",
+    )  # fmt: skip
     plan.set_defaults(run=_plan)
+
+    _add_bench(verbs.add_parser("bench", help="measure links, kernels and modes"))
 
     data = verbs.add_parser("data", help="turn text into Megatron's indexed dataset")
     data.add_argument("--source", required=True, help="stdlib, a folder, or a .jsonl file with a `text` in each line")
@@ -92,6 +101,32 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    verbs = bench.add_subparsers(dest="what", required=True, metavar="what")
+    calibrate = verbs.add_parser("calibrate", help="measure links and kernels for the configured model, and keep them")
+    links = verbs.add_parser("links", help="measure the links between this host's ranks, and write a cluster file")
+    attention = verbs.add_parser("attention", help="time the modes beside each other and beside what was predicted")
+    for verb in (calibrate, links, attention):
+        verb.add_argument("--ranks", type=int, help="to start here (default: one per GPU, 2 on CPU)")
+        verb.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    calibrate.add_argument("settings", nargs="*", help="group=NAME and key=value words")
+    calibrate.add_argument("--max-tokens", type=int, help="longest kernel call (default: 32768 on GPUs, 1024 on CPU)")
+    calibrate.add_argument("--cluster", type=Path, metavar="FILE.yaml", help="also write the links as a cluster file")
+    links.add_argument("--out", type=Path, required=True, metavar="FILE.yaml", help="the cluster file")
+    attention.add_argument(
+        "--lengths", default="32768,65536,131072", help="tokens of a sequence (default: %(default)s)"
+    )
+    attention.add_argument("--heads", default="32:8,32:32", help="query:KV heads (default: %(default)s)")
+    attention.add_argument("--head-dim", type=int, default=128)
+    attention.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    attention.add_argument("--modes", default="all", help="all, or names separated by commas")
+    attention.add_argument("--kernel", default="auto")
+    attention.add_argument("--iterations", type=int, default=10)
+    attention.add_argument("--check", action="store_true", help="also compare results with one device's")
+    attention.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="results; a .md goes beside it")
+    bench.set_defaults(run=_bench)
+
+
 def _train(arguments: argparse.Namespace) -> None:
     from .training.launcher import train
 
@@ -99,26 +134,34 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    from . import plan
     from .compose import compose_config
-    from .config import refuse
-    from .schedules import Kind, PlanOptions, build_plan, describe, seal, transpose
-    from .schedules.draw import draw
 
-    picture: Path | None = arguments.draw
-    if picture and (picture.suffix != ".png" or not picture.parent.is_dir()):
-        raise refuse("--draw", picture, "a .png file in a folder that exists", "Give another file name.")
+    pictures = plan.Pictures(arguments.draw, arguments.timeline)
     config = compose_config(arguments.settings)
-    par, model = config.parallelism, config.model
-    length, options = config.data.seq_length, PlanOptions.of(par)
-    plan = build_plan(par.schedule, par.context_parallel_size, length, not arguments.full_mask, options)
-    if arguments.backward:
-        plan = seal(transpose(plan))
-    element = 2 if config.train.precision == "bf16" else 4
-    kv = 2 * model.num_kv_heads * model.kv_channels * element // par.tensor_parallel_size
-    print(describe(plan, {Kind.KV: kv, Kind.DKV: kv}))
-    if picture:
-        draw(plan, picture)
-        print(f"\ndrawn to {picture}")
+    if arguments.compare is not None:
+        drawn = arguments.compare if arguments.compare != Path() else None
+        plan.compare(config, causal=not arguments.full_mask, picture=drawn)
+    else:
+        plan.show(config, causal=not arguments.full_mask, backward=arguments.backward, pictures=pictures)
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from .bench import command
+    from .compose import compose_config
+    from .schedules.cost import Workload
+
+    where = command.Where.of(arguments.ranks, arguments.device)
+    if arguments.what == "links":
+        command.run_links(where, arguments.out)
+    elif arguments.what == "calibrate":
+        config = compose_config(arguments.settings)
+        where = command.Where(where.ranks, where.device, config.attention.kernel)
+        command.run_calibrate(where, Workload.of(config), arguments.max_tokens, arguments.cluster)
+    else:
+        where = command.Where(where.ranks, where.device, arguments.kernel)
+        cases = command.cases(arguments.lengths, arguments.heads, arguments.head_dim, arguments.dtype)
+        command.run_attention(where, cases, arguments.modes, arguments.iterations, arguments.check, arguments.out)
 
 
 def _data(arguments: argparse.Namespace) -> None:

@@ -59,12 +59,15 @@ class ParallelismConfig:
     pipeline_parallel_size: int = 1
     data_parallel_size: int | None = None
     sequence_parallel: bool = True  # only has an effect when tensor_parallel_size > 1
+    # ... or auto: what the simulator finds fastest, from a calibration (`megatron-longctx bench calibrate`) or, where
+    # there is none, from what `cluster` says.
     schedule: str = "zigzag"  # ring | zigzag | striped | helper | double_ring | tasp | all_gather | ulysses | usp
     # all_gather only: most remote K/V tokens one rank may hold at once; null: all of them, in one group.
     max_buffer_tokens: int | None = None
     # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: a node of `cluster`, or the largest
     # proper divisor of context_parallel_size up to 8.
     inner_size: int | None = None
+    max_attention_gib: float | None = None  # auto only: most memory of one attention call on a rank; null: no bound
     outer_schedule: str = "zigzag"  # usp only: the mode between its groups (any of the above but striped and ulysses)
     # How ranks are linked: a name in recipes/cluster or a file of that form. tasp chooses its rings by it. null: every
     # pair of ranks has a link of its own.
@@ -209,7 +212,14 @@ def _validate_model(model: ModelConfig) -> None:
 
 def _validate_parallelism(config: Config) -> None:
     par, model = config.parallelism, config.model
-    _one_of("parallelism.schedule", par.schedule, SCHEDULES)
+    _one_of("parallelism.schedule", par.schedule, (*SCHEDULES, "auto"))
+    if par.max_attention_gib is not None and (par.schedule != "auto" or not 0 < par.max_attention_gib < float("inf")):
+        raise refuse(
+            "parallelism.max_attention_gib",
+            par.max_attention_gib,
+            "null, or with parallelism.schedule=auto a number above 0",
+            "Only auto chooses by memory; leave it null.",
+        )
     for name in ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         _at_least(f"parallelism.{name}", getattr(par, name), 1)
     _at_least("parallelism.max_buffer_tokens", par.max_buffer_tokens, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..topology import Cluster, rings_for
+from ..topology import Cluster
 from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads, seal
 from .cost import GIB, Costs, Workload
 from .simulate import Simulation, simulate
@@ -17,13 +17,14 @@ _MOST_MESSAGES = 400_000
 
 @dataclass(frozen=True)
 class Problem:
-    """What a mode is chosen for. max_bytes: most memory of one attention call on any rank; None for no bound."""
+    """What a mode is chosen for. options: what holds for every mode. max_bytes: most memory of one attention call on
+    any rank; None for no bound."""
 
     n: int
     length: int
     workload: Workload
     causal: bool = True
-    unit: int = 1
+    options: PlanOptions = DEFAULT_OPTIONS
     max_bytes: int | None = None
 
 
@@ -118,8 +119,7 @@ def table(ranking: Sequence[Candidate]) -> str:
 
 def _candidates(problem: Problem, cluster: Cluster) -> Iterator[tuple[str, PlanOptions]]:
     """Modes with the options that may matter: group sizes, and buffer bounds where memory is bounded."""
-    n = problem.n
-    options = PlanOptions(unit=problem.unit, cluster=cluster)
+    n, options = problem.n, problem.options
     for schedule in SCHEDULES:
         if schedule == "usp":
             yield from ((schedule, replace(options, inner_size=k)) for k in range(2, n) if n % k == 0)
@@ -138,7 +138,7 @@ def _price(
 ) -> Candidate:
     workload, n = problem.workload, problem.n
     check_heads(schedule, n, workload.num_heads, workload.num_kv_heads, options)
-    if schedule == "tasp" and (messages := len(rings_for(cluster)) * n * n) > _MOST_MESSAGES:
+    if schedule == "tasp" and (messages := len(options.rings(n)) * n * n) > _MOST_MESSAGES:
         raise ValueError(f"its {messages} messages take too long to plan; fewer ranks or nodes would not")
     plan = build_plan(schedule, n, problem.length, problem.causal, options)
     forward = simulate(plan, cluster, workload, costs, timeline=timeline)

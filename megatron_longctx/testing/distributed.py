@@ -2,80 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
-import os
-import pickle
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-_HOST = "127.0.0.1"
+from ..comm.local_ranks import run_ranks
 
 
 def run_distributed(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, backend: str = "gloo"
 ) -> list[Any]:
-    """Run `fn(rank, *args)` in `world_size` fresh processes joined in one process group.
-
-    Args:
-        fn: a picklable (module-level) function.
-        world_size: number of ranks.
-        timeout: seconds a collective, and the whole run, may take.
-        backend: `gloo` or `nccl` (rank r then uses CUDA device r).
-
-    Returns:
-        what each rank returned, by rank.
-
-    Raises:
-        torch.multiprocessing.ProcessRaisedException: the first failing rank's own traceback.
-        TimeoutError: the ranks did not end in time; they are killed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        # The ranks meet at a port that is taken before they start: a free one may be gone by the time they bind it.
-        store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        job = (fn, args, world_size, backend, timeout, store.port, folder)
-        context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
-            _rank_main, args=job, nprocs=world_size, join=False, start_method="spawn"
-        )
-        deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout)
-        while not context.join(timeout=1.0, grace_period=2.0):
-            if datetime.datetime.now() > deadline:
-                for process in context.processes:
-                    process.kill()
-                raise TimeoutError(f"{world_size} ranks of {fn.__name__} did not end within {timeout} s")
-        return [pickle.loads(Path(folder, f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
-
-
-def _rank_main(
-    rank: int,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    world_size: int,
-    backend: str,
-    timeout: float,
-    port: int,
-    folder: str,
-) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR=_HOST,
-        MASTER_PORT=str(port),
-    )
-    torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    limit = datetime.timedelta(seconds=timeout)
-    store = dist.TCPStore(_HOST, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-    result = fn(rank, *args)
-    Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    """`run_ranks` with one thread a rank: what every rank's `fn(rank, *args)` returned."""
+    return run_ranks(fn, world_size, *args, timeout=timeout, backend=backend, threads=1)

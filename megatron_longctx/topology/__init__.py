@@ -13,7 +13,19 @@ direction as a message of tens of MiB gets them, latencies are seconds per messa
 """
 
 from .choose import RingChoice, choose_rings, rings_for, seconds_per_gib
-from .cluster import Cluster, Device, Mesh, Network, Resource, Route, Switch, load_cluster, save_cluster
+from .cluster import (
+    Cluster,
+    Device,
+    Mesh,
+    Network,
+    Resource,
+    Route,
+    Switch,
+    as_data,
+    cluster_from,
+    load_cluster,
+    save_cluster,
+)
 from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
 from .latin import row_complete_latin_square
 from .measured import Measured, Ping, Sample, to_cluster
@@ -35,7 +47,9 @@ __all__ = [
     "Routing",
     "Sample",
     "Switch",
+    "as_data",
     "choose_rings",
+    "cluster_from",
     "hamiltonian_cycles",
     "hamiltonian_paths",
     "held",

@@ -254,23 +254,33 @@ def load_cluster(source: str | Path, folder: Path | None = None) -> Cluster:
         what = str(error).strip().split("\n", 1)[0]
         raise ValueError(f"{path}: expected YAML that describes a cluster ({what}). Mend the file.") from None
     try:
-        return _cluster(data)
+        return cluster_from(data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
     """Write `cluster` as YAML that `load_cluster` reads back equal."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(as_data(cluster))))
+
+
+def as_data(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as plain mappings and values."""
     data: dict[str, Any] = {"name": cluster.name, "nodes": cluster.nodes, "ranks_per_node": cluster.ranks_per_node}
     if cluster.intra is not None:
         data["intra"] = {"kind": cluster.intra.kind, **asdict(cluster.intra)}
     if cluster.network is not None:
         data["network"] = asdict(cluster.network)
     data["device"] = asdict(cluster.device)
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(data)))
+    return data
 
 
-def _cluster(data: Any) -> Cluster:
+def cluster_from(data: Any) -> Cluster:
+    """The cluster of `as_data`, or of a YAML file's content.
+
+    Raises:
+        ValueError: an unknown or missing key, a value of the wrong type or range.
+    """
     values = _values(Cluster, data, "")
     if values.get("intra") is not None:
         intra = dict(_mapping(values["intra"], "intra"))

@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 from ..compose import compose_config
 from ..config import Config
-from . import preflight, worker
+from . import auto, preflight, worker
 from .run_folder import RunFolder
 from .signals import STOP_SIGNALS
 
@@ -87,6 +87,7 @@ def train(overrides: Sequence[str]) -> None:
 
 
 def _start_ranks(config: Config) -> None:
+    config = auto.settled(config)
     world_size = preflight.local_world_size(config)
     resumed = preflight.check(config, world_size)
     folder = RunFolder.of(config)
@@ -176,6 +177,7 @@ def _join(config: Config, place: Placement) -> None:
     answer: list[object] = [None]
     if place.rank == 0:
         try:
+            config = auto.settled(config)
             resumed = preflight.check(config, place.world_size)
             RunFolder.of(config).prepare(config, resumed)
             answer = [config]

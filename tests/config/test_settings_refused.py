@@ -42,7 +42,7 @@ WHOLE_MESSAGES = {
         "~train.steps: expected key=value; keys cannot be removed. Leave train.steps out to have its default."
     ),
     "parallelism.schedule=allgather": (
-        "parallelism.schedule=allgather: expected one of ring, zigzag, striped, helper, double_ring, tasp, all_gather, ulysses, usp. "  # noqa: E501
+        "parallelism.schedule=allgather: expected one of ring, zigzag, striped, helper, double_ring, tasp, all_gather, ulysses, usp, auto. "  # noqa: E501
         "Did you mean parallelism.schedule=all_gather?"
     ),
     "model.num_kv_heads=3": (
@@ -150,6 +150,8 @@ def test_the_examples_in_messages_are_accepted() -> None:
         words = [f"{key}={example}"]
         if key == "parallelism.max_buffer_tokens":
             words.append("parallelism.schedule=all_gather")
+        if key == "parallelism.max_attention_gib":
+            words.append("parallelism.schedule=auto")
         if key == "parallelism.inner_size":
             words.append("parallelism.schedule=usp")
         if key == "parallelism.outer_schedule":
@@ -246,6 +248,16 @@ def test_an_interpolation_that_leads_nowhere() -> None:
             ["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=0"],
             "parallelism.max_buffer_tokens=0",
             "at least 1",
+        ),
+        (
+            ["parallelism.max_attention_gib=2"],
+            "parallelism.max_attention_gib=2.0",
+            "null, or with parallelism.schedule=auto a number above 0",
+        ),
+        (
+            ["parallelism.schedule=auto", "parallelism.max_attention_gib=0"],
+            "parallelism.max_attention_gib=0.0",
+            "null, or with parallelism.schedule=auto a number above 0",
         ),
         (
             ["parallelism.inner_size=2", "parallelism.context_parallel_size=4"],

@@ -1,0 +1,4 @@
+"""Measurements: what links and kernels take (`calibrate`), and how fast the modes are beside each other (`attention`).
+
+Run as `megatron-longctx bench VERB`. Results carry their configuration, hardware, date and commit.
+"""

@@ -1,0 +1,222 @@
+"""The `bench` verbs: start the ranks, measure, write what was found."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from ..comm.local_ranks import run_ranks
+from ..config import refuse
+from ..metrics.environment import environment
+from ..schedules.calibration import Calibration, calibration_path, load_calibration, save_calibration
+from ..schedules.cost import GIB, Workload
+from ..topology import Cluster, save_cluster
+from . import attention
+from .calibrate import Effort, calibrate, measured_cluster
+
+logger = logging.getLogger(__name__)
+_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Where:
+    """ranks: how many to start here. device: cpu or cuda. kernel: of the attention calls."""
+
+    ranks: int
+    device: str
+    kernel: str = "auto"
+
+    @classmethod
+    def of(cls, ranks: int | None, device: str, kernel: str = "auto") -> Where:
+        """Checked against this machine; `ranks=None` for one per GPU, `auto` for CUDA where there is any.
+
+        Raises:
+            ValueError: fewer than 2 ranks, or more than there are GPUs.
+        """
+        cuda = torch.cuda.is_available() and device != "cpu"
+        if device == "cuda" and not cuda:
+            raise refuse("--device", device, "a CUDA device here; torch sees none", "Use --device cpu.")
+        gpus = torch.cuda.device_count() if cuda else 0
+        count = ranks if ranks is not None else (gpus or 2)
+        if count < 2:
+            raise refuse("--ranks", count, "2 or more", "Links join two ranks at least.")
+        if cuda and count > gpus:
+            raise refuse("--ranks", count, f"at most {gpus}, the GPUs here", "Use fewer, or --device cpu.")
+        return cls(count, "cuda" if cuda else "cpu", kernel)
+
+
+def run_calibrate(where: Where, workload: Workload, max_tokens: int | None, cluster_file: Path | None) -> Path:
+    """`bench calibrate`: measure and keep; returns the file."""
+    found: Calibration = _start(where, _calibrate, workload, where.kernel, max_tokens)[0]
+    path = calibration_path(found.device, where.ranks, workload)
+    save_calibration(found, path)
+    if cluster_file is not None:
+        save_cluster(found.cluster, cluster_file)
+        logger.info("cluster written to %s", cluster_file)
+    _say(found)
+    logger.info("calibration written to %s", path)
+    return path
+
+
+def run_links(where: Where, out: Path) -> None:
+    """`bench links`: measure the links between the ranks and write a cluster file."""
+    if out.suffix not in (".yaml", ".yml") or not out.parent.is_dir():
+        raise refuse("--out", out, "a .yaml file in a folder that exists", "Give another file name.")
+    cluster: Cluster = _start(where, _links)[0]
+    save_cluster(cluster, out)
+    print(out.read_text(), end="")
+    logger.info("written to %s", out)
+
+
+def cases(lengths: str, heads: str, head_dim: int, dtype: str) -> list[attention.Case]:
+    """The cases that `bench attention` is told.
+
+    Raises:
+        ValueError: not numbers separated by commas, or heads that do not divide.
+    """
+    found = []
+    for pair in heads.split(","):
+        for length in lengths.split(","):
+            try:
+                h, g = (int(number) for number in pair.split(":"))
+                found.append(attention.Case(int(length), h, g, head_dim, 2 if dtype == "bf16" else 4))
+            except ValueError:
+                raise refuse(
+                    "--heads --lengths", f"{heads} {lengths}", "like 32:8,32:32 and 32768,65536", "Correct them."
+                ) from None
+            if h < 1 or g < 1 or h % g or int(length) < 1:
+                raise refuse("--heads", pair, "query heads that are a multiple of the KV heads", "Correct them.")
+    return found
+
+
+def run_attention(
+    where: Where, cases: Sequence[attention.Case], modes: str, iterations: int, check: bool, out: Path
+) -> None:
+    """`bench attention`: measure modes, write JSON and a Markdown table beside it.
+
+    Args:
+        modes: `all`, or names separated by commas.
+    """
+    names = attention.ALL_MODES if modes == "all" else tuple(modes.split(","))
+    for name in names:
+        if name not in attention.ALL_MODES:
+            raise refuse("--modes", name, f"all, or of {', '.join(attention.ALL_MODES)}", "Separate names by commas.")
+    if not out.parent.is_dir():
+        raise refuse("--out", out, "a file in a folder that exists", "Make the folder first.")
+    found, calibrations = _start(where, _attention, tuple(cases), names, iterations, check, where.kernel)[0]
+    chosen = attention.choices(found)
+    facts = environment()
+    data = {
+        "what": "context-parallel attention, forward and backward, causal",
+        "ranks": where.ranks,
+        "iterations": iterations,
+        "environment": facts,
+        "calibrations": {
+            heads: {"kernel": c.kernel, "cluster": c.cluster.name, "merge_gibps": c.costs.merge_gibps,
+                    "messages": c.costs.messages, "message_s": c.costs.message_s}
+            for heads, c in calibrations.items()
+        },
+        "measurements": attention.as_data(found),
+        "auto": chosen,
+    }  # fmt: skip
+    out.write_text(json.dumps(data, indent=1) + "\n")
+    lines = [
+        attention.table(found),
+        "",
+        "| tokens | heads | auto takes | best measured | slower |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [f"| {c['length']:,} | {c['heads']} | {c['auto']} | {c['best']} | {c['slower']:.1%} |" for c in chosen]
+    head = f"{where.ranks} x {facts['device']}, {facts['date'][:10]}, commit {str(facts['commit'])[:9]}. Times in ms."
+    out.with_suffix(".md").write_text("\n".join([head, "", *lines]) + "\n")
+    print("\n".join(lines))
+    logger.info("written to %s and %s", out, out.with_suffix(".md"))
+
+
+def _start(where: Where, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `fn(rank, *args)` in ranks of this host, or as the rank that torchrun has started."""
+    backend = "nccl" if where.device == "cuda" else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if where.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=_TIMEOUT_S))
+        result = fn(dist.get_rank(), *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        return [result]
+    if where.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        return run_ranks(fn, where.ranks, *args, timeout=_TIMEOUT_S, backend=backend)
+    except ProcessRaisedException as error:
+        said = str(error).strip().splitlines()[-1]
+        raise ValueError(f"rank {error.error_index} failed: {said}") from error
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _links(rank: int) -> Cluster:
+    return measured_cluster(_group(), _device())
+
+
+def _calibrate(rank: int, workload: Workload, kernel: str, max_tokens: int | None) -> Calibration:
+    device = _device()
+    return calibrate(_group(), device, workload, kernel, Effort.of(device, max_tokens))
+
+
+def _attention(
+    rank: int, cases: tuple[attention.Case, ...], names: tuple[str, ...], iterations: int, check: bool, kernel: str
+) -> tuple[list[attention.Measurement], dict[str, Calibration]]:
+    device, group = _device(), _group()
+    calibrations = {}
+    for case in cases:
+        heads = f"{case.num_heads}:{case.num_kv_heads}"
+        if heads not in calibrations:
+            calibrations[heads] = _kept_or_measured(rank, group, device, case.workload, kernel)
+    bench = attention.Bench(group, device, kernel, iterations, check)
+    return bench.run(cases, attention.modes(group, kernel, names), calibrations), calibrations
+
+
+def _kept_or_measured(
+    rank: int, group: dist.ProcessGroup, device: torch.device, workload: Workload, kernel: str
+) -> Calibration:
+    """The calibration in the cache if rank 0 has one, else a new one, which it keeps."""
+    path = calibration_path(str(environment()["device"]), dist.get_world_size(group), workload)
+    answer: list[Calibration | None] = [load_calibration(path) if rank == 0 and path.is_file() else None]
+    dist.broadcast_object_list(answer, src=0, group=group, device=device)
+    if answer[0] is not None:
+        return answer[0]
+    found = calibrate(group, device, workload, kernel)
+    if rank == 0:
+        save_calibration(found, path)
+    return found
+
+
+def _say(found: Calibration) -> None:
+    cluster, costs = found.cluster, found.costs
+    logger.info("%s, kernel %s: %s", found.device, found.kernel, cluster.intra or cluster.network)
+    for sample in costs.messages:
+        rate = sample.num_bytes / sample.seconds / GIB
+        logger.info("  ring shift of %9d bytes: %9.1f us, %7.2f GiB/s", sample.num_bytes, sample.seconds * 1e6, rate)
+    logger.info(
+        "  kernel calls up to %.1f TFLOP/s forward, %.1f backward (%d shapes); merging %.0f GiB/s",
+        costs.forward_tflops, costs.backward_tflops, len(costs.kernels), costs.merge_gibps,
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Seconds on a device: events on CUDA, the clock on CPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+
+
+class Stopwatch:
+    """Marks in the device's own order of work, and the seconds between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event | float:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, start: torch.cuda.Event | float, stop: torch.cuda.Event | float) -> float:
+        """Between two marks; call `finish` before."""
+        if isinstance(start, float) or isinstance(stop, float):
+            assert isinstance(start, float) and isinstance(stop, float)
+            return stop - start
+        return float(start.elapsed_time(stop)) / 1e3
+
+    def finish(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+
+
+def median_seconds(work: Callable[[], object], device: torch.device, repeats: int, warm_up: int = 2) -> float:
+    """Median over `repeats` of one call of `work`, its first calls left out."""
+    watch = Stopwatch(device)
+    for _ in range(warm_up):
+        work()
+    watch.finish()
+    marks = [watch.mark()]
+    for _ in range(repeats):
+        work()
+        marks.append(watch.mark())
+    watch.finish()
+    return statistics.median(watch.seconds(a, b) for a, b in pairwise(marks))
+
+
+def powers_of_two(first: int, last: int) -> Sequence[int]:
+    """first, 2 first, 4 first, ... up to last."""
+    sizes = [first]
+    while sizes[-1] * 2 <= last:
+        sizes.append(sizes[-1] * 2)
+    return sizes

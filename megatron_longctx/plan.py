@@ -1,0 +1,111 @@
+"""The `plan` verb: a plan in words, priced and drawn; all modes ranked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .config import Config, refuse
+from .schedules import Costs, Kind, Plan, PlanOptions, Workload, build_plan, describe, seal, transpose
+from .schedules.draw import draw
+from .schedules.draw_timeline import draw_modes, draw_timeline
+from .schedules.select import Problem, rank_modes, table
+from .schedules.simulate import Simulation, simulate
+from .topology import Cluster, load_cluster
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Files to draw into: the plan, its time line."""
+
+    plan: Path | None = None
+    timeline: Path | None = None
+
+    def __post_init__(self) -> None:
+        _check_picture("--draw", self.plan)
+        _check_picture("--timeline", self.timeline)
+
+
+def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures) -> None:
+    """Print the configured plan, with its price where a cluster is named, and draw it.
+
+    Raises:
+        ValueError: a plan that cannot be built, a picture that cannot be drawn.
+    """
+    cluster = _cluster(config) if config.parallelism.cluster else None
+    if pictures.timeline and cluster is None:
+        raise refuse("--timeline", pictures.timeline, "parallelism.cluster=NAME beside it", _REMEDY)
+    plan = _configured(config, causal)
+    plan = seal(transpose(plan)) if backward else plan
+    workload = Workload.of(config)
+    print(describe(plan, {kind: workload.token_bytes(kind) for kind in (Kind.KV, Kind.DKV)}))
+    if cluster is not None:
+        simulation = simulate(plan, cluster, workload, timeline=pictures.timeline is not None)
+        print("\n" + _price(simulation, cluster))
+        if pictures.timeline:
+            draw_timeline(simulation, pictures.timeline)
+            print(f"\ntime line drawn to {pictures.timeline}")
+    if pictures.plan:
+        draw(plan, pictures.plan)
+        print(f"\ndrawn to {pictures.plan}")
+
+
+def compare(config: Config, *, causal: bool, picture: Path | None) -> None:
+    """Print all modes ranked by simulated time, and draw them side by side.
+
+    Raises:
+        ValueError: no cluster named, or one that does not say what its devices do.
+    """
+    _check_picture("--compare", picture)
+    if config.parallelism.cluster is None:
+        raise refuse("--compare", "given", "parallelism.cluster=NAME beside it", _REMEDY)
+    cluster, workload = _cluster(config), Workload.of(config)
+    par = config.parallelism
+    options = replace(PlanOptions.of(par), inner_size=None, max_buffer_tokens=None)
+    problem = Problem(par.context_parallel_size, config.data.seq_length, workload, causal, options)
+    ranking = rank_modes(problem, cluster, timeline=picture is not None)
+    title = (
+        f"{config.model.name}: {problem.length:,} tokens, {problem.n} ranks of {cluster.name}, "
+        f"heads {workload.num_heads}:{workload.num_kv_heads} x {workload.head_dim}, {'causal' if causal else 'full'}"
+    )
+    print(f"{title}; one attention layer, simulated\n{table(ranking)}")
+    if picture:
+        draw_modes(ranking, picture, title)
+        print(f"\ndrawn to {picture}")
+
+
+_REMEDY = "Name one of recipes/cluster, or a file that `megatron-longctx bench links` has written."
+
+
+def _cluster(config: Config) -> Cluster:
+    par = config.parallelism
+    assert par.cluster is not None
+    return load_cluster(par.cluster).resized(par.context_parallel_size)
+
+
+def _configured(config: Config, causal: bool) -> Plan:
+    par = config.parallelism
+    if par.schedule == "auto":
+        raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with --compare.")
+    return build_plan(par.schedule, par.context_parallel_size, config.data.seq_length, causal, PlanOptions.of(par))
+
+
+def _price(simulation: Simulation, cluster: Cluster) -> str:
+    costs = Costs.of_device(cluster.device)
+    busiest = simulation.busiest_link
+    rows = [
+        f"simulated on {cluster.name} ({costs.forward_tflops:.0f} TFLOP/s forward, "
+        f"{costs.backward_tflops:.0f} backward)",
+        f"  time           {simulation.seconds * 1e3:.3f} ms, {simulation.idle_share:.1%} of rank-time not computing",
+        f"  computing      {min(simulation.compute_s) * 1e3:.3f} to {max(simulation.compute_s) * 1e3:.3f} ms a rank",
+        f"  waiting        {min(simulation.exposed_s) * 1e3:.3f} to {max(simulation.exposed_s) * 1e3:.3f} ms a rank "
+        "for messages",
+        f"  busiest link   {busiest[0]}, {busiest[1]:.1%} of the time" if busiest else "  busiest link   none",
+        f"  memory         {simulation.peak_bytes / 2**30:.3f} GiB at most for this call",
+    ]
+    return "\n".join(rows)
+
+
+def _check_picture(option: str, picture: Path | None) -> None:
+    if picture and (picture.suffix != ".png" or not picture.parent.is_dir()):
+        raise refuse(option, picture, "a .png file in a folder that exists", "Give another file name.")

@@ -1,0 +1,87 @@
+"""What was measured on a machine, kept in a file: the figures that modes are priced and chosen by."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..topology import Cluster, as_data, cluster_from
+from .cost import Costs, KernelSample, MessageSample, Workload
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Links between ranks and costs of a workload on their device. environment: what it was measured on, and when."""
+
+    device: str
+    kernel: str
+    cluster: Cluster
+    workload: Workload
+    costs: Costs
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+def cache_folder() -> Path:
+    """Where calibrations lie: `$XDG_CACHE_HOME/megatron_longctx`, or `~/.cache/megatron_longctx`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_longctx"
+
+
+def calibration_path(device: str, ranks: int, workload: Workload, folder: Path | None = None) -> Path:
+    """The file for so many ranks of a device; the batch is no part of it."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")
+    shape = f"{workload.num_heads}x{workload.num_kv_heads}x{workload.head_dim}-{workload.element_bytes}bytes"
+    return (folder or cache_folder()) / f"{name}-{ranks}ranks-{shape}.json"
+
+
+def save_calibration(calibration: Calibration, path: Path) -> None:
+    """Write it; a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {
+        "version": _VERSION,
+        "device": calibration.device,
+        "kernel": calibration.kernel,
+        "cluster": as_data(calibration.cluster),
+        "workload": asdict(calibration.workload),
+        "costs": asdict(calibration.costs),
+        "environment": calibration.environment,
+    }
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(data, indent=1) + "\n")
+    partial.replace(path)
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Read it back.
+
+    Raises:
+        ValueError: no file, not a calibration, or one of another version.
+    """
+    try:
+        data = json.loads(path.read_text())
+        if data["version"] != _VERSION:
+            raise ValueError(f"version {data['version']}")
+        costs = dict(data["costs"])
+        costs["kernels"] = tuple(KernelSample(*sample) for sample in costs["kernels"])
+        costs["messages"] = tuple(MessageSample(*sample) for sample in costs["messages"])
+        return Calibration(
+            device=data["device"],
+            kernel=data["kernel"],
+            cluster=cluster_from(data["cluster"]),
+            workload=Workload(**data["workload"]),
+            costs=Costs(**costs),
+            environment=data["environment"],
+        )
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path}: expected a calibration. Run `megatron-longctx bench calibrate` with the same settings."
+        ) from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: expected a calibration of version {_VERSION} ({error}). Run `bench calibrate` again."
+        ) from None

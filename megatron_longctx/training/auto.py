@@ -1,0 +1,73 @@
+"""`parallelism.schedule=auto`: the mode for this job, chosen before its ranks start."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from ..config import Config, refuse
+from ..metrics.environment import environment
+from ..schedules import Costs, PlanOptions, Workload
+from ..schedules.calibration import calibration_path, load_calibration
+from ..schedules.select import Problem, select, table
+from ..topology import Cluster, load_cluster
+
+logger = logging.getLogger(__name__)
+
+
+def settled(config: Config, folder: Path | None = None) -> Config:
+    """The configuration with a mode in the place of `auto`; any other is returned as it is.
+
+    Priced by the calibration of this device, number of ranks and heads where there is one, else by what
+    `parallelism.cluster` says. The ranking is logged.
+
+    Args:
+        folder: where calibrations lie; None for the user's cache.
+
+    Raises:
+        ValueError: nothing to go by, or no mode that can run.
+    """
+    par = config.parallelism
+    if par.schedule != "auto":
+        return config
+    if par.context_parallel_size == 1:
+        return replace(config, parallelism=replace(par, schedule="zigzag", max_attention_gib=None))
+    cluster, costs, source = _figures(config, folder)
+    problem = Problem(
+        n=par.context_parallel_size,
+        length=config.data.seq_length,
+        workload=Workload.of(config),
+        options=PlanOptions.of(par),
+        max_bytes=None if par.max_attention_gib is None else int(par.max_attention_gib * 2**30),
+    )
+    ranking = select(problem, cluster, costs)
+    best = ranking[0]
+    logger.info("parallelism.schedule=auto takes %s, priced by %s:\n%s", best.name, source, table(ranking))
+    chosen = replace(
+        par,
+        schedule=best.schedule,
+        inner_size=best.options.inner_size,
+        max_buffer_tokens=best.options.max_buffer_tokens,
+        max_attention_gib=None,
+    )
+    return replace(config, parallelism=chosen)
+
+
+def _figures(config: Config, folder: Path | None) -> tuple[Cluster, Costs | None, str]:
+    par = config.parallelism
+    device = "cpu" if config.train.device == "cpu" else str(environment()["device"])
+    path = calibration_path(device, par.context_parallel_size, Workload.of(config), folder)
+    if path.is_file():
+        calibration = load_calibration(path)
+        return calibration.cluster, calibration.costs, str(path)
+    if par.cluster is None:
+        raise refuse(
+            "parallelism.schedule",
+            "auto",
+            f"a calibration ({path}) or parallelism.cluster=NAME",
+            "Run `megatron-longctx bench calibrate` with the same settings and --ranks "
+            f"{par.context_parallel_size}, name the cluster, or choose a mode.",
+        )
+    cluster = load_cluster(par.cluster).resized(par.context_parallel_size)
+    return cluster, None, f"cluster {cluster.name}"
