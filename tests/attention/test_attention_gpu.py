@@ -27,8 +27,7 @@ from megatron_longctx.testing.plans import helper_plan
 from megatron_longctx.testing.references import dense_attention, kernel_attention, random_qkv, shard
 from megatron_longctx.testing.tolerances import assert_as_good_as
 
-# Modes that share heads among ranks have tests of their own: not every number of ranks fits them.
-WHOLE_HEADS = tuple(name for name, mode in SCHEDULES.items() if not mode.splits_heads)
+MODES = tuple(SCHEDULES)  # 32 heads, 8 or 32 KV heads: any number of GPUs up to 8 that divides them may share them
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -84,14 +83,14 @@ def _every_case(rank: int, n: int, kernels: list[str], device_type: str = "cuda"
     wrong = []
     attentions = {
         (schedule, kernel): ContextParallelAttention(dist.group.WORLD, schedule=schedule, kernel=kernel)
-        for schedule, kernel in product(WHOLE_HEADS, kernels)
+        for schedule, kernel in product(MODES, kernels)
     }
     for case in CASES:
         tensors = case.tensors(device)
         truth = dense_attention(*tensors, case.causal)
         for kernel in kernels:
             whole = [kernel_attention(choose(kernel, request(case.heads, device_type)), *tensors, case.causal), truth]
-            for schedule in WHOLE_HEADS:
+            for schedule in MODES:
                 attention = attentions[schedule, kernel]
                 layout = attention.layout(case.length)
                 *leaves, grad_out = (shard(x, layout, rank) for x in tensors)
@@ -103,7 +102,7 @@ def _every_case(rank: int, n: int, kernels: list[str], device_type: str = "cuda"
                 wrong += compare(found, whole, layout, rank, f"{schedule}, {kernel}, {case}")
             if n == 2 and case.causal:
                 wrong += _helper(rank, kernel, case, whole, device)
-    for schedule in WHOLE_HEADS:
+    for schedule in MODES:
         wrong += _many_iterations(rank, attentions[schedule, kernels[0]], schedule, device)
     return wrong
 
