@@ -58,23 +58,22 @@ def calibrate(
         ValueError: one rank only, or a kernel that cannot serve.
     """
     effort = effort or Effort.of(device)
-    request = _request(workload, device)
-    chosen = choose(kernel, request)
+    chosen = choose(kernel, _request(workload, device))
     cluster = measured_cluster(group, device)
     messages, message_s = _messages(group, device)
-    samples = _agreed(group, lambda: list(_kernels(dist.get_world_size(group), device, workload, kernel, effort)))
-    forward, backward = (_best_tflops(samples, workload, way) for way in (False, True))
-    costs = Costs(
-        forward_tflops=forward,
-        backward_tflops=backward,
-        merge_gibps=_agreed(group, lambda: [_merge_gibps(device, workload, effort)])[0],
-        step_s=0.0,  # in the messages
-        message_s=message_s,
-        kernels=tuple(samples),
-        messages=messages,
-    )
+    costs = replace(kernel_costs(group, device, workload, kernel, effort), message_s=message_s, messages=messages)
     facts = environment()
     return Calibration(str(facts["device"]), chosen.name, cluster, replace(workload, batch=1), costs, facts)
+
+
+def kernel_costs(
+    group: dist.ProcessGroup, device: torch.device, workload: Workload, kernel: str, effort: Effort
+) -> Costs:
+    """What computing takes, measured by all ranks at once; messages are taken to cost no more than their links say."""
+    samples = _agreed(group, lambda: list(_kernels(dist.get_world_size(group), device, workload, kernel, effort)))
+    forward, backward = (_best_tflops(samples, workload, way) for way in (False, True))
+    merge_gibps = _agreed(group, lambda: [_merge_gibps(device, workload, effort)])[0]
+    return Costs(forward, backward, merge_gibps=merge_gibps, step_s=0.0, message_s=0.0, kernels=tuple(samples))
 
 
 def _request(workload: Workload, device: torch.device, parts: int = 1) -> KernelRequest:

@@ -75,7 +75,8 @@ class P2PTransport:
         self._pending.add(id(exchange))
         if not exchange.tensors:
             return exchange
-        operations = [self._operation(dist.isend, sends), self._operation(dist.irecv, receives)]
+        # Receives first: gloo tells the sender on the same connection, which a large message of ours would block.
+        operations = [self._operation(dist.irecv, receives), self._operation(dist.isend, sends)]
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             for event in after:
                 if event is not None and self._stream:

@@ -1,0 +1,86 @@
+"""Measure the modes on emulated networks: `python -m analysis.network [--case mesh8] [--out FOLDER]`.
+
+Writes `network_emulated.json`, `.md` (a table) and `.png` (a picture).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from megatron_longctx.metrics.environment import environment
+from megatron_longctx.schedules import PlanOptions
+from megatron_longctx.schedules.cost import Workload
+from megatron_longctx.topology import Cluster, Mesh, Network
+
+from .job import Found, Job, Mode
+from .report import draw, speedups, table
+from .run import run
+
+LINK = 0.0025  # GiB/s, some 21 Mbit/s: slow enough that a few CPU cores keep up with all links at once
+MESH8 = Cluster("mesh8", 1, 8, Mesh(LINK))
+NODES = Cluster("nodes2x4", 2, 4, Mesh(8 * LINK), Network(4, LINK))
+SHARED = Cluster("nodes2x4_one_nic", 2, 4, Mesh(16 * LINK), Network(1, 2 * LINK))
+FLAT = ("ring", "zigzag", "striped", "helper", "all_gather", "ulysses")
+
+
+def jobs() -> dict[str, list[Job]]:
+    """The cases by name: one network, causal and full."""
+    found = {}
+    for cluster in (MESH8, NODES, SHARED):
+        options = PlanOptions(cluster=cluster)
+        modes = [Mode(name) for name in FLAT] + [Mode("tasp", options)]
+        inner = (2, 4) if cluster.nodes == 1 else (4,)
+        modes += [Mode("usp", PlanOptions(inner_size=k)) for k in inner]
+        modes += [Mode("double_ring", PlanOptions(inner_size=k)) for k in (4,) if cluster.nodes > 1]
+        causal = Job(cluster, tuple(modes), length=256, workload=Workload(32, 32, 128, element_bytes=4))
+        full = replace(causal, causal=False, modes=tuple(m for m in modes if m.schedule not in ("striped", "helper")))
+        found[cluster.name] = [causal, full]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    cases = jobs()
+    parser = argparse.ArgumentParser(prog="python -m analysis.network", description=__doc__)
+    parser.add_argument("--case", default="all", choices=("all", *cases), help="which network")
+    parser.add_argument("--out", type=Path, default=Path("analysis/results"), help="folder of the results")
+    args = parser.parse_args(arguments)
+    if not args.out.is_dir():
+        parser.error(f"--out {args.out}: expected a folder that exists")
+    found: list[Found] = []
+    networks = []
+    try:
+        for name, case in cases.items():
+            if args.case not in ("all", name):
+                continue
+            for job in case:
+                print(f"{name}, {'causal' if job.causal else 'full'}", file=sys.stderr)
+                outcome = run(job)
+                found += outcome.found
+                networks.append({
+                    "name": name, "causal": job.causal, "length": job.length, "workload": asdict(job.workload),
+                    "repeats": job.repeats, "cluster": asdict(job.cluster),
+                    "links_measured_over_described": outcome.links, "small_message_s": outcome.small_message_s,
+                })  # fmt: skip
+    except (PermissionError, RuntimeError, TimeoutError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    facts = environment()
+    data = {"what": "modes on emulated networks, forward and backward", "environment": facts, "networks": networks}
+    stem = args.out / ("network_emulated" if args.case == "all" else f"network_{args.case}")
+    text = f"{facts['date'][:10]}, commit {str(facts['commit'])[:9]}. Seconds.\n\n{table(found)}\n\n{speedups(found)}\n"
+    stem.with_suffix(".md").write_text(text)
+    stem.with_suffix(".json").write_text(
+        json.dumps({**data, "measurements": [asdict(each) for each in found]}, indent=1) + "\n"
+    )
+    draw(found, stem.with_suffix(".png"))
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What is measured on an emulated network, and what is found."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_longctx.schedules import PlanOptions
+from megatron_longctx.schedules.cost import Workload
+from megatron_longctx.topology import Cluster
+
+
+@dataclass(frozen=True)
+class Mode:
+    schedule: str
+    options: PlanOptions = PlanOptions()
+
+    @property
+    def name(self) -> str:
+        inner = self.options.inner_size
+        return f"{self.schedule} ({inner})" if inner is not None else self.schedule
+
+
+@dataclass(frozen=True)
+class Job:
+    """One network with the modes that run on it. Few tokens and many heads, so that the links are the limit: bytes
+    grow with tokens, work with their square."""
+
+    cluster: Cluster
+    modes: tuple[Mode, ...]
+    length: int
+    workload: Workload
+    causal: bool = True
+    repeats: int = 3
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(pickle.dumps(self))
+
+    @staticmethod
+    def load(path: Path) -> Job:
+        """Of this program's own making, in a folder of its own."""
+        job = pickle.loads(path.read_bytes())
+        assert isinstance(job, Job)
+        return job
+
+
+@dataclass(frozen=True)
+class Found:
+    """One mode, measured and predicted; seconds of the slowest rank, medians. error: the largest relative (Frobenius)
+    one of output and gradients against fp64."""
+
+    network: str
+    mode: str
+    causal: bool
+    forward_s: float
+    backward_s: float
+    predicted_forward_s: float
+    predicted_backward_s: float
+    error: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return (self.predicted_forward_s + self.predicted_backward_s) / self.seconds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """links: measured over described rate, of the slowest and the fastest link. costs: seconds of a small exchange."""
+
+    found: tuple[Found, ...]
+    links: tuple[float, float]
+    small_message_s: float

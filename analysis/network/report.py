@@ -1,0 +1,87 @@
+"""What was found, as tables and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .job import Found
+
+CLOSE = 0.25
+"""How far a prediction may be off."""
+
+
+def cases(found: Sequence[Found]) -> dict[tuple[str, bool], list[Found]]:
+    """By network and mask, the fastest first."""
+    grouped: dict[tuple[str, bool], list[Found]] = {}
+    for each in sorted(found, key=lambda each: each.seconds):
+        grouped.setdefault((each.network, each.causal), []).append(each)
+    return dict(sorted(grouped.items(), key=lambda item: (item[0][0], not item[0][1])))
+
+
+def title(network: str, causal: bool) -> str:
+    return f"{network}, {'causal' if causal else 'full'}"
+
+
+def table(found: Sequence[Found]) -> str:
+    """Markdown; a prediction off by more than `CLOSE` is marked."""
+    head = ("network", "mode", "forward", "backward", "predicted", "predicted / measured", "error")
+    rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for (network, causal), group in cases(found).items():
+        for each in group:
+            mark = "" if abs(each.ratio - 1) <= CLOSE else " (!)"
+            rows.append(
+                f"| {title(network, causal)} | {each.mode} | {each.forward_s:.2f} | {each.backward_s:.2f} "
+                f"| {each.predicted_forward_s:.2f} + {each.predicted_backward_s:.2f} "
+                f"| {each.ratio:.2f}{mark} | {each.error:.0e} |"
+            )
+    return "\n".join(rows)
+
+
+def speedups(found: Sequence[Found]) -> str:
+    """How much faster every mode is than the flat rings: forward / forward and backward together."""
+    rows = ["| network | mode | against ring | against zigzag |", "|---|---|---|---|"]
+    for (network, causal), group in cases(found).items():
+        flat = {each.mode: each for each in group}
+        for each in group:
+            cells = [
+                f"{flat[name].forward_s / each.forward_s:.2f} / {flat[name].seconds / each.seconds:.2f}"
+                if name in flat
+                else ""
+                for name in ("ring", "zigzag")
+            ]
+            rows.append(f"| {title(network, causal)} | {each.mode} | {cells[0]} | {cells[1]} |")
+    return "\n".join(rows)
+
+
+def draw(found: Sequence[Found], path: Path) -> None:
+    """Bars of measured times, with what was predicted marked, one panel a case."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups = cases(found)
+    columns = min(2, len(groups))
+    rows = -(-len(groups) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(7 * columns, 3.6 * rows), squeeze=False, layout="constrained")
+    for panel in axes.flat[len(groups) :]:
+        panel.axis("off")
+    for panel, ((network, causal), group) in zip(axes.flat, groups.items(), strict=False):
+        group = group[::-1]
+        names = [each.mode for each in group]
+        panel.barh(names, [each.forward_s for each in group], color="#4477aa", label="forward")
+        panel.barh(
+            names,
+            [each.backward_s for each in group],
+            left=[each.forward_s for each in group],
+            color="#99bbdd",
+            label="backward",
+        )
+        predicted = [each.predicted_forward_s + each.predicted_backward_s for each in group]
+        panel.plot(predicted, range(len(group)), "k|", markersize=14, markeredgewidth=2, label="simulated")
+        panel.set_title(title(network, causal))
+        panel.set_xlabel("seconds")
+        panel.legend(frameon=False, loc="upper right")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)

@@ -1,0 +1,174 @@
+"""One rank on an emulated network: checks the links, runs the modes, prices them. `python -m ... FOLDER RANK`."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import statistics
+import sys
+import time
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.bench.calibrate import Effort, kernel_costs
+from megatron_longctx.comm import P2PTransport
+from megatron_longctx.layout import Layout
+from megatron_longctx.schedules.cost import GIB, Costs
+from megatron_longctx.schedules.select import Problem, rank_modes
+from megatron_longctx.testing.references import dense_attention, random_qkv, shard
+
+from .emulate import address
+from .job import Found, Job, Mode, Outcome
+
+_PORT = 29500
+_CPU = torch.device("cpu")
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    job = Job.load(folder / "job")
+    n = job.cluster.n
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # where a host's one address is
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=300)
+    store = dist.TCPStore(address(0), _PORT, n, rank == 0, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=limit)
+    outcome = _Rank(job, rank).run()
+    if rank == 0:
+        (folder / "outcome").write_bytes(pickle.dumps(outcome))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class _Rank:
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
+        group = dist.group.WORLD
+        assert group is not None
+        self.group = group
+        self.transport = P2PTransport(group, _CPU)
+
+    def run(self) -> Outcome:
+        job = self.job
+        self._say(f"{job.cluster.name}: checking links")
+        small = self._slowest(self._shift_seconds(1, 64, 20))
+        rates = self._link_rates()
+        self._say("measuring kernel calls")
+        effort = Effort(max_tokens=job.length, min_tokens=8, repeats=3)
+        costs = replace(kernel_costs(self.group, _CPU, job.workload, "auto", effort), step_s=small)
+        found = []
+        for mode in job.modes:
+            found.append(self._mode(mode, costs))
+            self._say(
+                f"{found[-1].mode}: {found[-1].forward_s:.2f} s + {found[-1].backward_s:.2f} s, "
+                f"predicted {found[-1].ratio:.2f} of that"
+            )
+        return Outcome(tuple(found), rates, small)
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"  {text}", file=sys.stderr, flush=True)
+
+    def _slowest(self, seconds: float) -> float:
+        worst = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        return float(worst)
+
+    def _shift_seconds(self, shift: int, size: int, repeats: int) -> float:
+        """Every rank sends `size` bytes to the rank `shift` further and receives as many."""
+        n = self.job.cluster.n
+        out, into = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        times = []
+        for _ in range(repeats):
+            dist.barrier()
+            start = time.perf_counter()
+            self.transport.wait(
+                self.transport.start([(out, (self.rank + shift) % n)], [(into, (self.rank - shift) % n)])
+            )
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    def _link_rates(self) -> tuple[float, float]:
+        """Measured over described rate of the links into this rank; the lowest and the highest of all ranks."""
+        cluster = self.job.cluster
+        found = []
+        for shift in range(1, cluster.n):
+            source = (self.rank - shift) % cluster.n
+            route = cluster.route(source, self.rank)
+            # Others that share the way at this shift share its rate.
+            sharing = [
+                sum(resource in cluster.route(r, (r + shift) % cluster.n).resources for r in range(cluster.n))
+                for resource in route.resources
+            ]
+            size = int(route.gibps / max(sharing) * GIB * 0.3)  # a third of a second
+            sizes: list[int] = [0] * cluster.n
+            dist.all_gather_object(sizes, size)
+            size = min(sizes)
+            seconds = self._shift_seconds(shift, size, 2)
+            if size == sizes[self.rank]:  # the others' links were not the limit
+                found.append(size / seconds / GIB / (route.gibps / max(sharing)))
+        low, high = self._slowest(-min(found)), self._slowest(max(found))
+        return -low, high
+
+    def _mode(self, mode: Mode, costs: Costs) -> Found:
+        job, workload = self.job, self.job.workload
+        attention = ContextParallelAttention(self.group, schedule=mode.schedule, options=mode.options)
+        layout = attention.layout(job.length)
+        q, k, v, grad_out = (shard(x, layout, self.rank) for x in self.whole)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+
+        def call() -> Tensor:
+            return attention(q, k, v, length=job.length, causal=job.causal)
+
+        out = call()
+        error = self._error([out.detach(), *torch.autograd.grad(out, leaves, grad_out)], layout)
+        forward, backward = [], []
+        for _ in range(job.repeats):
+            dist.barrier()
+            start = time.perf_counter()
+            out = call()
+            forward.append(self._slowest(time.perf_counter() - start))
+            dist.barrier()
+            start = time.perf_counter()
+            torch.autograd.grad(out, leaves, grad_out)
+            backward.append(self._slowest(time.perf_counter() - start))
+        problem = Problem(job.cluster.n, job.length, workload, job.causal)
+        (priced,) = rank_modes(problem, job.cluster, costs, candidates=[(mode.schedule, mode.options)])
+        assert priced.forward is not None and priced.backward is not None, priced.reason
+        return Found(
+            job.cluster.name,
+            mode.name,
+            job.causal,
+            statistics.median(forward),
+            statistics.median(backward),
+            priced.forward.seconds,
+            priced.backward.seconds,
+            error,
+        )
+
+    def _error(self, results: list[Tensor], layout: Layout) -> float:
+        """The largest of this and all other ranks."""
+        truth = [shard(x, layout, self.rank) for x in self.truth.values()]
+        errors = [float((a - b).norm() / b.norm()) if b.numel() else 0.0 for a, b in zip(results, truth, strict=True)]
+        return self._slowest(max(errors))
+
+    @cached_property
+    def whole(self) -> tuple[Tensor, ...]:
+        """q, k, v and the gradient of out, of the whole sequence; the same on every rank."""
+        w = self.job.workload
+        return random_qkv(self.job.length, 1, w.num_heads, w.num_kv_heads, w.head_dim, torch.float32)
+
+    @cached_property
+    def truth(self) -> dict[str, Tensor]:
+        return dense_attention(*self.whole, causal=self.job.causal)
+
+
+if __name__ == "__main__":
+    main()

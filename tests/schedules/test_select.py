@@ -1,0 +1,139 @@
+"""The choice of a mode: it follows the cluster and the memory bound, and says why a mode cannot run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx.schedules import Costs, PlanOptions, Workload
+from megatron_longctx.schedules.calibration import (
+    Calibration,
+    calibration_path,
+    load_calibration,
+    save_calibration,
+)
+from megatron_longctx.schedules.cost import KernelSample, MessageSample
+from megatron_longctx.schedules.draw_timeline import draw_modes, draw_timeline
+from megatron_longctx.schedules.select import Problem, rank_modes, select, table
+from megatron_longctx.topology import Cluster, Mesh, Network, load_cluster
+
+GQA = Workload(32, 8, 128)
+FAST = Costs(600.0, 500.0)
+
+
+def names(ranking) -> list[str]:
+    return [candidate.name for candidate in ranking if not candidate.reason]
+
+
+def test_a_slow_mesh_calls_for_all_its_links() -> None:
+    slow = Cluster("mesh", 1, 8, Mesh(0.5))
+    ranking = rank_modes(Problem(8, 8 * 7 * 64, Workload(32, 32, 128)), slow, FAST)
+    assert ranking[0].schedule in ("all_gather", "tasp", "ulysses", "usp")
+    by_name = {candidate.name: candidate.seconds for candidate in ranking}
+    assert by_name["tasp"] < by_name["zigzag"] / 3
+    seconds = [candidate.seconds for candidate in ranking]
+    assert seconds == sorted(seconds)
+
+
+def test_slow_links_between_nodes_call_for_a_hierarchy() -> None:
+    nodes = Cluster("two", 2, 4, Mesh(100.0), Network(1, 1.0))
+    ranking = rank_modes(Problem(8, 8 * 2048, GQA, causal=False), nodes, FAST)
+    by_name = {candidate.name: candidate for candidate in ranking}
+    forward = {name: candidate.forward.seconds for name, candidate in by_name.items() if candidate.forward}
+    assert forward["double_ring (inner_size=4)"] < forward["zigzag"] / 1.5
+
+
+def test_what_cannot_run_says_why_and_comes_last() -> None:
+    ranking = rank_modes(Problem(8, 4096, Workload(4, 4, 128)), load_cluster("h200_x8"))
+    assert [bool(candidate.reason) for candidate in ranking] == sorted(bool(c.reason) for c in ranking)
+    (ulysses,) = (candidate for candidate in ranking if candidate.schedule == "ulysses")
+    assert "expected a divisor of the 4 query heads" in ulysses.reason
+    assert "not possible: 8 context-parallel ranks" in table(ranking)
+
+
+def test_a_memory_bound_is_kept_by_smaller_buffers() -> None:
+    cluster = load_cluster("h200_x8")
+    free = select(Problem(8, 2**17, GQA), cluster)
+    bound = min(candidate.peak_bytes for candidate in free if not candidate.reason)
+    tight = select(Problem(8, 2**17, GQA, max_bytes=bound), cluster)
+    assert all(candidate.peak_bytes <= bound for candidate in tight if not candidate.reason)
+    assert any("GiB" in candidate.reason for candidate in tight)
+    with pytest.raises(ValueError, match=r"schedule=auto: no mode can run 131072 tokens on 8 ranks"):
+        select(Problem(8, 2**17, GQA, max_bytes=2**20), cluster)
+
+
+def test_modes_of_one_rank_and_of_a_prime_number_of_ranks() -> None:
+    for n in (1, 2, 5, 7):
+        cluster = Cluster("mesh", 1, n, Mesh(100.0) if n > 1 else None)
+        ranking = select(Problem(n, n * 512 + 1, Workload(n, n, 64)), cluster, FAST)
+        assert "zigzag" in names(ranking) and ranking[0].seconds > 0
+
+
+def test_a_mode_that_takes_too_long_to_plan_is_left_out() -> None:
+    cluster = replace(load_cluster("dgx_h100_x4"), nodes=16)
+    (found,) = rank_modes(Problem(128, 2**20, GQA), cluster, candidates=[("tasp", PlanOptions())])
+    assert "take too long to plan" in found.reason
+
+
+def test_pictures_of_a_time_line_and_of_all_modes(tmp_path: Path) -> None:
+    problem = Problem(4, 8192, GQA)
+    ranking = rank_modes(problem, load_cluster("h200_x8").resized(4), timeline=True)
+    draw_modes(ranking, tmp_path / "modes.png", "four ranks")
+    assert ranking[0].forward is not None
+    draw_timeline(ranking[0].forward, tmp_path / "one.png")
+    for name in ("modes.png", "one.png"):
+        assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def calibration() -> Calibration:
+    kernels = (KernelSample(64, 64, True, False, 1, 1e-3), KernelSample(64, 128, False, True, 2, 2e-3))
+    costs = Costs(1.0, 2.0, kernels=kernels, messages=(MessageSample(8, 1e-5),))
+    cluster = Cluster("two", 2, 4, Mesh(100.0), Network(1, 1.0))
+    return Calibration("NVIDIA H200", "cudnn", cluster, GQA, costs, {"date": "2026-01-01"})
+
+
+def test_a_calibration_is_read_back_as_written(tmp_path: Path, calibration: Calibration) -> None:
+    path = calibration_path(calibration.device, 8, GQA, tmp_path / "cache")
+    assert path.name == "NVIDIA-H200-8ranks-32x8x128-2bytes.json"
+    save_calibration(calibration, path)
+    assert load_calibration(path) == calibration
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert calibration_path("NVIDIA H200", 8, replace(GQA, batch=4), tmp_path / "cache") == path
+
+
+def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert calibration_path("cpu", 2, GQA).parent == tmp_path / "megatron_longctx"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 99}'])
+def test_what_is_no_calibration_is_refused(tmp_path: Path, content: str, calibration: Calibration) -> None:
+    path = tmp_path / "c.json"
+    with pytest.raises(ValueError, match="expected a calibration. Run `megatron-longctx bench calibrate`"):
+        load_calibration(path)
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"expected a calibration of version 1 .*Run `bench calibrate` again"):
+        load_calibration(path)
+    save_calibration(calibration, path)
+    data = json.loads(path.read_text())
+    data["costs"]["merge_gibps"] = 0
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="merge_gibps=0"):
+        load_calibration(path)
+
+
+def test_between_measured_calls_the_time_is_interpolated() -> None:
+    from megatron_longctx.schedules import Attend, Block, Kind
+
+    def call(tokens: int, keys: int) -> Attend:
+        return Attend((Block(Kind.Q, 0, 0, tokens),), (Block(Kind.KV, 1, 0, keys),), False)
+
+    square = tuple(KernelSample(q, k, False, False, 1, q * k * 1e-9) for q in (64, 256) for k in (64, 256))
+    costs = Costs(1e-6, 1e-6, kernels=square)
+    for q, k in ((64, 64), (128, 64), (100, 200), (256, 256), (1024, 1024)):
+        assert costs.call_seconds(call(q, k), GQA, False) == pytest.approx(q * k * 1e-9)
+    assert costs.call_seconds(call(8, 64), GQA, False) == pytest.approx(64 * 64 * 1e-9)  # no faster than the smallest
