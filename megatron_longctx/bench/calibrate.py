@@ -61,7 +61,9 @@ def calibrate(
     chosen = choose(kernel, _request(workload, device))
     cluster = measured_cluster(group, device)
     messages, message_s = _messages(group, device)
-    costs = replace(kernel_costs(group, device, workload, kernel, effort), message_s=message_s, messages=messages)
+    costs = kernel_costs(group, device, workload, kernel, effort)
+    blocking = _blocking(group, device, workload, chosen) if device.type == "cuda" else 0.0
+    costs = replace(costs, message_s=message_s, messages=messages, blocking=blocking)
     facts = environment()
     return Calibration(str(facts["device"]), chosen.name, cluster, replace(workload, batch=1), costs, facts)
 
@@ -123,6 +125,30 @@ def _messages(group: dist.ProcessGroup, device: torch.device) -> tuple[tuple[Mes
     many = 8
     more = (seconds(1024, many) - seconds(1024, 1)) / (2 * (many - 1))  # a shift is a send and a receive
     return samples, max(more, 0.0)
+
+
+def _blocking(group: dist.ProcessGroup, device: torch.device, workload: Workload, kernel: AttentionKernel) -> float:
+    """Share of a message's time that is added to the kernel calls it runs beside."""
+    transport = P2PTransport(group, device)
+    rank, n = transport.rank, transport.world
+    request = _request(workload, device)
+    q = _random(8192, workload.num_heads, request, device)
+    k, v = (_random(8192, workload.num_kv_heads, request, device) for _ in range(2))
+    out = torch.zeros(2**27, dtype=torch.uint8, device=device)
+    into = torch.zeros_like(out)
+
+    def step(message: bool, call: bool) -> None:
+        under_way = transport.start([(out, (rank + 1) % n)], [(into, (rank - 1) % n)]) if message else None
+        if call:
+            kernel.forward(q, k, v, causal=False, scale=1.0)
+        if under_way is not None:
+            transport.wait(under_way)
+
+    def seconds(message: bool, call: bool) -> float:
+        return float(_agreed(group, lambda: [_steady_seconds(lambda: step(message, call), device)])[0])
+
+    both, call, message = seconds(True, True), seconds(False, True), seconds(True, False)
+    return min(1.0, max(0.0, (both - call) / message))
 
 
 def _steady_seconds(work: Callable[[], object], device: torch.device, repeats: int = 12) -> float:

@@ -123,7 +123,7 @@ def run_attention(
         "environment": facts,
         "calibrations": {
             heads: {"kernel": c.kernel, "cluster": c.cluster.name, "merge_gibps": c.costs.merge_gibps,
-                    "messages": c.costs.messages, "message_s": c.costs.message_s}
+                    "messages": c.costs.messages, "message_s": c.costs.message_s, "blocking": c.costs.blocking}
             for heads, c in calibrations.items()
         },
         "measurements": attention.as_data(found),

@@ -109,7 +109,8 @@ class Costs:
 
     forward_tflops, backward_tflops: of a long kernel call. call_s: what every call takes besides. merge_gibps: bytes
     read and written per second by everything elementwise. step_s: what it takes to start and await a step's messages,
-    message_s: for each of them. kernels: measured calls for the workload at hand, used instead of the rates where they
+    message_s: for each of them. blocking: share of the time of a message, waiting for the peer included,
+    that is added to a kernel call which runs beside it: NCCL's kernels hold processors that the call wants. kernels: measured calls for the workload at hand, used instead of the rates where they
     are given; calls between them are interpolated. messages: likewise, for messages between ranks of one node.
     """
 
@@ -119,6 +120,7 @@ class Costs:
     merge_gibps: float = 1000.0
     step_s: float = 5e-5
     message_s: float = 1e-5
+    blocking: float = 0.0
     kernels: tuple[KernelSample, ...] = ()
     messages: tuple[MessageSample, ...] = ()
 
@@ -164,7 +166,8 @@ class Costs:
 
 
 class _Table:
-    """Seconds per pair at measured numbers of queries and keys; bilinear in their logarithms between them."""
+    """Seconds per pair at measured numbers of queries and keys; bilinear in their logarithms between them, constant
+    beyond them. No call takes less than the shortest that was measured."""
 
     def __init__(self, samples: Sequence[KernelSample]) -> None:
         self._queries = sorted({sample.num_queries for sample in samples})
@@ -172,10 +175,12 @@ class _Table:
         for sample in sorted(samples, key=lambda sample: sample.num_keys):
             by_queries.setdefault(sample.num_queries, []).append(sample)
         self._rows = [by_queries[q] for q in self._queries]
+        self._least = min(sample.seconds for sample in samples)
 
     def seconds(self, num_queries: int, num_keys: int) -> float:
         rows = [_row(row, num_queries, num_keys) for row in self._rows]
-        return math.exp(_interpolate_log(num_queries, self._queries, rows)) * num_queries * num_keys
+        seconds = math.exp(_interpolate_log(num_queries, self._queries, rows)) * num_queries * num_keys
+        return max(seconds, self._least)
 
 
 def _row(row: Sequence[KernelSample], num_queries: int, num_keys: int) -> float:
@@ -187,10 +192,9 @@ def _row(row: Sequence[KernelSample], num_queries: int, num_keys: int) -> float:
 
 
 def _interpolate_log(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Linear in log x. Below the first point the time stays what it is there (a call's fixed cost), above the last
-    the time per pair does."""
+    """Linear in log x, constant below the first and above the last point."""
     if x <= xs[0]:
-        return ys[0] + math.log(xs[0] / x)
+        return ys[0]
     if x >= xs[-1]:
         return ys[-1]
     i = bisect_left(xs, x)

@@ -87,6 +87,7 @@ class _Run:
         self.transfer = [0.0] * n
         self.busy = [0.0] * n
         self.exposed = [0.0] * n
+        self.blocked = [0.0] * n  # until when a message of this step holds processors of a rank
         self.used: dict[Resource, float] = {}  # seconds at full rate
         self.spans: list[Span] | None = [] if timeline else None
         self._routes: dict[tuple[int, int], Route] = {}
@@ -108,6 +109,7 @@ class _Run:
                 for rank in range(n)
             ]
             done = self._exchange(step.moves, ready, t)
+            self.blocked = [late if late > early else 0.0 for early, late in zip(self.transfer, done, strict=True)]
             for rank in range(n):
                 self._merge(rank, arrived[rank], t)
                 for attend in step.attends[rank]:
@@ -160,7 +162,9 @@ class _Run:
         key = (attend.num_queries, attend.num_keys, attend.causal, attend.heads.parts)
         if key not in self._calls:
             self._calls[key] = self.costs.call_seconds(attend, self.workload, self.plan.backward)
-        self._work(rank, self._calls[key], label, t, min(homes))
+        seconds = self._calls[key]
+        beside = min(seconds, max(0.0, self.blocked[rank] - self.compute[rank]))
+        self._work(rank, seconds + self.costs.blocking * beside, label, t, min(homes))
         size = _copied_bytes(attend, rank, self.plan.backward, self.workload, self._single[rank])
         if size:
             self._work(rank, size / (self.costs.merge_gibps * GIB), "merge", t)
