@@ -150,4 +150,3 @@ def _connect_nodes(batch: _Batch, cluster: Cluster, names: list[str]) -> list[st
                 batch.route(port, address(rank), f"r{rank}")
                 batch.route("core", address(rank), port, address(253))
     return routers
-

@@ -97,9 +97,10 @@ class KernelSample(NamedTuple):
 
 
 class MessageSample(NamedTuple):
-    """Every rank sends one message of so many bytes to the next rank and receives one, all at once."""
+    """Every rank sends a message of so many bytes to each of the next `peers` ranks and receives as many, all at once."""
 
     num_bytes: int
+    peers: int
     seconds: float
 
 
@@ -153,9 +154,24 @@ class Costs:
         rate = self.backward_tflops if backward else self.forward_tflops
         return self.call_s + workload.flops(attend, backward) / (rate * 1e12)
 
-    def message_seconds(self, num_bytes: float) -> float:
-        """Time of one message of a ring shift, as measured."""
-        return _interpolate(num_bytes, [m.num_bytes for m in self.messages], [m.seconds for m in self.messages])
+    def message_seconds(self, num_bytes: float, peers: int = 1) -> float:
+        """Time of exchanging `num_bytes` with each of so many other ranks, as measured."""
+        counts = sorted(self._exchanges)
+        times = []
+        for count in counts:
+            samples = self._exchanges[count]
+            times.append(_interpolate(num_bytes, [m.num_bytes for m in samples], [m.seconds for m in samples]))
+        if peers <= counts[0] or len(counts) == 1:
+            return times[0]
+        return _interpolate(peers, counts, times)
+
+    @cached_property
+    def _exchanges(self) -> dict[int, list[MessageSample]]:
+        """By number of peers."""
+        grouped: dict[int, list[MessageSample]] = {}
+        for sample in sorted(self.messages):
+            grouped.setdefault(sample.peers, []).append(sample)
+        return grouped
 
     @cached_property
     def _tables(self) -> dict[tuple[bool, bool, int], _Table]:

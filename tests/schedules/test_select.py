@@ -91,7 +91,7 @@ def test_pictures_of_a_time_line_and_of_all_modes(tmp_path: Path) -> None:
 @pytest.fixture
 def calibration() -> Calibration:
     kernels = (KernelSample(64, 64, True, False, 1, 1e-3), KernelSample(64, 128, False, True, 2, 2e-3))
-    costs = Costs(1.0, 2.0, kernels=kernels, messages=(MessageSample(8, 1e-5),))
+    costs = Costs(1.0, 2.0, kernels=kernels, messages=(MessageSample(8, 1, 1e-5),))
     cluster = Cluster("two", 2, 4, Mesh(100.0), Network(1, 1.0))
     return Calibration("NVIDIA H200", "cudnn", cluster, GQA, costs, {"date": "2026-01-01"})
 

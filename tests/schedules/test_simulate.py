@@ -131,7 +131,7 @@ def test_measured_kernels_and_messages_count_where_there_are_any() -> None:
     measured = replace(
         costs(1.0),
         kernels=(KernelSample(TOKENS, TOKENS, False, False, 1, 7.0),),
-        messages=(MessageSample(1, 11.0), MessageSample(BLOCK_BYTES, 11.0)),
+        messages=(MessageSample(1, 1, 11.0), MessageSample(BLOCK_BYTES, 1, 11.0)),
     )
     assert simulate(plan, mesh(2, 1.0), WORK, measured).seconds == pytest.approx(11.0 + 7.0)
 
