@@ -13,7 +13,17 @@ from dataclasses import dataclass, field
 
 from megatron_longctx.topology import Cluster, Mesh, Network
 
-_ISOLATED = "unshare --user --map-root-user --net --mount --pid --fork --kill-child --mount-proc".split()
+_ISOLATED = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--net",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+]
 _FRAMING = 1514 / 1448  # bytes of a full packet on the link for each byte that a program sends over TCP
 
 

@@ -106,10 +106,10 @@ def measured_cluster(group: dist.ProcessGroup, device: torch.device) -> Cluster:
 
 
 def _messages(group: dist.ProcessGroup, device: torch.device) -> tuple[tuple[MessageSample, ...], float]:
-    """Times of a ring shift and of sending to all others at once, by size; what every further message of a step costs."""
+    """Times of sending to the next rank and to all others at once, by size; what each further message costs."""
     transport = P2PTransport(group, device)
     rank, n = transport.rank, transport.world
-    sizes = _CUDA_MESSAGES if device.type == "cuda" else _CPU_MESSAGES
+    sizes: tuple[int, ...] = _CUDA_MESSAGES if device.type == "cuda" else _CPU_MESSAGES
     out = torch.zeros(sizes[-1], dtype=torch.uint8, device=device)
     into = torch.zeros_like(out)
 

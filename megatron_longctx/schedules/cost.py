@@ -97,7 +97,7 @@ class KernelSample(NamedTuple):
 
 
 class MessageSample(NamedTuple):
-    """Every rank sends a message of so many bytes to each of the next `peers` ranks and receives as many, all at once."""
+    """Every rank sends so many bytes to each of the next `peers` ranks and receives as many, all at once."""
 
     num_bytes: int
     peers: int
@@ -110,9 +110,10 @@ class Costs:
 
     forward_tflops, backward_tflops: of a long kernel call. call_s: what every call takes besides. merge_gibps: bytes
     read and written per second by everything elementwise. step_s: what it takes to start and await a step's messages,
-    message_s: for each of them. blocking: share of the time of a message, waiting for the peer included,
-    that is added to a kernel call which runs beside it: NCCL's kernels hold processors that the call wants. kernels: measured calls for the workload at hand, used instead of the rates where they
-    are given; calls between them are interpolated. messages: likewise, for messages between ranks of one node.
+    message_s: for each of them. blocking: share of the time of a message, waiting for the peer included, that is added
+    to a kernel call beside it, since NCCL's kernels hold processors that the call wants. kernels: measured calls for
+    the workload at hand, used instead of the rates where they are given; calls between them are interpolated.
+    messages: likewise, for messages between ranks of one node.
     """
 
     forward_tflops: float

@@ -113,7 +113,7 @@ def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 99}'])
 def test_what_is_no_calibration_is_refused(tmp_path: Path, content: str, calibration: Calibration) -> None:
     path = tmp_path / "c.json"
-    with pytest.raises(ValueError, match="expected a calibration. Run `megatron-longctx bench calibrate`"):
+    with pytest.raises(ValueError, match=r"expected a calibration\. Run `megatron-longctx bench calibrate`"):
         load_calibration(path)
     path.write_text(content)
     with pytest.raises(ValueError, match=r"expected a calibration of version 1 .*Run `bench calibrate` again"):

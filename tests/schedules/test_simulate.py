@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -101,7 +102,7 @@ def test_time_lines_add_up(schedule: str, backward: bool) -> None:
     for rank in range(n):
         computing = [span for span in found.spans if span.rank == rank and span.lane == "compute"]
         assert sum(span.stop - span.start for span in computing) == pytest.approx(found.compute_s[rank])
-        assert all(a.stop <= b.start + 1e-12 for a, b in zip(computing, computing[1:], strict=False))
+        assert all(a.stop <= b.start + 1e-12 for a, b in itertools.pairwise(computing))
         total = found.compute_s[rank] + found.exposed_s[rank] + found.idle_s[rank]
         assert total == pytest.approx(found.seconds)
     quiet = simulate(plan, cluster, WORK)
