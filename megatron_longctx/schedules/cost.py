@@ -56,9 +56,10 @@ class Workload:
 
     def elements(self, kind: Kind, heads: Heads = ALL_HEADS) -> int:
         """Elements of q, k, v, out and gradients in one token of a block (without LSE)."""
+        if kind in (Kind.KV, Kind.DKV):
+            return 2 * _of_heads(self.num_kv_heads, heads) * self.head_dim * self.batch
         q = _of_heads(self.num_heads, heads) * self.head_dim * self.batch
-        kv = _of_heads(self.num_kv_heads, heads) * self.head_dim * self.batch
-        return {Kind.Q: q, Kind.KV: 2 * kv, Kind.OUT: q, Kind.Q_GRAD: 3 * q, Kind.DQ: q, Kind.DKV: 2 * kv}[kind]
+        return 3 * q if kind is Kind.Q_GRAD else q
 
     def token_bytes(self, kind: Kind, heads: Heads = ALL_HEADS) -> int:
         """Bytes of one token of a block on the wire or in a buffer."""

@@ -100,6 +100,7 @@ class _Run:
         self.used: dict[Resource, float] = {}  # seconds at full rate
         self.spans: list[Span] | None = [] if timeline else None
         self._routes: dict[tuple[int, int], Route] = {}
+        self._rates: dict[str, float] = {}
         self._calls: dict[tuple[int, int, bool, int], float] = {}
         self._single = [_is_single(plan, rank) for rank in range(n)]
 
@@ -198,7 +199,7 @@ class _Run:
             sized.append(_Sized(size, route, source, destination))
             for resource in route.resources:
                 load[resource] = load.get(resource, 0.0) + size
-        slowest = {resource: size / (self.cluster.capacity(resource) * GIB) for resource, size in load.items()}
+        slowest = {resource: size / self._capacity(resource) for resource, size in load.items()}
         for resource, seconds in slowest.items():
             self.used[resource] = self.used.get(resource, 0.0) + seconds
         count = [0] * self.plan.n
@@ -239,6 +240,12 @@ class _Run:
                 for rank in (i % self.plan.n, *table):
                     wire[rank] = max(wire[rank], seconds)
         return wire
+
+    def _capacity(self, resource: Resource) -> float:
+        """Bytes per second; all resources of a kind are alike."""
+        if resource.kind not in self._rates:
+            self._rates[resource.kind] = self.cluster.capacity(resource) * GIB
+        return self._rates[resource.kind]
 
     def _route(self, source: int, destination: int) -> Route:
         if (source, destination) not in self._routes:
