@@ -113,7 +113,9 @@ def build_model(
         logger.info("transformer layers: %s", "TransformerEngine" if use_te else "Megatron-Core (local)")
     gpt = GPTModel(
         config=megatron,
-        transformer_layer_spec=block_spec(megatron, sequence, transformer_engine=use_te),
+        transformer_layer_spec=block_spec(
+            megatron, sequence, transformer_engine=use_te, recompute=config.recompute.mode
+        ),
         vocab_size=vocab_size,
         max_sequence_length=config.data.seq_length,
         pre_process=groups.pp.rank() == 0,

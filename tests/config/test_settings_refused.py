@@ -198,7 +198,7 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (["optim.decay_steps=5"], "optim.warmup_steps=10", "fewer steps than the decay (5"),
         (["train.precision=fp16"], "train.precision=fp16", "one of fp32, bf16"),
         (["train.device=tpu"], "train.device=tpu", "one of auto, cpu, cuda"),
-        (["recompute.mode=full"], "recompute.mode=full", "one of none, layer"),
+        (["recompute.mode=full"], "recompute.mode=full", "one of none, layer, attention_output"),
         (["logging.wandb=on"], "logging.wandb=on", "one of offline, online, disabled"),
         (["attention.kernel=triton"], "attention.kernel=triton", "one of auto, cudnn"),
         (
