@@ -123,6 +123,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     attention.add_argument("--kernel", default="auto")
     attention.add_argument("--transport", choices=("auto", "peer", "p2p"), default="auto", help="how blocks travel")
     attention.add_argument("--iterations", type=int, default=10)
+    attention.add_argument("--peers", action="store_true", help="also time other packages' context parallelism")
     attention.add_argument("--check", action="store_true", help="also compare results with one device's")
     attention.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="results; a .md goes beside it")
     bench.set_defaults(run=_bench)
@@ -162,7 +163,8 @@ def _bench(arguments: argparse.Namespace) -> None:
     else:
         where = command.Where(where.ranks, where.device, arguments.kernel, arguments.transport)
         cases = command.cases(arguments.lengths, arguments.heads, arguments.head_dim, arguments.dtype)
-        command.run_attention(where, cases, arguments.modes, arguments.iterations, arguments.check, arguments.out)
+        how = command.How(arguments.iterations, arguments.check, arguments.peers)
+        command.run_attention(where, cases, arguments.modes, how, arguments.out)
 
 
 def _data(arguments: argparse.Namespace) -> None:

@@ -93,6 +93,8 @@ class AttentionConfig:
     # How blocks travel: peer (pulled out of peers' memory by the copy engine), p2p (batched messages of NCCL or gloo),
     # auto (peer where all ranks of the group can, else p2p, saying why)
     transport: str = "auto"
+    # Over peer memory, attention with at most so many tokens a rank is replayed from CUDA graphs; 0: never
+    graph_tokens: int = 4096
 
 
 @dataclass(frozen=True)
@@ -337,6 +339,8 @@ def validate(config: Config) -> None:
     _validate_parallelism(config)
     _one_of("attention.kernel", config.attention.kernel, KERNELS)
     _one_of("attention.transport", config.attention.transport, TRANSPORTS)
+    if config.attention.graph_tokens < 0:
+        raise refuse("attention.graph_tokens", config.attention.graph_tokens, "0 or more", "Take 0 for no graphs.")
     _one_of("recompute.mode", config.recompute.mode, RECOMPUTES)
     _validate_training(config)
 

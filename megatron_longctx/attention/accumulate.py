@@ -135,6 +135,7 @@ class Gathering:
             self._totals[0].add(start, *fields)  # type: ignore[arg-type]
             return
         for total, part in zip(self._totals, fields, strict=True):
+            assert isinstance(total, Sum)
             total.add(start, part)
 
     def close(self, rooms: tuple[Tensor, ...] | None) -> None:

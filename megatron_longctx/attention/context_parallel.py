@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from ..layout import Layout
 from ..schedules import DEFAULT_OPTIONS, Kind, Plan, PlanOptions, build_plan, check_heads
 from .executor import BackwardPass, Engine, ForwardPass
 from .program import Program, programs
+from .replay import Replay, Tensors
 
 
 class AttentionResult(NamedTuple):
@@ -35,6 +37,7 @@ class ContextParallelAttention:
         options: what the schedule may be told besides.
         deterministic: ask for kernels whose results are bit-identical from run to run.
         transport: auto, peer or p2p (see `comm.choose_transport`).
+        graph_tokens: over peer memory, calls with at most so many tokens a rank are replayed from CUDA graphs.
 
     Raises:
         ValueError: an unknown schedule or options it refuses (a kernel that cannot serve is refused by the first call,
@@ -50,6 +53,7 @@ class ContextParallelAttention:
         options: PlanOptions = DEFAULT_OPTIONS,
         deterministic: bool = False,
         transport: str = "auto",
+        graph_tokens: int = 4096,
     ) -> None:
         self._group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -59,6 +63,7 @@ class ContextParallelAttention:
         self._options = options
         self._deterministic = deterministic
         self._transport = transport
+        self._graph_tokens = graph_tokens
         self._programs: dict[tuple[int, bool], tuple[Program, Program]] = {}
         self._engines: dict[KernelRequest, Engine] = {}
         self._links: dict[torch.device, tuple[P2PTransport | PeerTransport | None, BufferPool]] = {}
@@ -154,7 +159,7 @@ class ContextParallelAttention:
                 group = self._group if self.world > 1 else None
                 links = None if group is None else choose_transport(self._transport, group, q.device)
                 self._links[q.device] = (links, BufferPool(q.device))
-            self._engines[request] = Engine(kernel, *self._links[q.device])
+            self._engines[request] = Engine(kernel, *self._links[q.device], self._graph_tokens)
         return self._engines[request]
 
 
@@ -186,14 +191,40 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out,) = grads
         q, k, v, out, lse = ctx.saved_tensors
-        home = {Kind.Q_GRAD: (q, out, grad_out, lse), Kind.KV: (k, v)}
-        run = BackwardPass(ctx.program, ctx.engine, home, ctx.scale)
-        run.run()
-        return *run.gradients(), None, None, None, None
+        program, engine, scale = ctx.program, ctx.engine, ctx.scale
+
+        def make(inputs: Tensors) -> BackwardPass:
+            q, k, v, out, lse, grad_out = inputs
+            return BackwardPass(program, engine, {Kind.Q_GRAD: (q, out, grad_out, lse), Kind.KV: (k, v)}, scale)
+
+        inputs = (q, k, v, out, lse, grad_out)
+        return *_run(program, engine, scale, inputs, make, BackwardPass.gradients), None, None, None, None
 
 
 def _forward(program: Program, engine: Engine, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> AttentionResult:
-    q, k, v = qkv
-    run = ForwardPass(program, engine, {Kind.Q: (q,), Kind.KV: (k, v)}, scale)
-    run.run()
-    return AttentionResult(*run.output.finish())
+    def make(inputs: Tensors) -> ForwardPass:
+        q, k, v = inputs
+        return ForwardPass(program, engine, {Kind.Q: (q,), Kind.KV: (k, v)}, scale)
+
+    return AttentionResult(*_run(program, engine, scale, qkv, make, lambda run: run.output.finish()))
+
+
+def _run(
+    program: Program,
+    engine: Engine,
+    scale: float,
+    inputs: Tensors,
+    make: Callable[[Tensors], Any],
+    results: Callable[[Any], Tensors],
+) -> Tensors:
+    """Run a pass, from a graph where it is short."""
+    short = 0 < program.num_tokens <= engine.graph_tokens
+    if not short or not isinstance(engine.transport, PeerTransport) or torch.cuda.is_current_stream_capturing():
+        run = make(inputs)
+        run.run()
+        return results(run)
+    key = (id(program), scale, tuple((x.shape, x.dtype) for x in inputs))
+    if key not in engine.replays:
+        engine.replays[key] = (program, Replay(make, results))  # kept together: an id is only good for what is alive
+    found: Tensors = engine.replays[key][1](inputs)
+    return found

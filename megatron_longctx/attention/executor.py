@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,12 +43,15 @@ def head_slice(num_heads: int, part: Heads) -> slice:
 
 @dataclass(frozen=True)
 class Engine:
-    """What programs run on. `transport` is None for a group of one rank. `posts`: by program and shapes, once made."""
+    """What programs run on. `transport` is None for a group of one rank. `graph_tokens`: passes over at most so many
+    tokens of a rank are replayed from CUDA graphs. `posts`, `replays`: by program and shapes, once made."""
 
     kernel: AttentionKernel
     transport: P2PTransport | PeerTransport | None
     pool: BufferPool
+    graph_tokens: int = 0
     posts: dict[Hashable, tuple[Program, Post]] = field(default_factory=dict)
+    replays: dict[Hashable, tuple[Program, Any]] = field(default_factory=dict)
 
 
 class _Pass(ABC):
@@ -72,7 +76,8 @@ class _Pass(ABC):
         self._outgoing: dict[int, Gathering] = {}
         self._joined: dict[tuple[Block, ...], Fields] = {}
 
-    def run(self) -> None:
+    def run(self, begun: bool = False) -> None:
+        """Run the program; `begun`: its post has been told to begin already."""
         transport = self._engine.transport
         if transport is None:
             for step in self._program.steps:
@@ -82,9 +87,10 @@ class _Pass(ABC):
         self._slots = [
             self._slot(name, slot) for name, slot in zip(self._program.slot_names, self._program.slots, strict=True)
         ]
-        post = self._post = self._find_post(transport)
+        post = self.post()
         # Copied before the mark that the messages wait for, never between it and the sending.
-        post.begin()
+        if not begun:
+            post.begin()
         self._pack(post)
         begin = transport.now()
         exchange: Exchange | None = None
@@ -111,8 +117,14 @@ class _Pass(ABC):
     def finish_early(self, arriving: tuple[Receive, ...]) -> None:
         """Do what can be done beside the last messages, which bring `arriving`."""
 
-    def _find_post(self, transport: P2PTransport | PeerTransport) -> Post:
+    def post(self) -> Post:
         """The one for this program and these shapes; made, by all ranks together, when it is first needed."""
+        if self._post is None:
+            assert self._engine.transport is not None
+            self._post = self._find_post(self._engine.transport)
+        return self._post
+
+    def _find_post(self, transport: P2PTransport | PeerTransport) -> Post:
         if not isinstance(transport, PeerTransport):
             return DirectPost(transport)
         shapes = tuple(field.shape[1:] for fields in self._home.values() for field in fields)

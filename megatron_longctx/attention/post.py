@@ -21,9 +21,16 @@ Fields = tuple[Tensor, ...]
 class Post(ABC):
     """Messages of one pass. `sends` and `receives` are (tensor, peer) in the order of the plan's moves."""
 
+    generation = 0
+    """Counts up when the memory that peers read has moved."""
+
     @abstractmethod
-    def begin(self) -> None:
-        """Start the pass on the caller's stream."""
+    def begin(self) -> int:
+        """Start the pass on the caller's stream; returns which of its memories it uses."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Let the caller's stream wait for all that was started."""
 
     @abstractmethod
     def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
@@ -50,7 +57,10 @@ class DirectPost(Post):
     def __init__(self, transport: P2PTransport) -> None:
         self._transport = transport
 
-    def begin(self) -> None:
+    def begin(self) -> int:
+        return 0
+
+    def join(self) -> None:
         pass
 
     def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
@@ -76,8 +86,15 @@ class PeerPost(Post):
         self._passed = [[message.passed for message in messages] for messages in outbox.sends]
         self._next = outbox.adjacent
 
-    def begin(self) -> None:
-        self._mailbox.begin()
+    @property
+    def generation(self) -> int:  # type: ignore[override]
+        return self._mailbox.generation
+
+    def begin(self) -> int:
+        return self._mailbox.begin()
+
+    def join(self) -> None:
+        self._mailbox.join()
 
     def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         return self._mailbox.region(name, shape, dtype)

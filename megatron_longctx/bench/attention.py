@@ -60,7 +60,8 @@ class Contender:
 
 @dataclass
 class Measurement:
-    """Seconds are medians over iterations, of the slowest rank; errors relative (Frobenius), over all ranks."""
+    """Seconds are medians over iterations, of the rank whose forward and backward together take longest: nothing
+    holds ranks together in between. Errors are relative (Frobenius), over all ranks."""
 
     name: str
     length: int
@@ -72,6 +73,7 @@ class Measurement:
     errors: dict[str, float] | None = None
     predicted_forward_s: float | None = None
     predicted_backward_s: float | None = None
+    ours: bool = True
     reason: str = ""
 
     @property
@@ -153,7 +155,7 @@ class Bench:
         return found
 
     def _measure(self, contender: Contender, case: Case, truth: _Truth | None) -> Measurement:
-        found = Measurement(contender.name, case.length, _heads(case))
+        found = Measurement(contender.name, case.length, _heads(case), ours=contender.schedule is not None)
         rank = dist.get_rank(self.group)
         try:
             call, layout = contender.make(case)
@@ -162,6 +164,11 @@ class Bench:
             call(*local[:3])  # refusals come here, on all ranks
         except ValueError as error:
             found.reason = str(error)
+            return found
+        except Exception as error:  # other packages fail in their own ways, on all ranks alike
+            if found.ours:
+                raise
+            found.reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
             return found
         if truth is not None:
             found.errors = self._errors(call, local, truth.shards(mine))
@@ -189,9 +196,12 @@ class Bench:
         marks = [(None, watch.mark())] + [step() for _ in range(self.iterations)]
         watch.finish()
         rounds = [(a[1], *b) for a, b in pairwise(marks)]
+        both = statistics.median(watch.seconds(start, stop) for start, _, stop in rounds)
         forward = statistics.median(watch.seconds(start, middle) for start, middle, _ in rounds)
-        backward = statistics.median(watch.seconds(middle, stop) for _, middle, stop in rounds)
-        found.forward_s, found.backward_s = self._slowest(forward, backward)
+        times: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(times, (both, forward), group=self.group)
+        slowest, forward = max(times)
+        found.forward_s, found.backward_s = forward, slowest - forward
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) - before
             found.peak_bytes = int(self._slowest(float(peak), 0.0)[0])

@@ -24,6 +24,7 @@ from ..schedules.cost import GIB, Workload
 from ..topology import Cluster, save_cluster
 from . import attention
 from .calibrate import Effort, calibrate, measured_cluster
+from .peers import peers
 
 logger = logging.getLogger(__name__)
 _TIMEOUT_S = 1800.0
@@ -55,6 +56,15 @@ class Where:
         if cuda and count > gpus:
             raise refuse("--ranks", count, f"at most {gpus}, the GPUs here", "Use fewer, or --device cpu.")
         return cls(count, "cuda" if cuda else "cpu", kernel)
+
+
+@dataclass(frozen=True)
+class How:
+    """iterations: of each measurement. check: compare results with one device's. peers: also measure other packages."""
+
+    iterations: int
+    check: bool = False
+    peers: bool = False
 
 
 def run_calibrate(where: Where, workload: Workload, max_tokens: int | None, cluster_file: Path | None) -> Path:
@@ -101,9 +111,7 @@ def cases(lengths: str, heads: str, head_dim: int, dtype: str) -> list[attention
     return found
 
 
-def run_attention(
-    where: Where, cases: Sequence[attention.Case], modes: str, iterations: int, check: bool, out: Path
-) -> None:
+def run_attention(where: Where, cases: Sequence[attention.Case], modes: str, how: How, out: Path) -> None:
     """`bench attention`: measure modes, write JSON and a Markdown table beside it.
 
     Args:
@@ -115,13 +123,13 @@ def run_attention(
             raise refuse("--modes", name, f"all, or of {', '.join(attention.ALL_MODES)}", "Separate names by commas.")
     if not out.parent.is_dir():
         raise refuse("--out", out, "a file in a folder that exists", "Make the folder first.")
-    found, calibrations = _start(where, _attention, tuple(cases), names, iterations, check, where)[0]
+    found, calibrations = _start(where, _attention, tuple(cases), names, how, where)[0]
     chosen = attention.choices(found)
     facts = environment()
     data = {
         "what": "context-parallel attention, forward and backward, causal",
         "ranks": where.ranks,
-        "iterations": iterations,
+        "iterations": how.iterations,
         "environment": facts,
         "calibrations": {
             heads: {"kernel": c.kernel, "transport": c.transport, "merge_gibps": c.costs.merge_gibps,
@@ -185,7 +193,7 @@ def _calibrate(rank: int, workload: Workload, where: Where, max_tokens: int | No
 
 
 def _attention(
-    rank: int, cases: tuple[attention.Case, ...], names: tuple[str, ...], iterations: int, check: bool, where: Where
+    rank: int, cases: tuple[attention.Case, ...], names: tuple[str, ...], how: How, where: Where
 ) -> tuple[list[attention.Measurement], dict[str, Calibration]]:
     device, group = _device(), _group()
     calibrations = {}
@@ -193,8 +201,10 @@ def _attention(
         heads = f"{case.num_heads}:{case.num_kv_heads}"
         if heads not in calibrations:
             calibrations[heads] = _kept_or_measured(rank, group, device, case.workload, where)
-    bench = attention.Bench(group, device, where.kernel, iterations, check)
+    bench = attention.Bench(group, device, where.kernel, how.iterations, how.check)
     contenders = attention.modes(group, where.kernel, where.transport, names)
+    if how.peers:
+        contenders += peers(group, where.kernel)
     return bench.run(cases, contenders, calibrations), calibrations
 
 

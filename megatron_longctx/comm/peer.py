@@ -113,17 +113,17 @@ class PeerTransport:
             self._reserve(capacity, steps)
         return Mailbox(self, outbox, [sends for _, sends in every])
 
-    def begin(self, unread: FlagOperations) -> int:
-        """Start a pass: once all have read what lies there, half `turn` is this pass's. Returns the turn.
+    def begin(self, unread: Sequence[FlagOperations]) -> int:
+        """Start a pass: once all have read what lies there, memory `turn` is this pass's. Returns the turn.
 
         Args:
-            unread: takes the flags by which the peers will say that they have read this pass's messages.
+            unread: by turn, takes the flags by which the peers will say that they have read this pass's messages.
         """
         self._turn = 1 - self._turn
         before = self._unread[self._turn]
         if before is not None:
             before.issue(torch.cuda.current_stream(self.device))
-        self._unread[self._turn] = unread
+        self._unread[self._turn] = unread[self._turn]
         return self._turn
 
     def bytes_of(self, turn: int, rank: int) -> Tensor:
@@ -171,11 +171,23 @@ class Mailbox:
         self._generation = -1
         self._turn = 0
 
-    def begin(self) -> None:
-        """Start a pass on the caller's stream."""
+    @property
+    def generation(self) -> int:
+        """Counts up when the memory has moved."""
+        return self._transport.generation
+
+    def begin(self) -> int:
+        """Start a pass on the caller's stream; returns which of the two memories it uses."""
         if self._generation != self._transport.generation:
             self._prepare()
-        self._turn = self._transport.begin(self._unread[1 - self._transport._turn])
+        self._turn = self._transport.begin(self._unread)
+        return self._turn
+
+    def join(self) -> None:
+        """Let the caller's stream wait for all that was started."""
+        here = torch.cuda.current_stream(self._transport.device)
+        here.wait_stream(self._transport.signals)
+        here.wait_stream(self._transport.stream)
 
     def region(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A region as a tensor, to be filled on the caller's stream before the step that sends it."""
