@@ -101,6 +101,8 @@ class RecomputeConfig:
     """
 
     mode: str = "none"  # none | layer | attention_output | attention_output+offload
+    # Most tokens (times sequences) of a rank whose logits exist at once, forward and again in backward. null: all.
+    head_chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -333,6 +335,7 @@ def validate(config: Config) -> None:
     _validate_parallelism(config)
     _one_of("attention.kernel", config.attention.kernel, KERNELS)
     _one_of("recompute.mode", config.recompute.mode, RECOMPUTES)
+    _at_least("recompute.head_chunk_tokens", config.recompute.head_chunk_tokens, 1)
     _validate_training(config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 from typing import Any
@@ -13,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
 from ..config import Config, ModelConfig
+from .head import ChunkedHeadGPT
 from .rope import ShardedRotaryEmbedding
 from .sequence import ShardedSequence
 from .spec import block_spec
@@ -111,7 +113,9 @@ def build_model(
     use_te = uses_transformer_engine(model)
     if dist_rank_zero():
         logger.info("transformer layers: %s", "TransformerEngine" if use_te else "Megatron-Core (local)")
-    gpt = GPTModel(
+    chunk = config.recompute.head_chunk_tokens
+    gpt_class = GPTModel if chunk is None else functools.partial(ChunkedHeadGPT, chunk_tokens=chunk)
+    gpt: GPTModel = gpt_class(
         config=megatron,
         transformer_layer_spec=block_spec(
             megatron, sequence, transformer_engine=use_te, recompute=config.recompute.mode
