@@ -139,6 +139,7 @@ class TrainConfig:
     micro_batch_size: int = 1  # sequences per forward pass of one data-parallel rank
     precision: str = "bf16"  # fp32 | bf16
     device: str = "auto"  # auto | cpu | cuda
+    check_memory: bool = True  # on GPUs: refuse a run that is predicted not to fit, warn where it will be close
     seed: int = 1234
     save: bool = True  # checkpoint at the end and when stopped
     save_interval: int | None = None  # steps; null: only at the end and when stopped

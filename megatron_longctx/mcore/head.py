@@ -80,13 +80,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         tokens = labels.view(head.num_parts, *hidden.shape[:2])
         largest, total, own = (torch.zeros(tokens.shape, dtype=torch.float32, device=hidden.device) for _ in range(3))
         for rows in _chunks(hidden, head):
-            logits = _logits(_gathered(hidden[rows], head), weight)
-            index, mine = _rows_of(tokens[:, rows], weight, head)
-            largest[:, rows] = logits.amax(-1)
-            logits -= largest[:, rows].unsqueeze(-1)
-            own[:, rows] = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) + largest[:, rows]
-            own[:, rows] *= mine
-            total[:, rows] = logits.exp_().sum(-1)
+            _statistics(hidden[rows], weight, tokens[:, rows], head, [x[:, rows] for x in (largest, total, own)])
         lse, own = _over_the_vocabulary(largest, total, own, head)
         ctx.head = head
         ctx.save_for_backward(hidden, weight, labels, lse)
@@ -102,18 +96,32 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for rows in _chunks(hidden, head):
             x = _gathered(hidden[rows], head)
-            grad = _logits(x, weight)
-            grad.sub_(lse[:, rows].unsqueeze(-1)).exp_()
-            index, mine = _rows_of(tokens[:, rows], weight, head)
-            grad.scatter_add_(-1, index.unsqueeze(-1), -mine.to(grad.dtype).unsqueeze(-1))
-            grad *= grad_losses[:, rows].unsqueeze(-1)
-            grad = grad.to(hidden.dtype)
+            grad = _grad_logits(x, weight, tokens[:, rows], lse[:, rows], grad_losses[:, rows], head)
             _scatter(grad @ weight, grad_hidden[rows], head)
             if ctx.needs_input_grad[1]:
                 grad_weight += grad.flatten(0, 2).t() @ x.flatten(0, 2)
+            del grad  # before the next chunk's
         if head.group.size() > 1 and not head.sequence_parallel:
             dist.all_reduce(grad_hidden, group=head.group)
         return grad_hidden, grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
+
+
+def _statistics(chunk: Tensor, weight: Tensor, labels: Tensor, head: Head, into: list[Tensor]) -> None:
+    """Of this rank's shard of the vocabulary: the largest logit, the sum of exp relative to it, the label's logit."""
+    largest, total, own = into
+    logits = _logits(_gathered(chunk, head), weight)
+    index, mine = _rows_of(labels, weight, head)
+    largest.copy_(logits.amax(-1))
+    own.copy_(logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) * mine)
+    total.copy_(logits.sub_(largest.unsqueeze(-1)).exp_().sum(-1))
+
+
+def _grad_logits(x: Tensor, weight: Tensor, labels: Tensor, lse: Tensor, grad_losses: Tensor, head: Head) -> Tensor:
+    """`(softmax - one at the label) * gradient of the loss`, in the dtype of `x`."""
+    grad = _logits(x, weight).sub_(lse.unsqueeze(-1)).exp_()
+    index, mine = _rows_of(labels, weight, head)
+    grad.scatter_add_(-1, index.unsqueeze(-1), -mine.to(grad.dtype).unsqueeze(-1))
+    return grad.mul_(grad_losses.unsqueeze(-1)).to(x.dtype)
 
 
 def _chunks(hidden: Tensor, head: Head) -> Iterator[slice]:
