@@ -24,6 +24,7 @@ from matplotlib import pyplot
 RUNS = Path(__file__).parent / "results" / "llama3_8b_128k_cp8_h200.json"
 MILLION = ("model=llama3_8b", "parallelism=cp8", "data.seq_length=1048576")
 CHUNK = "recompute.head_chunk_tokens=4096"
+TILE = "recompute.mlp_tile_tokens=16384"
 GIB = 2**30
 
 
@@ -32,8 +33,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/images/memory"), help="folder of the pictures")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    title = "Llama 3 8B, 1,048,576 tokens over 8 ranks (CP 8), bf16, logits of 4,096 tokens at once: predicted"
+    title = "Llama 3 8B, 1,048,576 tokens over 8 ranks (CP 8), bf16, logits of 4,096 tokens at once, MLP tiles of 16,384: predicted"
     bars = [(mode, predicted(f"recompute.mode={mode}", CHUNK)) for mode in RECOMPUTES[1:]]
+    bars += [(f"{mode}, tiles", predicted(f"recompute.mode={mode}", CHUNK, TILE)) for mode in RECOMPUTES[1:]]
     draw(bars, out / "million.png", title, 139 * GIB)
     per_token(out / "per_token.png")
     measured(out / "measured.png")

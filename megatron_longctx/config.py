@@ -103,6 +103,9 @@ class RecomputeConfig:
     mode: str = "none"  # none | layer | attention_output | attention_output+offload
     # Most tokens (times sequences) of a rank whose logits exist at once, forward and again in backward. null: all.
     head_chunk_tokens: int | None = None
+    # Most tokens (times sequences) of a rank that pass through an MLP at once; its activations are then not kept, but
+    # computed again in backward. null: all.
+    mlp_tile_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -336,7 +339,8 @@ def validate(config: Config) -> None:
     _validate_parallelism(config)
     _one_of("attention.kernel", config.attention.kernel, KERNELS)
     _one_of("recompute.mode", config.recompute.mode, RECOMPUTES)
-    _at_least("recompute.head_chunk_tokens", config.recompute.head_chunk_tokens, 1)
+    for name in ("head_chunk_tokens", "mlp_tile_tokens"):
+        _at_least(f"recompute.{name}", getattr(config.recompute, name), 1)
     _validate_training(config)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .shapes import FC1_COLUMNS, AttentionBytes, Job, LayerBytes, attention_bytes, layer_bytes, stage_parameters
+from .shapes import AttentionBytes, Job, LayerBytes, attention_bytes, layer_bytes, mlp_weights, stage_parameters
 
 
 @dataclass(frozen=True)
@@ -130,21 +130,28 @@ def _kept(job: Job, stage: int, layer: LayerBytes) -> tuple[Term, ...]:
 
 def _layer_backward(job: Job, layer: LayerBytes, attention: AttentionBytes) -> tuple[Term, ...]:
     """What backward through one layer needs beside what `_kept` counts."""
-    model, par, e = job.config.model, job.config.parallelism, job.element_bytes
     mode = job.config.recompute.mode
     recomputed = layer.total - layer.input - (0 if mode == "layer" else layer.result)
-    # In the MLP: the gradient of its first output beside that output, whose activation is freed by then; in attention:
-    # the call's own tensors in the place of what forward kept of it, and nothing of the MLP.
-    weight = e * model.hidden_size * FC1_COLUMNS[model.activation] * model.ffn_hidden_size // par.tensor_parallel_size
-    in_attention = attention.backward - layer.mlp - layer.result - layer.qkv
-    terms = (
-        Term("gradients of hidden states", 2 * layer.input, per_token=True),
-        Term("gradients inside a layer", max(layer.fc1, in_attention), per_token=True),
-        Term("gradient of a weight", weight),
+    terms = (Term("activations of one layer, recomputed", recomputed, per_token=True),) if mode != "none" else ()
+    # In attention: the call's own tensors in the place of what forward kept of it, and nothing of the MLP.
+    in_attention = Term("gradients inside attention", attention.backward - layer.mlp - layer.result - layer.qkv, True)
+    inside = max(_mlp_backward(job, layer), (in_attention,), key=lambda parts: sum(term.num_bytes for term in parts))
+    return (*terms, Term("gradients of hidden states", 2 * layer.input, per_token=True), *inside)
+
+
+def _mlp_backward(job: Job, layer: LayerBytes) -> tuple[Term, ...]:
+    first, second = mlp_weights(job)
+    if job.config.recompute.mlp_tile_tokens is not None:
+        return (
+            Term("gradient of the MLP's input", layer.input, per_token=True),
+            Term("a tile of the MLP", layer.tile),
+            Term("gradients of the MLP's weights", (first + second) * (4 + job.element_bytes)),
+        )
+    # The gradient of the MLP's first output beside that output, whose activation is freed by then.
+    return (
+        Term("gradients inside the MLP", layer.fc1, per_token=True),
+        Term("gradient of a weight", first * job.element_bytes),
     )
-    if mode == "none":
-        return terms
-    return (Term("activations of one layer, recomputed", recomputed, per_token=True), *terms)
 
 
 def _loss(job: Job, layer: LayerBytes) -> tuple[Term, ...]:

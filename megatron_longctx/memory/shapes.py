@@ -9,7 +9,7 @@ from ..config import Config, refuse
 from ..schedules import Kind, Plan, PlanOptions, Workload, build_plan, seal, transpose
 from ..schedules.simulate import peak_bytes
 
-FC1_COLUMNS = {"swiglu": 2, "gelu": 1}
+_FC1_COLUMNS = {"swiglu": 2, "gelu": 1}
 """Columns of the MLP's first matrix, in units of the MLP's width."""
 
 
@@ -90,12 +90,19 @@ def stage_parameters(job: Job, stage: int) -> int:
     return total
 
 
+def mlp_weights(job: Job) -> tuple[int, int]:
+    """Elements of the two matrices of one layer's MLP on one tensor-parallel rank."""
+    model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
+    second = model.hidden_size * model.ffn_hidden_size // tp
+    return _FC1_COLUMNS[model.activation] * second, second
+
+
 def layer_parameters(job: Job) -> int:
     """Parameters of one transformer layer on one tensor-parallel rank."""
     model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
     heads = (model.num_attention_heads + 2 * model.num_kv_heads) * model.kv_channels
     out = model.num_attention_heads * model.kv_channels
-    fc1 = FC1_COLUMNS[model.activation] * model.ffn_hidden_size
+    fc1 = _FC1_COLUMNS[model.activation] * model.ffn_hidden_size
     sharded = model.hidden_size * (heads + out + fc1 + model.ffn_hidden_size)
     whole = 2 * model.hidden_size * (2 if model.normalization == "layernorm" else 1)
     if model.bias:
@@ -111,7 +118,7 @@ class LayerBytes:
     input: the layer's input. result: attention's out and lse. attention: everything else up to there that backward
     reads (norm, q, keys and values, RoPE's tables); q, k and v of it, as the attention call takes them, are qkv. mlp:
     everything after attention (norm, its input, the MLP); the MLP's first output of it is fc1. norm: what one norm
-    keeps beside its input.
+    keeps beside its input. tile: with tiles, what lies there of one tile in the place of the MLP's own activations.
     """
 
     input: int
@@ -121,6 +128,7 @@ class LayerBytes:
     mlp: int
     fc1: int
     norm: int
+    tile: int
 
     @property
     def total(self) -> int:
@@ -144,19 +152,22 @@ def layer_bytes(job: Job) -> LayerBytes:
     # k and v as they are: v, and without RoPE k, are views of `mixed`; for other ranks they are packed into a copy.
     keys = mixed + (kv // 2 if rope else 0) if alone else kv + (0 if own_q else mixed)
     tables = 4 * e * per_sequence * model.kv_channels if rope else 0  # cosines and sines, for q and for k
-    fc1 = e * tokens * FC1_COLUMNS[model.activation] * model.ffn_hidden_size // tp
+    fc1 = e * tokens * _FC1_COLUMNS[model.activation] * model.ffn_hidden_size // tp
     act = e * tokens * model.ffn_hidden_size // tp
     rms = model.normalization == "rmsnorm"
     norm = hidden + 4 * job.hidden_tokens * (1 if rms else 2) + (0 if job.fused or not rms else hidden)
     between = 2 * act if model.activation == "swiglu" and not job.fused else 0
+    inside, size = fc1 + act + between, job.config.recompute.mlp_tile_tokens
     return LayerBytes(
         input=hidden,
         result=per_sequence * workload.token_bytes(Kind.OUT),
         attention=norm + own_q + keys + tables,
         qkv=q + kv,
-        mlp=hidden + norm + fc1 + act + between,
+        mlp=hidden + norm + (inside if size is None else 0),
         fc1=fc1,
         norm=norm,
+        # Beside them the gradient of the first output: the last activation is freed by then.
+        tile=0 if size is None else (inside + fc1) * min(size, tokens) // max(1, tokens),
     )
 
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_longctx.attention import context_parallel
 from megatron_longctx.comm import P2PTransport
+from megatron_longctx.config import RecomputeConfig
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.recompute import RecomputedLayer, with_recompute
@@ -186,7 +187,9 @@ def test_the_spec_is_a_copy_and_layers_share_the_store(monkeypatch: pytest.Monke
     spec = with_recompute(original, store)
     assert original.module is TransformerLayer and original.params == {}
     assert issubclass(spec.module, RecomputedLayer) and spec.params["store"] is store
-    block = block_spec(_config(), sequence_of(), transformer_engine=False, recompute="attention_output+offload")
+    block = block_spec(
+        _config(), sequence_of(), transformer_engine=False, recompute=RecomputeConfig("attention_output+offload")
+    )
     assert len({id(layer.params["store"]) for layer in block.layer_specs}) == 1
 
     class Special(TransformerLayer):

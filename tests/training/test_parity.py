@@ -24,7 +24,7 @@ SCHEDULE, BOUND = "parallelism.schedule", "parallelism.max_buffer_tokens"
 RING, ZIGZAG, GATHER = {SCHEDULE: "ring"}, {SCHEDULE: "zigzag"}, {SCHEDULE: "all_gather"}
 BOUNDED = {SCHEDULE: "all_gather", BOUND: 25}
 SHARDED, UNSHARDED = {"optim.distributed": True}, {"optim.distributed": False}
-KEPT = {"recompute.mode": "attention_output", "recompute.head_chunk_tokens": 26}
+KEPT = {"recompute.mode": "attention_output", "recompute.head_chunk_tokens": 26, "recompute.mlp_tile_tokens": 20}
 OFFLOADED = {"recompute.mode": "attention_output+offload", "recompute.head_chunk_tokens": 7}
 OVERLAP = {"parallelism.overlap_grad_reduce": True, "parallelism.overlap_param_gather": True}
 
