@@ -33,7 +33,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/images/memory"), help="folder of the pictures")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    title = "Llama 3 8B, 1,048,576 tokens over 8 ranks (CP 8), bf16, logits of 4,096 tokens at once, MLP tiles of 16,384: predicted"
+    sizes = "logits of 4,096 tokens at once, MLP tiles of 16,384"
+    title = f"Llama 3 8B, 1,048,576 tokens over 8 ranks (CP 8), bf16, {sizes}: predicted"
     bars = [(mode, predicted(f"recompute.mode={mode}", CHUNK)) for mode in RECOMPUTES[1:]]
     bars += [(f"{mode}, tiles", predicted(f"recompute.mode={mode}", CHUNK, TILE)) for mode in RECOMPUTES[1:]]
     draw(bars, out / "million.png", title, 139 * GIB)

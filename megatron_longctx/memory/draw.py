@@ -52,7 +52,8 @@ def draw_on(axes: Axes, bars: Sequence[tuple[str, Prediction]], capacity: int | 
             shown.add(term.name)
             axes.barh(row, size, left=left, height=0.7, color=colours[term.name], edgecolor="white", label=label)
             left += size
-        axes.text(left, row, f" {left:.1f}", va="center", fontsize=9)
+        frame = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+        axes.text(left + axes.get_xlim()[1] * 0.008, row, f"{left:.1f}", va="center", fontsize=9, bbox=frame)
     if capacity is not None:
         axes.axvline(capacity / _GIB, color="black", linestyle="--", linewidth=1)
         axes.text(capacity / _GIB, -0.6, f" device: {capacity / _GIB:.0f}", fontsize=8)

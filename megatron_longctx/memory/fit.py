@@ -14,7 +14,8 @@ COMFORT = 0.9
 """Share of a device that live tensors may take without a warning: the caching allocator reserved 2% to 14% more than
 was live in the runs of analysis/results/llama3_8b_128k_cp8_h200.md."""
 _CHEAPEST_FIRST = RECOMPUTES[:1] + RECOMPUTES[2:] + RECOMPUTES[1:2]  # in time: `layer` runs attention twice
-_CHUNK = 4096  # tokens of the LM head at once: long enough for full speed, short beside what a layer needs
+_CHUNK, _TILE = 4096, 16384
+"""Tokens at once of the LM head and of an MLP to advise: many enough for long matrix products, few beside a layer."""
 
 
 def check(job: Job, capacity: int, host_capacity: int | None = None) -> str | None:
@@ -37,21 +38,21 @@ def check(job: Job, capacity: int, host_capacity: int | None = None) -> str | No
             f"at most {host_capacity / GIB:.1f} GiB of host memory a rank; it takes {found.host_bytes / GIB:.1f}",
             "Set recompute=attention_output or layer, or shorten data.seq_length.",
         )
+    if found.num_bytes <= COMFORT * capacity:
+        return None
+    advice = _advice(job, int(COMFORT * capacity), host_capacity)
     if found.num_bytes > capacity:
         raise refuse(
             "data.seq_length",
             job.config.data.seq_length,
             f"a step within the device's {capacity / GIB:.1f} GiB; it is predicted to take "
             f"{found.num_bytes / GIB:.1f} GiB, most in {found.peak.name}",
-            f"{_advice(job, capacity, host_capacity)} train.check_memory=false tries it all the same.",
+            f"{advice} train.check_memory=false tries it all the same.",
         )
-    if found.num_bytes > COMFORT * capacity:
-        advice = _advice(job, int(COMFORT * capacity), host_capacity)
-        return (
-            f"a step is predicted to take {found.num_bytes / GIB:.1f} of the device's {capacity / GIB:.1f} GiB, "
-            f"and the allocator some per cent more: it may run out. {advice}"
-        )
-    return None
+    return (
+        f"a step is predicted to take {found.num_bytes / GIB:.1f} of the device's {capacity / GIB:.1f} GiB, "
+        f"and the allocator some per cent more: it may run out. {advice}"
+    )
 
 
 def max_length(job: Job, capacity: int) -> int:
@@ -104,10 +105,14 @@ def _advice(job: Job, capacity: int, host_capacity: int | None) -> str:
 def _savers(job: Job) -> Iterator[tuple[str, Job]]:
     """Settings that need less memory, in words; those that cost less time first."""
     now = job.config.recompute
+    chunk, tile = now.head_chunk_tokens or _CHUNK, now.mlp_tile_tokens or _TILE
     for mode in _CHEAPEST_FIRST[_CHEAPEST_FIRST.index(now.mode) :]:
-        for chunk in dict.fromkeys((now.head_chunk_tokens, now.head_chunk_tokens or _CHUNK)):
-            words = [f"recompute.mode={mode}"] if mode != now.mode else []
-            words += [f"recompute.head_chunk_tokens={chunk}"] if chunk != now.head_chunk_tokens else []
+        for changed in (
+            replace(now, mode=mode),
+            replace(now, mode=mode, head_chunk_tokens=chunk),
+            replace(now, mode=mode, head_chunk_tokens=chunk, mlp_tile_tokens=tile),
+        ):
+            names = ("mode", "head_chunk_tokens", "mlp_tile_tokens")
+            words = [f"recompute.{x}={getattr(changed, x)}" for x in names if getattr(changed, x) != getattr(now, x)]
             if words:
-                recompute = replace(now, mode=mode, head_chunk_tokens=chunk)
-                yield " ".join(words), replace(job, config=replace(job.config, recompute=recompute))
+                yield " ".join(words), replace(job, config=replace(job.config, recompute=changed))

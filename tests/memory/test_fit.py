@@ -74,25 +74,26 @@ def test_pipeline_stages_hold_micro_batches_in_flight() -> None:
 
 def test_check_refuses_warns_and_says_what_to_change() -> None:
     job, device = _job(), 139 * GIB
+    chunk, tile = "recompute.head_chunk_tokens=4096", "recompute.mlp_tile_tokens=16384"
     with pytest.raises(
         ValueError, match=r"data.seq_length=1048576: expected a step within the device's 139.0 GiB"
     ) as no:
         check(job, device)
-    assert "Set recompute.mode=layer recompute.head_chunk_tokens=4096 (" in str(no.value)
-    with pytest.raises(
-        ValueError, match=r"Set recompute.mode=attention_output\+offload recompute.head_chunk_tokens=4096"
-    ):
+    assert f"Set recompute.mode=layer {chunk} (115.5 GiB)" in str(no.value)
+    with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} \(116.5 GiB"):
         check(job, device, 64 * GIB)
-    advised = _job("recompute=layer", "recompute.head_chunk_tokens=4096")
+    with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} {tile} \(103.0 GiB"):
+        check(job, 120 * GIB, 64 * GIB)
+    advised = _job("recompute=layer", chunk)
     assert check(advised, device) is None
     close = check(advised, int(predict(advised).num_bytes / (COMFORT + 0.05)))
-    assert close is not None and "may run out. Set data.seq_length=" in close
+    assert close is not None and f"may run out. Set {tile} (102.0 GiB)" in close
     with pytest.raises(
         ValueError, match=r"Set recompute.mode=layer .* and data.seq_length=\d+ or less, or raise"
     ) as no:
         check(job, 80 * GIB)
     longest = str(no.value).split("data.seq_length=")[2].split(" ")[0]
-    shorter = _job("recompute=layer", "recompute.head_chunk_tokens=4096", f"data.seq_length={longest}")
+    shorter = _job("recompute=layer", chunk, tile, f"data.seq_length={longest}")
     assert predict(shorter).num_bytes <= 80 * GIB
     with pytest.raises(ValueError, match="or take a smaller model"):
         check(job, 40 * GIB)
