@@ -11,6 +11,7 @@ from typing import Any
 
 SCHEDULES = ("ring", "zigzag", "striped", "helper", "double_ring", "tasp", "all_gather", "ulysses", "usp")
 OUTER_SCHEDULES = ("ring", "zigzag", "helper", "double_ring", "tasp", "all_gather")
+TRANSPORTS = ("auto", "peer", "p2p")
 KERNELS = ("auto", "cudnn", "flash_attn", "flash", "cpu", "reference")
 RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
 PRECISIONS = ("fp32", "bf16")
@@ -89,6 +90,9 @@ class ParallelismConfig:
 class AttentionConfig:
     kernel: str = "auto"  # auto | cudnn | flash_attn | flash | cpu | reference
     deterministic: bool = False
+    # How blocks travel: peer (pulled out of peers' memory by the copy engine), p2p (batched messages of NCCL or gloo),
+    # auto (peer where all ranks of the group can, else p2p, saying why)
+    transport: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -338,6 +342,7 @@ def validate(config: Config) -> None:
     _validate_model(config.model)
     _validate_parallelism(config)
     _one_of("attention.kernel", config.attention.kernel, KERNELS)
+    _one_of("attention.transport", config.attention.transport, TRANSPORTS)
     _one_of("recompute.mode", config.recompute.mode, RECOMPUTES)
     for name in ("head_chunk_tokens", "mlp_tile_tokens"):
         _at_least(f"recompute.{name}", getattr(config.recompute, name), 1)
