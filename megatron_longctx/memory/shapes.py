@@ -145,12 +145,9 @@ def layer_bytes(job: Job) -> LayerBytes:
     hidden = e * job.hidden_tokens * model.hidden_size
     q = per_sequence * workload.elements(Kind.Q) * e
     kv = per_sequence * workload.elements(Kind.KV) * e
-    mixed = q + kv  # the projection's output, cut into q, k and v
-    alone = job.plan.n == 1
     grouped = model.num_kv_heads < model.num_attention_heads
-    own_q = q if rope or grouped else 0  # otherwise a view of `mixed`
-    # k and v as they are: v, and without RoPE k, are views of `mixed`; for other ranks they are packed into a copy.
-    keys = mixed + (kv // 2 if rope else 0) if alone else kv + (0 if own_q else mixed)
+    # Without RoPE keys and values, and with one query head for each of them queries, are views of the projection.
+    seen = q + kv + (q if grouped and not rope else 0)
     tables = 4 * e * per_sequence * model.kv_channels if rope else 0  # cosines and sines, for q and for k
     fc1 = e * tokens * _FC1_COLUMNS[model.activation] * model.ffn_hidden_size // tp
     act = e * tokens * model.ffn_hidden_size // tp
@@ -161,7 +158,7 @@ def layer_bytes(job: Job) -> LayerBytes:
     return LayerBytes(
         input=hidden,
         result=per_sequence * workload.token_bytes(Kind.OUT),
-        attention=norm + own_q + keys + tables,
+        attention=norm + seen + tables,
         qkv=q + kv,
         mlp=hidden + norm + (inside if size is None else 0),
         fc1=fc1,
