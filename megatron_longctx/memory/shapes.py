@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import Config, refuse
-from ..schedules import Kind, Plan, PlanOptions, Workload, build_plan, seal, transpose
+from ..schedules import Kind, Plan, PlanOptions, Workload, backward_plan, build_plan
 from ..schedules.simulate import peak_bytes
 
 _FC1_COLUMNS = {"swiglu": 2, "gelu": 1}
@@ -180,7 +180,7 @@ class AttentionBytes:
 def attention_bytes(job: Job) -> AttentionBytes:
     """From the plans of the configured mode."""
     workload = Workload.of(job.config)
-    backward = seal(transpose(job.plan))
+    backward = backward_plan(job.plan)
     tokens: dict[Kind, int] = dict(job.plan.buffers)
     for kind, count in backward.buffers:
         tokens[kind] = max(count, tokens.get(kind, 0))
