@@ -78,6 +78,14 @@ def _parser() -> argparse.ArgumentParser:
         "--compare", nargs="?", type=Path, const=Path(), metavar="FILE.png",
         help="instead: all modes ranked by their simulated time (needs a cluster), and drawn into the file",
     )  # fmt: skip
+    plan.add_argument(
+        "--memory", nargs="?", type=Path, const=Path(), metavar="FILE.png",
+        help="instead: what a training step needs of a rank's memory, and all recompute modes drawn into the file",
+    )  # fmt: skip
+    plan.add_argument(
+        "--max-length", action="store_true", help="instead: the longest sequence that fits, for every recompute mode"
+    )
+    plan.add_argument("--device-gib", type=float, help="memory of a device (default: what the cluster says)")
     plan.set_defaults(run=_plan)
 
     _add_bench(verbs.add_parser("bench", help="measure links, kernels and modes"))
@@ -141,7 +149,9 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     pictures = plan.Pictures(arguments.draw, arguments.timeline)
     config = compose_config(arguments.settings)
-    if arguments.compare is not None:
+    if arguments.memory is not None or arguments.max_length:
+        plan.show_memory(config, arguments.memory, arguments.max_length, arguments.device_gib)
+    elif arguments.compare is not None:
         drawn = arguments.compare if arguments.compare != Path() else None
         plan.compare(config, causal=not arguments.full_mask, picture=drawn)
     else:

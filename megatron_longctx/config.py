@@ -107,6 +107,11 @@ class RecomputeConfig:
     """
 
     mode: str = "none"  # none | layer | attention_output | attention_output+offload
+    # Most tokens (times sequences) of a rank whose logits exist at once, forward and again in backward. null: all.
+    head_chunk_tokens: int | None = None
+    # Most tokens (times sequences) of a rank that pass through an MLP at once; its activations are then not kept, but
+    # computed again in backward. null: all.
+    mlp_tile_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,7 @@ class TrainConfig:
     micro_batch_size: int = 1  # sequences per forward pass of one data-parallel rank
     precision: str = "bf16"  # fp32 | bf16
     device: str = "auto"  # auto | cpu | cuda
+    check_memory: bool = True  # on GPUs: refuse a run that is predicted not to fit, warn where it will be close
     seed: int = 1234
     save: bool = True  # checkpoint at the end and when stopped
     save_interval: int | None = None  # steps; null: only at the end and when stopped
@@ -342,6 +348,8 @@ def validate(config: Config) -> None:
     if config.attention.graph_tokens < 0:
         raise refuse("attention.graph_tokens", config.attention.graph_tokens, "0 or more", "Take 0 for no graphs.")
     _one_of("recompute.mode", config.recompute.mode, RECOMPUTES)
+    for name in ("head_chunk_tokens", "mlp_tile_tokens"):
+        _at_least(f"recompute.{name}", getattr(config.recompute, name), 1)
     _validate_training(config)
 
 

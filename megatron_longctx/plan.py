@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .config import Config, refuse
+from .memory import command
 from .schedules import Costs, Kind, Plan, PlanOptions, Workload, backward_plan, build_plan, describe
 from .schedules.draw import draw
 from .schedules.draw_timeline import draw_modes, draw_timeline
@@ -27,7 +28,7 @@ class Pictures:
 
 
 def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures) -> None:
-    """Print the configured plan, with its price where a cluster is named, and draw it.
+    """Print the configured plan, with its memory, and its price where a cluster is named, and draw it.
 
     Raises:
         ValueError: a plan that cannot be built, a picture that cannot be drawn.
@@ -39,6 +40,8 @@ def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures) ->
     plan = backward_plan(plan) if backward else plan
     workload = Workload.of(config)
     print(describe(plan, {kind: workload.token_bytes(kind) for kind in (Kind.KV, Kind.DKV)}))
+    if not backward:
+        print("\n" + command.one_line(config))
     if cluster is not None:
         simulation = simulate(plan, cluster, workload, timeline=pictures.timeline is not None)
         print("\n" + _price(simulation, cluster))
@@ -72,6 +75,21 @@ def compare(config: Config, *, causal: bool, picture: Path | None) -> None:
     if picture:
         draw_modes(ranking, picture, title)
         print(f"\ndrawn to {picture}")
+
+
+def show_memory(config: Config, picture: Path | None, longest: bool, device_gib: float | None) -> None:
+    """Print what a step needs of a rank's memory where `picture` is not None (an empty path: without drawing), and the
+    longest sequences where asked for.
+
+    Raises:
+        ValueError: a picture that cannot be drawn, no device's memory named, a plan that cannot be built.
+    """
+    if picture is not None:
+        drawn = picture if picture != Path() else None
+        _check_picture("--memory", drawn)
+        command.show(config, drawn)
+    if longest:
+        command.show_max_length(config, device_gib)
 
 
 _REMEDY = "Name one of recipes/cluster, or a file that `megatron-longctx bench links` has written."

@@ -18,7 +18,7 @@ MOST_LINES = 500
 # In the order data flows: a room imports itself and what stands before it. `metrics` needs nothing but `config`.
 ROOMS = (
     *("names", "config", "compose"),
-    *("layout", "topology", "schedules", "kernels", "comm", "attention", "recompute", "metrics"),
+    *("layout", "topology", "schedules", "memory", "kernels", "comm", "attention", "recompute", "metrics"),
     *("inference", "mcore", "training", "convert", "bench", "plan", "doctor", "demo", "cli", "__main__", "testing"),
 )
 # The package's own __init__ is loaded by every import of any room, so it may know none.
@@ -29,6 +29,7 @@ FORBIDDEN = (
     ("layout", "torch", ()),
     ("topology", "torch", ("measure.py",)),
     ("schedules", "torch", ()),
+    ("memory", "torch", ()),
     ("metrics", "torch", ("hardware.py", "environment.py")),
     ("kernels", "torch.distributed", ()),
     ("recompute", f"{PACKAGE}.schedules", ()),

@@ -181,6 +181,7 @@ class Attend(torch.autograd.Function):
         result: AttentionResult | None = None,
     ) -> Tensor:
         program, ctx.program = pair
+        v = _alone(v, q, k)
         result = _forward(program, engine, (q, k, v), scale) if result is None else result
         out = result.out.detach()
         ctx.engine, ctx.scale = engine, scale
@@ -199,6 +200,13 @@ class Attend(torch.autograd.Function):
 
         inputs = (q, k, v, out, lse, grad_out)
         return *_run(program, engine, scale, inputs, make, BackwardPass.gradients), None, None, None, None
+
+
+def _alone(v: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """`v`, copied where it would keep more than itself: after RoPE it alone is still a view of the whole projection."""
+    storage = v.untyped_storage()
+    shared = any(x.untyped_storage().data_ptr() == storage.data_ptr() for x in (q, k))
+    return v if shared or storage.nbytes() == v.nbytes else v.contiguous()
 
 
 def _forward(program: Program, engine: Engine, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> AttentionResult:

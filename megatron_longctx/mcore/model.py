@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 from typing import Any
@@ -13,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
 from ..config import Config, ModelConfig
+from .head import ChunkedHeadGPT
 from .rope import ShardedRotaryEmbedding
 from .sequence import ShardedSequence
 from .spec import block_spec
@@ -55,7 +57,9 @@ def transformer_config(config: Config) -> TransformerConfig:
     model, par = config.model, config.parallelism
     cuda = torch.cuda.is_available()
     bf16 = config.train.precision == "bf16"
-    fused_accumulation = cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    # Tiles of the MLP add their gradients up themselves.
+    tiled = config.recompute.mlp_tile_tokens is not None
+    fused_accumulation = cuda and not tiled and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     swiglu = model.activation == "swiglu"
     recompute: dict[str, Any] = {}
     if config.recompute.mode == "layer":
@@ -111,11 +115,11 @@ def build_model(
     use_te = uses_transformer_engine(model)
     if dist_rank_zero():
         logger.info("transformer layers: %s", "TransformerEngine" if use_te else "Megatron-Core (local)")
-    gpt = GPTModel(
+    chunk = config.recompute.head_chunk_tokens
+    gpt_class = GPTModel if chunk is None else functools.partial(ChunkedHeadGPT, chunk_tokens=chunk)
+    gpt: GPTModel = gpt_class(
         config=megatron,
-        transformer_layer_spec=block_spec(
-            megatron, sequence, transformer_engine=use_te, recompute=config.recompute.mode
-        ),
+        transformer_layer_spec=block_spec(megatron, sequence, transformer_engine=use_te, recompute=config.recompute),
         vocab_size=vocab_size,
         max_sequence_length=config.data.seq_length,
         pre_process=groups.pp.rank() == 0,

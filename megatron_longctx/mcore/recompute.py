@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from ..config import refuse
 from ..recompute import AttentionTape, Store
 from .core_attention import ContextParallelCoreAttention
+from .tiles import TiledMLP
 
 
 class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
@@ -48,7 +50,9 @@ class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
         core: ContextParallelCoreAttention = self.self_attention.core_attention
 
         def taped(hidden: Tensor) -> Tensor:
-            with core.taped(tape):
+            # Nobody reads the repetition's output: tiles of the MLP are computed once more in backward only.
+            mlp = self.mlp.shape_only() if tape.replaying and isinstance(self.mlp, TiledMLP) else nullcontext()
+            with core.taped(tape), mlp:
                 output, _ = run(hidden, *args, **kwargs)
             tape.rewind()
             return output  # type: ignore[no-any-return]

@@ -13,11 +13,15 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+from ..config import RecomputeConfig
 from ..recompute import DeviceStore, HostStore
 from .core_attention import ContextParallelCoreAttention
 from .norms import norm_class
 from .recompute import with_recompute
 from .sequence import ShardedSequence
+from .tiles import with_mlp_tiles
+
+KEEP_ALL = RecomputeConfig()
 
 
 def with_context_parallel(layer: ModuleSpec, sequence: ShardedSequence) -> ModuleSpec:
@@ -51,12 +55,16 @@ def require_transformer_engine() -> None:
 
 
 def block_spec(
-    config: TransformerConfig, sequence: ShardedSequence, *, transformer_engine: bool, recompute: str = "none"
+    config: TransformerConfig,
+    sequence: ShardedSequence,
+    *,
+    transformer_engine: bool,
+    recompute: RecomputeConfig = KEEP_ALL,
 ) -> TransformerBlockSubmodules:
     """The spec of this pipeline stage's layers: Megatron's own, local or TransformerEngine's, with our attention.
 
     Args:
-        recompute: as `config.RecomputeConfig.mode`; `layer` is `config`'s own business.
+        recompute: the mode `layer` is `config`'s own business.
 
     Raises:
         ValueError: TransformerEngine asked for and not importable.
@@ -76,6 +84,8 @@ def block_spec(
         layer.submodules.input_layernorm = final_norm
         layer.submodules.pre_mlp_layernorm = final_norm
     layer = with_context_parallel(layer, sequence)
-    if recompute.startswith("attention_output"):
-        layer = with_recompute(layer, HostStore() if recompute.endswith("offload") else DeviceStore())
+    if recompute.mlp_tile_tokens is not None:
+        layer = with_mlp_tiles(layer, recompute.mlp_tile_tokens)
+    if recompute.mode.startswith("attention_output"):
+        layer = with_recompute(layer, HostStore() if recompute.mode.endswith("offload") else DeviceStore())
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=final_norm)

@@ -37,7 +37,8 @@ class HostStore:
 
     Copies run on a stream of their own, beside the computation. Backward asks in the opposite order: taking one result
     starts the way back of the one before it. The latest result stays on the device until the next one comes, since
-    backward may begin with it; so a device holds two or three results at a time, however many layers there are.
+    backward may begin with it; so a device holds two or three results at a time, however many layers there are. With
+    several micro-batches in flight (pipelines) the last layer of each but the first waits for its own way back.
     """
 
     def __init__(self) -> None:

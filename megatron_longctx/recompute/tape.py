@@ -22,6 +22,10 @@ class AttentionTape:
         self._kept: deque[Kept] = deque()
         self._replaying = False
 
+    @property
+    def replaying(self) -> bool:
+        return self._replaying
+
     def rewind(self) -> None:
         """The run is over: calls that follow are its repetition."""
         self._replaying = True

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
 import torch
 
+from .. import memory
 from ..compose import load_config
 from ..config import Config, data_parallel_size, refuse
 from ..kernels import AUTO_ORDER, KernelRequest, available
@@ -14,6 +18,8 @@ from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
 from ..schedules import PlanOptions, build_plan, check_heads
 from .run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 
 def device_type(config: Config) -> str:
@@ -61,6 +67,8 @@ def check(config: Config, world_size: int) -> int | None:
     check_corpus(config.data)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
+    if device == "cuda" and config.train.check_memory:
+        _check_memory(config, world_size, vocab_size)
     folder = RunFolder.of(config)
     try:
         resumed = checkpoint.check(folder.checkpoints, fingerprint(config, vocab_size))
@@ -69,6 +77,17 @@ def check(config: Config, world_size: int) -> int | None:
     if resumed is not None:
         _check_batch(config, folder)
     return resumed
+
+
+def _check_memory(config: Config, world_size: int, vocab_size: int) -> None:
+    """Refuse, or warn of, what the devices here cannot hold."""
+    job = memory.Job(config, vocab_size, data_parallel_size(config, world_size))
+    capacity = torch.cuda.get_device_properties(0).total_memory
+    ranks_here = min(world_size, torch.cuda.device_count())
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
+    logger.info(memory.summary(job))
+    if warning := memory.check(job, capacity, host):
+        logger.warning(warning)
 
 
 def _check_batch(config: Config, folder: RunFolder) -> None:

@@ -202,6 +202,8 @@ class Ranks:
         h, g = q.shape[2], k.shape[2]
         from_packed = call(*packed.split((h, g, g), dim=2))
         from_packed.backward(grad_out)
+        given = leaves()
+        call(*given, result=attention.forward(q, k, v, length=case.length)).backward(grad_out)
         only_v = [q.clone(), k.clone(), v.clone().requires_grad_()]
         call(*only_v).backward(grad_out)
         with torch.no_grad():
@@ -211,6 +213,7 @@ class Ranks:
         return {
             "a sum": all(torch.equal(x.grad, y.grad) for x, y in zip(summed, ones, strict=True)),
             "a strided gradient": all(torch.equal(x.grad, y) for x, y in zip(strided, plain_grads, strict=True)),
+            "a given result": all(torch.equal(x.grad, y) for x, y in zip(given, plain_grads, strict=True)),
             "packed inputs": torch.equal(packed.grad, torch.cat(plain_grads, dim=2)),
             "packed output": torch.equal(from_packed, plain["out"]),
             "only one input": torch.equal(only_v[2].grad, plain["dv"]) and only_v[0].grad is None,

@@ -31,6 +31,8 @@ totals
      0               68  100.0%  kv 8 / 8 (4 KiB)
      1               68  100.0%  kv 8 / 8 (4 KiB)
   buffers for other ranks' kv: 8 tokens = 2 KiB at most
+
+memory of a training step: 12.27 MiB a rank, most in optimizer step (recompute=none; 10.51 MiB whatever the length)
 """
 
 BACKWARD_FULL_MASK = """\
@@ -86,7 +88,7 @@ def test_the_options_are_independent(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_command_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, "parallelism.schedule=zigzag", "parallelism.context_parallel_size=8")
     assert out.startswith("zigzag forward: 8 ranks, 4096 tokens (zigzag), causal mask, 8 steps")
-    totals = [line.split() for line in out.split("totals\n")[1].splitlines()]
+    totals = [line.split() for line in out.split("totals\n")[1].split("\n\n")[0].splitlines()]
     assert [row[2] for row in totals if row[0].isdigit()] == ["100.0%"] * 8, "zigzag is balanced"
 
 
@@ -122,7 +124,7 @@ def test_the_ring_of_contiguous_spans_is_not_balanced(capsys: pytest.CaptureFixt
 def test_draw(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.png"
     out = plan(capsys, *SMALL, *options, "--draw", str(path))
-    assert out.endswith(f"at most\n\ndrawn to {path}\n")
+    assert out.endswith(f"\n\ndrawn to {path}\n")
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5_000
 

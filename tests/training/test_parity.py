@@ -24,7 +24,8 @@ SCHEDULE, BOUND = "parallelism.schedule", "parallelism.max_buffer_tokens"
 RING, ZIGZAG, GATHER = {SCHEDULE: "ring"}, {SCHEDULE: "zigzag"}, {SCHEDULE: "all_gather"}
 BOUNDED = {SCHEDULE: "all_gather", BOUND: 25}
 SHARDED, UNSHARDED = {"optim.distributed": True}, {"optim.distributed": False}
-KEPT, OFFLOADED = {"recompute.mode": "attention_output"}, {"recompute.mode": "attention_output+offload"}
+KEPT = {"recompute.mode": "attention_output", "recompute.head_chunk_tokens": 26, "recompute.mlp_tile_tokens": 20}
+OFFLOADED = {"recompute.mode": "attention_output+offload", "recompute.head_chunk_tokens": 7}
 OVERLAP = {"parallelism.overlap_grad_reduce": True, "parallelism.overlap_param_gather": True}
 
 # What the single rank trains; every case names one of these and adds its parallel sizes. Masked losses (one token
@@ -93,6 +94,7 @@ CASES = [
     Case("pp2 cp2 uneven", "mha uneven", 4, {PP: 2, CP: 2}),
     Case("gpt2 tp2 cp2", "gpt2", 4, {TP: 2, CP: 2}),
     Case("gpt2 pp2 cp2", "gpt2", 4, {PP: 2, CP: 2}),
+    Case("gpt2 tp2 cp2 attention_output", "gpt2", 4, {TP: 2, CP: 2, **KEPT}),
     Case("tp2 cp2 attention_output", "mix", 4, {TP: 2, CP: 2, **SHARDED, **KEPT}),
     Case("pp2 cp2 attention_output", "mix", 4, {PP: 2, CP: 2, **SHARDED, **OFFLOADED}),
     Case("dp2 cp2 attention_output", "mix", 4, {CP: 2, **SHARDED, **OVERLAP, **KEPT, SCHEDULE: "helper"}),

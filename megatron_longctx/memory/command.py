@@ -1,0 +1,102 @@
+"""What `megatron-longctx plan` says of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ..config import RECOMPUTES, Config, refuse
+from ..topology import load_cluster
+from .draw import draw
+from .fit import COMFORT, max_length
+from .model import predict
+from .report import report, summary
+from .shapes import Job
+
+_GIB = 2**30
+_BYTE_LEVEL_ENTRIES = 512  # of Megatron's byte-level tokenizer
+
+
+def planned_job(config: Config) -> Job:
+    """The configured job, as far as the configuration alone says: one data-parallel rank where it does not.
+
+    Raises:
+        ValueError: a vocabulary that only the tokenizer knows.
+    """
+    model = config.model
+    if model.vocab_size is None and config.data.tokenizer != "byte-level":
+        raise refuse("model.vocab_size", None, "a number, to predict memory", "Set it to the tokenizer's size.")
+    rounded = -(-_BYTE_LEVEL_ENTRIES // model.vocab_multiple) * model.vocab_multiple
+    ranks = config.parallelism.data_parallel_size or 1
+    return Job(config, model.vocab_size or rounded, ranks, fused=config.train.device != "cpu")
+
+
+def one_line(config: Config) -> str:
+    """The peak, or why it cannot be told."""
+    try:
+        return summary(planned_job(config))
+    except ValueError as error:
+        return f"memory of a training step: not known ({error})"
+
+
+def show(config: Config, picture: Path | None) -> None:
+    """Print every term of the configured mode; draw all modes into `picture`.
+
+    Raises:
+        ValueError: a plan that cannot be built, a vocabulary that is not known.
+    """
+    job = planned_job(config)
+    print(report(job))
+    if picture:
+        bars = [(mode, predict(_with_mode(job, mode))) for mode in RECOMPUTES]
+        cluster = config.parallelism.cluster
+        draw(bars, picture, _title(job), _capacity(config, None) if cluster else None)
+        print(f"\ndrawn to {picture}")
+
+
+def show_max_length(config: Config, device_gib: float | None) -> None:
+    """Print the longest sequence that fits, for every recompute mode.
+
+    Args:
+        device_gib: memory of a device; None for what `parallelism.cluster` says.
+
+    Raises:
+        ValueError: neither is given.
+    """
+    job = planned_job(config)
+    capacity = int(COMFORT * _capacity(config, device_gib))
+    print(f"longest sequences whose step takes at most {capacity / _GIB:.1f} GiB a rank ({COMFORT:.0%} of a device)")
+    for mode in RECOMPUTES:
+        own = _with_mode(job, mode)
+        length = max_length(own, capacity)
+        mark = "*" if mode == config.recompute.mode else " "
+        print(f" {mark} {mode:25}{length:>14,} tokens" if length else f" {mark} {mode:25}{'none':>14}")
+
+
+def _with_mode(job: Job, mode: str) -> Job:
+    return replace(job, config=replace(job.config, recompute=replace(job.config.recompute, mode=mode)))
+
+
+def _capacity(config: Config, device_gib: float | None) -> int:
+    if device_gib is not None:
+        if not 0 < device_gib < float("inf"):
+            raise refuse("--device-gib", device_gib, "a number of GiB above 0", "Give a device's memory.")
+        return int(device_gib * _GIB)
+    cluster = load_cluster(config.parallelism.cluster) if config.parallelism.cluster else None
+    if cluster is None or cluster.device.memory_gib is None:
+        raise refuse(
+            "--max-length",
+            "given",
+            "--device-gib N, or a parallelism.cluster that says how much memory a device has, beside it",
+            "For example --device-gib 139 for an H200.",
+        )
+    return int(cluster.device.memory_gib * _GIB)
+
+
+def _title(job: Job) -> str:
+    config, par = job.config, job.config.parallelism
+    chunk = config.recompute.head_chunk_tokens
+    head = "logits of all tokens at once" if chunk is None else f"logits of {chunk:,} tokens at once"
+    ranks = par.model_parallel_size * job.data_parallel_size
+    sizes = f"{ranks} ranks (CP {par.context_parallel_size}, TP {par.tensor_parallel_size})"
+    return f"{config.model.name}, {config.data.seq_length:,} tokens over {sizes}, {config.train.precision}, {head}"

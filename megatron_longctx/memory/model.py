@@ -1,0 +1,187 @@
+"""Peak memory of a rank in a training step, term by term.
+
+A step's memory is what always lies there (weights, gradients, optimizer, buffers) and, beside it, what one of these
+phases needs: the loss, with all layers' activations kept; the backward of the last layer, which in the recomputing
+modes comes with all of that layer's activations; the optimizer's step. The largest phase is the peak. Bytes are those
+of live tensors: the caching allocator reserves more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .shapes import AttentionBytes, Job, LayerBytes, attention_bytes, layer_bytes, mlp_weights, stage_parameters
+
+
+@dataclass(frozen=True)
+class Term:
+    """Something that takes `num_bytes`; `per_token` where it grows with the tokens of a rank."""
+
+    name: str
+    num_bytes: int
+    per_token: bool = False
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the step, and what lies there in it besides what always does."""
+
+    name: str
+    terms: tuple[Term, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(term.num_bytes for term in self.terms)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of the pipeline stage that needs most. `host_bytes`: of pinned memory a rank holds on its host (CUDA)."""
+
+    stage: int
+    tokens: int
+    always: tuple[Term, ...]
+    phases: tuple[Phase, ...]
+    host_bytes: int
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.num_bytes)
+
+    @property
+    def always_bytes(self) -> int:
+        return sum(term.num_bytes for term in self.always)
+
+    @property
+    def num_bytes(self) -> int:
+        """Most bytes of live tensors on the device."""
+        return self.always_bytes + self.peak.num_bytes
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """Everything that lies there at the peak."""
+        return (*self.always, *self.peak.terms)
+
+
+def predict(job: Job) -> Prediction:
+    """The peak of the rank that needs most.
+
+    Raises:
+        ValueError: `parallelism.schedule=auto`, or a plan that cannot be built.
+    """
+    layer, attention = layer_bytes(job), attention_bytes(job)
+    stages = range(job.config.parallelism.pipeline_parallel_size)
+    return max((_stage(job, stage, layer, attention) for stage in stages), key=lambda found: found.num_bytes)
+
+
+def _stage(job: Job, stage: int, layer: LayerBytes, attention: AttentionBytes) -> Prediction:
+    kept = _kept(job, stage, layer)
+    phases = [Phase("backward of a layer", (*kept, *_layer_backward(job, layer, attention)))]
+    if stage == job.config.parallelism.pipeline_parallel_size - 1:
+        phases.append(Phase("loss", (*kept, *_loss(job, layer))))
+    own = _own_parameters(job, stage)
+    phases.append(Phase("optimizer step", (Term("temporaries of Adam", 4 * own),)))
+    return Prediction(stage, job.tokens, _always(job, stage, attention), tuple(phases), _host_bytes(job, stage, layer))
+
+
+def _own_parameters(job: Job, stage: int) -> int:
+    """Parameters that this rank's optimizer updates."""
+    par = job.config.parallelism
+    shards = job.data_parallel_size * par.context_parallel_size if job.config.optim.distributed else 1
+    return -(-stage_parameters(job, stage) // shards)
+
+
+def _always(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ...]:
+    parameters, model = stage_parameters(job, stage), job.config.model
+    # Adam's two moments, and beside bf16 weights a main copy of them; all in fp32.
+    state = 8 + (4 if job.element_bytes == 2 else 0)
+    terms = [
+        Term("weights", parameters * job.element_bytes),
+        Term("gradients (fp32)", parameters * 4),
+        Term("optimizer state (fp32)", _own_parameters(job, stage) * state),
+        Term("attention's buffers", attention.buffers, per_token=True),
+    ]
+    if model.position_embedding == "rope":
+        rope = 4 * job.tokens // job.config.train.micro_batch_size * model.kv_channels
+        terms.append(Term("RoPE table (fp32)", rope, per_token=True))
+    if job.config.parallelism.uses_sequence_parallel:  # Megatron's buffer for what tensor-parallel ranks gather
+        gathered = job.element_bytes * job.tokens * model.hidden_size
+        terms.append(Term("sequence-parallel gather", gathered, per_token=True))
+    return tuple(terms)
+
+
+def _kept(job: Job, stage: int, layer: LayerBytes) -> tuple[Term, ...]:
+    """What lies there between forward and backward, of all layers and micro-batches in flight."""
+    count, mode = job.num_layers * job.in_flight(stage), job.config.recompute.mode
+    terms = [Term("layer inputs", count * layer.input, per_token=True)]
+    if mode == "none":
+        terms += [
+            Term("attention results", count * layer.result, per_token=True),
+            Term("other activations of attention", count * layer.attention, per_token=True),
+            Term("activations of the MLP", count * layer.mlp, per_token=True),
+        ]
+    elif mode == "attention_output":
+        terms.append(Term("attention results", count * layer.result, per_token=True))
+    elif mode == "attention_output+offload":  # the one in use and the one fetched ahead
+        terms.append(Term("attention results not on the host", min(count, 2) * layer.result, per_token=True))
+    return tuple(terms)
+
+
+def _layer_backward(job: Job, layer: LayerBytes, attention: AttentionBytes) -> tuple[Term, ...]:
+    """What backward through one layer needs beside what `_kept` counts."""
+    mode = job.config.recompute.mode
+    recomputed = layer.total - layer.input - (0 if mode == "layer" else layer.result)
+    terms = (Term("activations of one layer, recomputed", recomputed, per_token=True),) if mode != "none" else ()
+    # In attention: the call's own tensors in the place of what forward kept of it, and nothing of the MLP.
+    in_attention = Term("gradients inside attention", attention.backward - layer.mlp - layer.result - layer.qkv, True)
+    inside = max(_mlp_backward(job, layer), (in_attention,), key=lambda parts: sum(term.num_bytes for term in parts))
+    return (*terms, Term("gradients of hidden states", 2 * layer.input, per_token=True), *inside)
+
+
+def _mlp_backward(job: Job, layer: LayerBytes) -> tuple[Term, ...]:
+    first, second = mlp_weights(job)
+    if job.config.recompute.mlp_tile_tokens is not None:
+        return (
+            Term("gradient of the MLP's input", layer.input, per_token=True),
+            Term("a tile of the MLP", layer.tile),
+            Term("gradients of the MLP's weights", (first + second) * (4 + job.element_bytes)),
+        )
+    # The gradient of the MLP's first output beside that output, whose activation is freed by then.
+    return (
+        Term("gradients inside the MLP", layer.fc1, per_token=True),
+        Term("gradient of a weight", first * job.element_bytes),
+    )
+
+
+def _loss(job: Job, layer: LayerBytes) -> tuple[Term, ...]:
+    """The final norm, the LM head and its cross-entropy."""
+    model, e, tokens = job.config.model, job.element_bytes, job.tokens
+    vocabulary = job.vocab_size // job.config.parallelism.tensor_parallel_size
+    weight = vocabulary * model.hidden_size
+    # Of all tokens, and with sequence parallelism beside it of this rank's.
+    grad_hidden = e * tokens * model.hidden_size
+    if job.config.parallelism.uses_sequence_parallel:
+        grad_hidden += layer.input
+    norm = Term("final norm", layer.input + layer.norm, per_token=True)
+    per_logit = 4 + (e if e < 4 else 0)  # softmax in fp32; beside it the logits, or their gradient, in bf16
+    chunk = job.config.recompute.head_chunk_tokens
+    if chunk is None:
+        forward = tokens * vocabulary * per_logit
+        backward = tokens * vocabulary * e + weight * e + grad_hidden
+        return norm, Term("logits", max(forward, backward), per_token=True)
+    return (
+        norm,
+        Term("logits of a chunk", min(chunk, tokens) * vocabulary * per_logit),
+        Term("gradient of the LM head", weight * (4 + e)),
+        Term("gradient of hidden states", layer.input, per_token=True),
+    )
+
+
+def _host_bytes(job: Job, stage: int, layer: LayerBytes) -> int:
+    """Pinned memory comes in powers of two."""
+    if job.config.recompute.mode != "attention_output+offload":
+        return 0
+    lse = 4 * job.tokens * job.config.model.num_attention_heads // job.config.parallelism.tensor_parallel_size
+    pinned = sum(1 << max(0, size - 1).bit_length() for size in (layer.result - lse, lse))
+    return job.num_layers * job.in_flight(stage) * pinned

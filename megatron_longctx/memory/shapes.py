@@ -1,0 +1,191 @@
+"""Counts that the memory model is made of: parameters of a stage, elements that a layer keeps for backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..config import Config, refuse
+from ..schedules import Kind, Plan, PlanOptions, Workload, backward_plan, build_plan
+from ..schedules.simulate import peak_bytes
+
+_FC1_COLUMNS = {"swiglu": 2, "gelu": 1}
+"""Columns of the MLP's first matrix, in units of the MLP's width."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, on how many ranks.
+
+    vocab_size: rows of the embedding. data_parallel_size: over which the distributed optimizer shards, besides the
+    context-parallel ranks. fused: RMSNorm and SwiGLU are one kernel each, as on GPUs; CPUs keep what is between.
+    """
+
+    config: Config
+    vocab_size: int
+    data_parallel_size: int = 1
+    fused: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "data_parallel_size"):
+            if getattr(self, name) < 1:
+                raise refuse(name, getattr(self, name), "at least 1", f"Correct {name}.")
+
+    @property
+    def element_bytes(self) -> int:
+        """Of weights and activations."""
+        return 2 if self.config.train.precision == "bf16" else 4
+
+    @property
+    def num_layers(self) -> int:
+        """Of one pipeline stage."""
+        return self.config.model.num_layers // self.config.parallelism.pipeline_parallel_size
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The forward plan of one attention call."""
+        par = self.config.parallelism
+        if par.schedule == "auto":
+            raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with plan --compare.")
+        length = self.config.data.seq_length
+        return build_plan(par.schedule, par.context_parallel_size, length, True, PlanOptions.of(par))
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of the rank with the most, over the sequences of a micro-batch."""
+        longest = max(map(self.plan.layout.num_tokens, range(self.plan.n)))
+        return longest * self.config.train.micro_batch_size
+
+    @property
+    def hidden_tokens(self) -> int:
+        """Tokens between the layers' tensor-parallel parts: sharded by sequence parallelism."""
+        par = self.config.parallelism
+        return -(-self.tokens // (par.tensor_parallel_size if par.uses_sequence_parallel else 1))
+
+    @property
+    def num_micro_batches(self) -> int:
+        train = self.config.train
+        return max(1, train.global_batch_size // (train.micro_batch_size * self.data_parallel_size))
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches whose activations a pipeline stage holds at once (1F1B)."""
+        return min(self.num_micro_batches, self.config.parallelism.pipeline_parallel_size - stage)
+
+
+def stage_parameters(job: Job, stage: int) -> int:
+    """Parameters of one tensor-parallel rank of a pipeline stage."""
+    model, par = job.config.model, job.config.parallelism
+    last = par.pipeline_parallel_size - 1
+    embedding = job.vocab_size * model.hidden_size // par.tensor_parallel_size
+    norm = model.hidden_size * (2 if model.normalization == "layernorm" else 1)
+    total = job.num_layers * layer_parameters(job)
+    if stage == 0:
+        total += embedding
+        if model.position_embedding == "learned":
+            total += job.config.data.seq_length * model.hidden_size
+    if stage == last:
+        total += norm
+        if not (model.tie_embeddings and last == 0):
+            total += embedding
+    return total
+
+
+def mlp_weights(job: Job) -> tuple[int, int]:
+    """Elements of the two matrices of one layer's MLP on one tensor-parallel rank."""
+    model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
+    second = model.hidden_size * model.ffn_hidden_size // tp
+    return _FC1_COLUMNS[model.activation] * second, second
+
+
+def layer_parameters(job: Job) -> int:
+    """Parameters of one transformer layer on one tensor-parallel rank."""
+    model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
+    heads = (model.num_attention_heads + 2 * model.num_kv_heads) * model.kv_channels
+    out = model.num_attention_heads * model.kv_channels
+    fc1 = _FC1_COLUMNS[model.activation] * model.ffn_hidden_size
+    sharded = model.hidden_size * (heads + out + fc1 + model.ffn_hidden_size)
+    whole = 2 * model.hidden_size * (2 if model.normalization == "layernorm" else 1)
+    if model.bias:
+        sharded += heads + fc1
+        whole += 2 * model.hidden_size
+    return sharded // tp + whole
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """What one layer's activations take for one micro-batch.
+
+    input: the layer's input. result: attention's out and lse. attention: everything else up to there that backward
+    reads (norm, q, keys and values, RoPE's tables); q, k and v of it, as the attention call takes them, are qkv. mlp:
+    everything after attention (norm, its input, the MLP); the MLP's first output of it is fc1. norm: what one norm
+    keeps beside its input. tile: with tiles, what lies there of one tile in the place of the MLP's own activations.
+    """
+
+    input: int
+    result: int
+    attention: int
+    qkv: int
+    mlp: int
+    fc1: int
+    norm: int
+    tile: int
+
+    @property
+    def total(self) -> int:
+        return self.input + self.result + self.attention + self.mlp
+
+
+def layer_bytes(job: Job) -> LayerBytes:
+    """Activations of one layer, as Megatron's layers with our attention and torch's norms save them."""
+    model, e, tokens = job.config.model, job.element_bytes, job.tokens
+    tp = job.config.parallelism.tensor_parallel_size
+    workload = Workload.of(job.config)
+    rope = model.position_embedding == "rope"
+    per_sequence = job.tokens // job.config.train.micro_batch_size
+    hidden = e * job.hidden_tokens * model.hidden_size
+    q = per_sequence * workload.elements(Kind.Q) * e
+    kv = per_sequence * workload.elements(Kind.KV) * e
+    grouped = model.num_kv_heads < model.num_attention_heads
+    # Without RoPE keys and values, and with one query head for each of them queries, are views of the projection.
+    seen = q + kv + (q if grouped and not rope else 0)
+    tables = 4 * e * per_sequence * model.kv_channels if rope else 0  # cosines and sines, for q and for k
+    fc1 = e * tokens * _FC1_COLUMNS[model.activation] * model.ffn_hidden_size // tp
+    act = e * tokens * model.ffn_hidden_size // tp
+    rms = model.normalization == "rmsnorm"
+    norm = hidden + 4 * job.hidden_tokens * (1 if rms else 2) + (0 if job.fused or not rms else hidden)
+    between = 2 * act if model.activation == "swiglu" and not job.fused else 0
+    inside, size = fc1 + act + between, job.config.recompute.mlp_tile_tokens
+    return LayerBytes(
+        input=hidden,
+        result=per_sequence * workload.token_bytes(Kind.OUT),
+        attention=norm + seen + tables,
+        qkv=q + kv,
+        mlp=hidden + norm + (inside if size is None else 0),
+        fc1=fc1,
+        norm=norm,
+        # Beside them the gradient of the first output: the last activation is freed by then.
+        tile=0 if size is None else (inside + fc1) * min(size, tokens) // max(1, tokens),
+    )
+
+
+@dataclass(frozen=True)
+class AttentionBytes:
+    """buffers: held between calls by all layers together. backward: most of one backward call beside them, with its
+    inputs."""
+
+    buffers: int
+    backward: int
+
+
+def attention_bytes(job: Job) -> AttentionBytes:
+    """From the plans of the configured mode."""
+    workload = Workload.of(job.config)
+    backward = backward_plan(job.plan)
+    tokens: dict[Kind, int] = dict(job.plan.buffers)
+    for kind, count in backward.buffers:
+        tokens[kind] = max(count, tokens.get(kind, 0))
+    in_backward = sum(count * workload.token_bytes(kind) for kind, count in backward.buffers)
+    return AttentionBytes(
+        buffers=sum(count * workload.token_bytes(kind) for kind, count in tokens.items()),
+        backward=peak_bytes(backward, workload) - in_backward,
+    )

@@ -1,0 +1,194 @@
+"""The memory model against what tensors really take: on CPU in these tests, on H200s in recorded runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from megatron_longctx.compose import bundled
+from megatron_longctx.config import Config
+from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.model import build_model, transformer_config
+from megatron_longctx.mcore.sequence import build_sequence
+from megatron_longctx.memory import Job, predict
+from megatron_longctx.memory.shapes import layer_bytes, stage_parameters
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.training import tiny_config
+
+CP, TP = "parallelism.context_parallel_size", "parallelism.tensor_parallel_size"
+MODE, CHUNK, TILE = "recompute.mode", "recompute.head_chunk_tokens", "recompute.mlp_tile_tokens"
+SCHEDULE = "parallelism.schedule"
+LENGTH = 1024
+SIZES = {
+    "data.seq_length": LENGTH, "model.num_layers": 3, "model.hidden_size": 64, "model.ffn_hidden_size": 256,
+}  # fmt: skip
+GPT2 = {
+    "model.num_kv_heads": 4, "model.normalization": "layernorm", "model.activation": "gelu",
+    "model.position_embedding": "learned", "model.bias": True, "model.tie_embeddings": True,
+}  # fmt: skip
+
+# Of 2 ranks; those that a case does not name are data-parallel.
+SAVED: dict[str, dict[str, Any]] = {
+    "llama": {}, "gpt2": GPT2, "cp2": {CP: 2}, "gpt2 cp2": {CP: 2, **GPT2}, "tp2": {TP: 2},
+    "gpt2 tp2": {TP: 2, **GPT2, "parallelism.sequence_parallel": False},
+}  # fmt: skip
+PEAKS: dict[str, dict[str, Any]] = {
+    **{
+        f"{mode} {chunk}": {MODE: mode, CHUNK: chunk}
+        for mode in ("none", "layer")
+        for chunk in (None, 64)[mode == "none" :]
+    },
+    "kept": {MODE: "attention_output", CHUNK: 64},
+    "all logits": {"vocabulary": 4096},
+    "all logits of tp2": {"vocabulary": 4096, TP: 2, MODE: "layer"},
+    "chunks of logits": {"vocabulary": 4096, MODE: "layer", CHUNK: 512},
+    "chunks of logits of tp2": {"vocabulary": 8192, TP: 2, MODE: "layer", CHUNK: 512},
+    "cp2": {CP: 2, CHUNK: 64},
+    "cp2 kept": {CP: 2, MODE: "attention_output", CHUNK: 64},
+    "cp2 all_gather": {CP: 2, MODE: "layer", CHUNK: 64, SCHEDULE: "all_gather"},
+    "tp2": {TP: 2, CHUNK: 64},
+    "tiles": {CHUNK: 64, TILE: 128},
+    "tiles kept": {CHUNK: 64, TILE: 128, MODE: "attention_output"},
+    "large tiles of cp2": {CP: 2, CHUNK: 64, TILE: 400, MODE: "attention_output"},
+    "tp2 kept": {TP: 2, MODE: "attention_output", CHUNK: 64},
+}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that were made inside and are still referred to, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.now = self.peak = 0
+
+    def know(self, x: torch.Tensor) -> None:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        size = storage.nbytes()
+        self._live[key] = (weakref.ref(storage, lambda _: self._forget(key)), size)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._live.pop(key)[1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_iter(result):
+            if isinstance(x, torch.Tensor):
+                self.know(x)
+        return result
+
+
+class OneModel:
+    """A model on this rank, without DDP and optimizer, whose gradients exist already."""
+
+    def __init__(self, root: Path, settings: dict[str, Any]) -> None:
+        settings = {**SIZES, **settings}
+        self.vocabulary = settings.pop("vocabulary", 512)
+        self.config = tiny_config(root, "memory", settings)
+        par = self.config.parallelism
+        collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size)
+        self.sequence = build_sequence(self.config, collection.cp)
+        self.gpt = build_model(self.config, transformer_config(self.config), collection, self.sequence, self.vocabulary)
+        self.job = Job(self.config, self.vocabulary, fused=False)
+
+    def saved_by_a_layer(self) -> dict[str, int]:
+        """Bytes that autograd keeps of a layer's forward, besides weights, and what the model says."""
+        weights = {p.untyped_storage().data_ptr() for p in self.gpt.parameters()}
+        saved: dict[int, torch.Tensor] = {}
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            saved[x.untyped_storage().data_ptr()] = x
+            return x
+
+        hidden = torch.randn(self.job.hidden_tokens, 1, self.config.model.hidden_size, requires_grad=True)
+        rope = self.config.model.position_embedding == "rope"
+        table = self.gpt.rotary_pos_emb(0) if rope else None
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            output = self.gpt.decoder.layers[0](hidden, attention_mask=None, rotary_pos_emb=table)
+        found = sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in weights)
+        parameters = sum(p.numel() for p in self.gpt.parameters())
+        del output
+        predicted = {"predicted": layer_bytes(self.job).total, "predicted parameters": stage_parameters(self.job, 0)}
+        return {"saved": found, "parameters": parameters, **predicted}
+
+    def peak(self) -> dict[str, Any]:
+        """Most bytes in one forward and backward, beside weights and gradients, and what the model says."""
+        for parameter in self.gpt.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        tokens = torch.randint(self.vocabulary, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+        batch = self.sequence.shard_batch({"tokens": tokens, "positions": torch.arange(LENGTH)[None]})
+
+        def step() -> None:
+            self.gpt(batch["tokens"], batch["positions"], None, labels=batch["tokens"]).sum().backward()
+
+        with LiveBytes() as live:
+            for parameter in self.gpt.parameters():
+                assert parameter.grad is not None
+                live.know(parameter)
+                live.know(parameter.grad)
+            step()  # from now on buffers and tables are there
+            always = live.peak = live.now
+            step()
+        found = predict(self.job).peak
+        return {"measured": live.peak - always, "predicted": found.num_bytes, "phase": found.name}
+
+
+def _run(rank: int, root: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, case in SAVED.items():
+        found[f"saved {name}"] = OneModel(root, case).saved_by_a_layer()
+        groups.destroy()
+    for name, case in PEAKS.items():
+        found[f"peak {name}"] = OneModel(root, case).peak()
+        groups.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        ranks: list[dict[str, dict[str, Any]]] = run_distributed(_run, 2, tmp_path_factory.mktemp("memory"))
+    return ranks[0]
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_what_a_layer_keeps_is_known_to_the_byte(found: dict[str, dict[str, Any]], name: str) -> None:
+    seen = found[f"saved {name}"]
+    assert seen["saved"] == seen["predicted"] and seen["parameters"] == seen["predicted parameters"], seen
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_peaks_are_predicted_within_five_percent(found: dict[str, dict[str, Any]], name: str) -> None:
+    seen = found[f"peak {name}"]
+    assert seen["phase"] == ("loss" if "logits" in name else "backward of a layer")
+    assert seen["predicted"] == pytest.approx(seen["measured"], rel=0.05), seen
+
+
+def _recorded() -> list[tuple[Config, float]]:
+    """Configurations and measured peaks (GiB of live tensors) of training runs on GPUs."""
+    runs = json.loads((bundled("analysis") / "results" / "llama3_8b_128k_cp8_h200.json").read_text())["runs"]
+    recorded = []
+    for run in runs:
+        groups_of = {name: type(getattr(Config(), name))(**values) for name, values in run["config"].items()}
+        recorded.append((dataclasses.replace(Config(), **groups_of), run["medians"]["mem/peak_active_gib"]))
+    return recorded
+
+
+@pytest.mark.parametrize(("config", "gib"), _recorded(), ids=lambda x: x.run.name if isinstance(x, Config) else "")
+def test_recorded_runs_are_predicted_within_three_percent(config: Config, gib: float) -> None:
+    assert config.model.vocab_size is not None
+    assert predict(Job(config, config.model.vocab_size)).num_bytes / 2**30 == pytest.approx(gib, rel=0.03)

@@ -1,0 +1,162 @@
+"""What a prediction is used for: refusing, advising, the longest sequence; and what it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx import cli
+from megatron_longctx.compose import compose_config
+from megatron_longctx.mcore.tokenizer import build_tokenizer
+from megatron_longctx.memory import COMFORT, Job, check, max_length, predict, report, summary
+from megatron_longctx.memory.command import planned_job
+from megatron_longctx.training import preflight
+
+GIB = 2**30
+LLAMA = ("model=llama3_8b", "parallelism=cp8", "data.seq_length=1048576", "parallelism.cluster=h200_x8")
+
+
+def _job(*words: str, **others: int) -> Job:
+    config = compose_config([*LLAMA, *words])
+    assert config.model.vocab_size is not None
+    return Job(config, config.model.vocab_size, **others)
+
+
+def _terms(job: Job) -> dict[str, int]:
+    return {term.name: term.num_bytes for term in predict(job).terms}
+
+
+def test_static_terms_by_hand() -> None:
+    terms = _terms(_job())
+    parameters = 8_030_261_248  # of Llama 3 8B
+    assert terms["weights"] == 2 * parameters and terms["gradients (fp32)"] == 4 * parameters
+    assert terms["optimizer state (fp32)"] == 12 * parameters // 8
+    assert _terms(_job(data_parallel_size=2))["optimizer state (fp32)"] == 12 * parameters // 16
+    assert _terms(_job("optim.distributed=false"))["optimizer state (fp32)"] == 12 * parameters
+    fp32 = _terms(_job("train.precision=fp32"))
+    assert fp32["weights"] == 4 * parameters and fp32["optimizer state (fp32)"] == 8 * parameters // 8
+    # Rows are sharded, norms are not.
+    assert _terms(_job("parallelism=tp2_cp4"))["weights"] == parameters + 65 * 4096
+    tokens = 131072
+    assert terms["layer inputs"] == 32 * tokens * 4096 * 2
+    assert terms["attention results"] == 32 * tokens * (4096 * 2 + 32 * 4)
+    assert terms["logits"] == tokens * 128256 * 6
+
+
+def test_modes_keep_less_and_less() -> None:
+    chunk = "recompute.head_chunk_tokens=4096"
+    modes = ("none", "attention_output", "attention_output+offload", "layer")
+    sizes = [predict(_job(chunk, f"recompute.mode={mode}")).num_bytes for mode in modes]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+    offloaded = predict(_job("recompute=attention_output+offload"))
+    assert offloaded.host_bytes == 32 * 131072 * (4096 * 2 + 32 * 4), "sizes are powers of two already"
+    assert predict(_job()).host_bytes == 0
+    uneven = predict(_job("recompute=attention_output+offload", "data.seq_length=1100000"))
+    assert uneven.host_bytes == 32 * 2 * 131072 * (4096 * 2 + 32 * 4)
+
+
+def test_pipeline_stages_hold_micro_batches_in_flight() -> None:
+    stages = (
+        "parallelism.pipeline_parallel_size=4",
+        "parallelism.context_parallel_size=2",
+        "train.global_batch_size=8",
+    )
+    short = "data.seq_length=16384"
+    first = predict(_job(*stages, short))
+    assert first.stage == 0 and first.peak.name == "backward of a layer"
+    inputs = {term.name: term.num_bytes for term in first.peak.terms}["layer inputs"]
+    assert inputs == 4 * 8 * 8192 * 4096 * 2, "four micro-batches of eight layers"
+    last = predict(_job(*stages, short, "recompute=layer"))
+    assert last.stage == 3 and last.peak.name == "loss"
+
+
+def test_check_refuses_warns_and_says_what_to_change() -> None:
+    job, device = _job(), 139 * GIB
+    chunk, tile = "recompute.head_chunk_tokens=4096", "recompute.mlp_tile_tokens=16384"
+    with pytest.raises(
+        ValueError, match=r"data.seq_length=1048576: expected a step within the device's 139.0 GiB"
+    ) as no:
+        check(job, device)
+    assert f"Set recompute.mode=layer {chunk} (115.5 GiB)" in str(no.value)
+    with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} \(116.5 GiB"):
+        check(job, device, 64 * GIB)
+    with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} {tile} \(103.0 GiB"):
+        check(job, 120 * GIB, 64 * GIB)
+    advised = _job("recompute=layer", chunk)
+    assert check(advised, device) is None
+    close = check(advised, int(predict(advised).num_bytes / (COMFORT + 0.05)))
+    assert close is not None and f"may run out. Set {tile} (102.0 GiB)" in close
+    with pytest.raises(
+        ValueError, match=r"Set recompute.mode=layer .* and data.seq_length=\d+ or less, or raise"
+    ) as no:
+        check(job, 80 * GIB)
+    longest = str(no.value).split("data.seq_length=")[2].split(" ")[0]
+    shorter = _job("recompute=layer", chunk, tile, f"data.seq_length={longest}")
+    assert predict(shorter).num_bytes <= 80 * GIB
+    with pytest.raises(ValueError, match="or take a smaller model"):
+        check(job, 40 * GIB)
+    with pytest.raises(ValueError, match=r"recompute.mode=attention_output\+offload: expected at most 1.0 GiB of host"):
+        check(_job("recompute=attention_output+offload", "recompute.head_chunk_tokens=4096"), device, GIB)
+
+
+@pytest.mark.parametrize("words", [(), ("recompute=layer",), ("parallelism=tp2_cp4", "recompute=attention_output")])
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(words: tuple[str, ...]) -> None:
+    job, capacity, unit = _job(*words), 125 * GIB, 16
+    longest = max_length(job, capacity)
+    assert longest % unit == 0
+    sizes = [
+        predict(replace(job, config=_job(*words, f"data.seq_length={length}").config)).num_bytes
+        for length in (longest, longest + unit)
+    ]
+    assert sizes[0] <= capacity < sizes[1]
+    assert max_length(job, 30 * GIB) == 0
+
+
+def test_reports() -> None:
+    job = _job("recompute=attention_output+offload")
+    text = report(job)
+    assert text.startswith(summary(job)) and "rank with the most tokens: 131,072" in text
+    assert "attention results not on the host" in text and "on the host, pinned: 32.50 GiB a rank" in text
+    found = predict(job)
+    assert f"{found.num_bytes / GIB:.2f} GiB" in text.split("sum", 1)[1]
+
+
+def test_the_plan_verb_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "memory.png"
+    assert cli.main(["plan", *LLAMA, "--memory", str(picture)]) == 0
+    assert "\ndrawn to " in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
+    assert cli.main(["plan", *LLAMA, "--max-length"]) == 0
+    rows = {
+        line.split()[-3]: int(line.split()[-2].replace(",", "")) for line in capsys.readouterr().out.splitlines()[1:]
+    }
+    assert rows["none"] < rows["attention_output"] < rows["attention_output+offload"] < rows["layer"]
+    assert rows["none"] == max_length(_job(), int(COMFORT * 139 * GIB))
+    assert cli.main(["plan", *LLAMA[:3], "--max-length"]) == 2
+    assert "--device-gib N" in capsys.readouterr().err
+    assert cli.main(["plan", *LLAMA[:3], "--max-length", "--device-gib", "0"]) == 2
+    assert "--device-gib=0.0: expected a number of GiB above 0" in capsys.readouterr().err
+    assert cli.main(["plan", *LLAMA, "--memory", "gone/x.png"]) == 2
+
+
+def test_the_vocabulary_of_a_plan() -> None:
+    assert planned_job(compose_config([])).vocab_size == 512 == build_tokenizer("byte-level").vocab_size
+    assert planned_job(compose_config(["model.vocab_multiple=384"])).vocab_size == 768
+    assert planned_job(compose_config(["model.vocab_size=999"])).vocab_size == 999
+    words = ["data.tokenizer=huggingface", "data.tokenizer_path=x"]
+    with pytest.raises(ValueError, match=r"model.vocab_size=None: expected a number, to predict memory"):
+        planned_job(compose_config(words))
+
+
+def test_the_check_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        total_memory = 60 * GIB
+
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: Properties)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    job = _job()
+    with pytest.raises(ValueError, match=r"expected a step within the device's 60.0 GiB"):
+        preflight._check_memory(job.config, 8, job.vocab_size)
+    small = compose_config([])
+    preflight._check_memory(small, 1, 512)
