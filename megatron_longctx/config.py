@@ -15,6 +15,8 @@ KERNELS = ("auto", "cudnn", "flash_attn", "flash", "cpu", "reference")
 RECOMPUTES = ("none", "layer")
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
+CACHE_MODES = ("auto", "pass_kv", "pass_q", "one_hop")
+CACHE_RULES = ("simulate", "algorithm_1", "algorithm_5", "empirical", "bytes")
 WANDB_MODES = ("offline", "online", "disabled")
 TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatron")
 # Names that users of other systems try; the message says what ours is called.
@@ -138,6 +140,27 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class InferenceConfig:
+    """`megatron-longctx generate`. Sampling: see `inference.sampling.Sampling`."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0  # 0: the likeliest token
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    # How the ranks share attention over the cache: auto | pass_kv | pass_q | one_hop
+    mode: str = "auto"
+    # What auto goes by: simulate | algorithm_1 | algorithm_5 | empirical | bytes. null: simulate where
+    # parallelism.cluster says how ranks are linked, else bytes.
+    rule: str | None = None
+    page_tokens: int = 64
+    # The cache of all context-parallel ranks together; null: data.seq_length + max_new_tokens.
+    cache_tokens: int | None = None
+    prefill_chunk: int | None = None  # most new tokens of a sequence computed at once; null: all
+    evict: bool = False  # a full cache forgets idle sessions, which are computed again, instead of refusing
+
+
+@dataclass(frozen=True)
 class LoggingConfig:
     wandb: str = "offline"  # offline | online | disabled
     wandb_project: str = "megatron-longctx"
@@ -161,6 +184,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -316,6 +340,18 @@ def _validate_training(config: Config) -> None:
         raise refuse("run.name", config.run.name, "a plain folder name", "Choose another run.name.")
 
 
+def _validate_inference(inference: InferenceConfig) -> None:
+    _one_of("inference.mode", inference.mode, CACHE_MODES)
+    if inference.rule is not None:
+        _one_of("inference.rule", inference.rule, CACHE_RULES)
+    for name in ("max_new_tokens", "top_k", "page_tokens", "cache_tokens", "prefill_chunk"):
+        _at_least(f"inference.{name}", getattr(inference, name), 1)
+    if not 0 <= inference.temperature < float("inf"):
+        raise refuse("inference.temperature", inference.temperature, "0 or a positive number", "0 is greedy.")
+    if not 0 < inference.top_p <= 1:
+        raise refuse("inference.top_p", inference.top_p, "above 0 and at most 1", "1 draws among all tokens.")
+
+
 def validate(config: Config) -> None:
     """Check everything that can be known without devices, data or ranks.
 
@@ -327,6 +363,7 @@ def validate(config: Config) -> None:
     _one_of("attention.kernel", config.attention.kernel, KERNELS)
     _one_of("recompute.mode", config.recompute.mode, RECOMPUTES)
     _validate_training(config)
+    _validate_inference(config.inference)
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

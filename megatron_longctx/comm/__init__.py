@@ -5,6 +5,7 @@ they land.
 """
 
 from .buffers import BufferPool
+from .collect import sum_over
 from .p2p import Exchange, P2PTransport
 
-__all__ = ["BufferPool", "Exchange", "P2PTransport"]
+__all__ = ["BufferPool", "Exchange", "P2PTransport", "sum_over"]

@@ -12,15 +12,13 @@ import logging
 import math
 from dataclasses import dataclass, field
 
-from ..config import refuse
+from ..config import CACHE_RULES, refuse
 from ..schedules import Costs, Workload
 from ..schedules.simulate import simulate
 from ..topology import Cluster
 from .plan import MODES, Batch, build
 
 logger = logging.getLogger(__name__)
-
-RULES = ("simulate", "algorithm_1", "algorithm_5", "empirical", "bytes")
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class Chooser:
     """
 
     def __init__(self, figures: Figures, mode: str = "auto", rule: str | None = None) -> None:
-        for key, value, allowed in (("mode", mode, ("auto", *MODES)), ("rule", rule, (None, *RULES))):
+        for key, value, allowed in (("mode", mode, ("auto", *MODES)), ("rule", rule, (None, *CACHE_RULES))):
             if value not in allowed:
                 names = ", ".join(str(name or "null") for name in allowed)
                 raise refuse(f"inference.{key}", value, f"one of {names}", "Choose one of these.")

@@ -21,8 +21,8 @@ class Sampling:
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw among so many of the likeliest tokens; None for all.
         top_p: draw among the fewest likeliest tokens whose probabilities add up to this.
-        seed: of the draws. A draw depends on the seed, the sequence's `stream` and the token's number only, not on what
-            else is in the batch nor on the ranks.
+        seed: of the draws. A draw depends on the seed, the sequence's `stream` and the token's number in it only: not
+            on what else is in the batch, nor on the ranks.
         stop: tokens that end the sequence; they are not part of what is given out.
 
     Raises:
@@ -53,7 +53,7 @@ def sample(logits: Tensor, sampling: Sampling, stream: int, step: int) -> int:
     Args:
         logits: `[vocabulary]`.
         stream: number of the sequence among those that share the seed.
-        step: how many tokens have been generated before.
+        step: number of the token in its sequence.
 
     Raises:
         ValueError: logits that are not finite.

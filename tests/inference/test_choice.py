@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from megatron_longctx.inference.choice import RULES, Chooser, Figures, algorithm_1, algorithm_5, bytes_rule, empirical
+from megatron_longctx.config import CACHE_MODES, CACHE_RULES
+from megatron_longctx.inference.choice import Chooser, Figures, algorithm_1, algorithm_5, bytes_rule, empirical
 from megatron_longctx.inference.plan import MODES
 from megatron_longctx.schedules import Costs, Workload
 from megatron_longctx.topology import Cluster, Network
@@ -82,10 +83,14 @@ def test_decodes_of_one_size_are_decided_once() -> None:
     assert first.mode == "one_hop"
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", CACHE_RULES)
 def test_every_rule_can_be_asked(rule: str) -> None:
     decision = Chooser(PAPER, rule=rule).choose(batch_with_past(4, [(40,)], [8]))
     assert decision.mode in MODES and (decision.inputs or decision.seconds)
+
+
+def test_the_configuration_knows_every_mode() -> None:
+    assert ("auto", *MODES) == CACHE_MODES
 
 
 @pytest.mark.parametrize("mode", MODES)
