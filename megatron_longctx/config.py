@@ -16,7 +16,7 @@ RECOMPUTES = ("none", "layer")
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 CACHE_MODES = ("auto", "pass_kv", "pass_q", "one_hop")
-CACHE_RULES = ("simulate", "algorithm_1", "algorithm_5", "empirical", "bytes")
+CACHE_RULES = ("auto", "simulate", "algorithm_1", "algorithm_5", "empirical", "bytes")
 WANDB_MODES = ("offline", "online", "disabled")
 TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatron")
 # Names that users of other systems try; the message says what ours is called.
@@ -150,9 +150,9 @@ class InferenceConfig:
     seed: int = 0
     # How the ranks share attention over the cache: auto | pass_kv | pass_q | one_hop
     mode: str = "auto"
-    # What auto goes by: simulate | algorithm_1 | algorithm_5 | empirical | bytes. null: simulate where
+    # What mode=auto goes by: auto | simulate | algorithm_1 | algorithm_5 | empirical | bytes. auto: simulate where
     # parallelism.cluster says how ranks are linked, else bytes.
-    rule: str | None = None
+    rule: str = "auto"
     page_tokens: int = 64
     # The cache of all context-parallel ranks together; null: data.seq_length + max_new_tokens.
     cache_tokens: int | None = None
@@ -342,8 +342,7 @@ def _validate_training(config: Config) -> None:
 
 def _validate_inference(inference: InferenceConfig) -> None:
     _one_of("inference.mode", inference.mode, CACHE_MODES)
-    if inference.rule is not None:
-        _one_of("inference.rule", inference.rule, CACHE_RULES)
+    _one_of("inference.rule", inference.rule, CACHE_RULES)
     for name in ("max_new_tokens", "top_k", "page_tokens", "cache_tokens", "prefill_chunk"):
         _at_least(f"inference.{name}", getattr(inference, name), 1)
     if not 0 <= inference.temperature < float("inf"):

@@ -86,24 +86,23 @@ class Decision:
 
 
 class Chooser:
-    """Chooses a mode for every batch and logs why.
+    """Chooses a mode for every batch and logs why; a rank alone has nothing to choose.
 
     Args:
         mode: `auto`, or the one to take always.
-        rule: of `auto`; None for `simulate` where the links are known, else `bytes`.
+        rule: what `auto` goes by; itself `auto` for `simulate` where the links are known, else `bytes`.
 
     Raises:
         ValueError: an unknown mode or rule, or one that the figures do not serve.
     """
 
-    def __init__(self, figures: Figures, mode: str = "auto", rule: str | None = None) -> None:
-        for key, value, allowed in (("mode", mode, ("auto", *MODES)), ("rule", rule, (None, *CACHE_RULES))):
+    def __init__(self, figures: Figures, mode: str = "auto", rule: str = "auto") -> None:
+        for key, value, allowed in (("mode", mode, ("auto", *MODES)), ("rule", rule, CACHE_RULES)):
             if value not in allowed:
-                names = ", ".join(str(name or "null") for name in allowed)
-                raise refuse(f"inference.{key}", value, f"one of {names}", "Choose one of these.")
+                raise refuse(f"inference.{key}", value, "one of " + ", ".join(allowed), "Choose one of these.")
         self._figures = figures
         self._mode = mode
-        self._rule = rule or ("simulate" if figures.cluster is not None else "bytes")
+        self._rule = rule if rule != "auto" else "simulate" if figures.cluster is not None else "bytes"
         if mode == "auto" and self._rule in ("simulate", "algorithm_1", "algorithm_5"):
             _ = figures.flops, figures.bandwidth  # refused here rather than in the first batch
         self._decodes: dict[tuple[int, int], Decision] = {}
@@ -115,7 +114,8 @@ class Chooser:
         if is_decode and key in self._decodes:
             return self._decodes[key]
         decision = self._decide(batch, is_decode)
-        logger.info("attention over the cache: %s", decision)
+        if batch.n > 1:
+            logger.info("attention over the cache: %s", decision)
         if is_decode:
             self._decodes[key] = decision
         return decision

@@ -171,12 +171,10 @@ def build_engine(
     learned = model.position_embedding == "learned"
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)
     cluster = load_cluster(config.parallelism.cluster).resized(n) if config.parallelism.cluster and n > 1 else None
-    chooser = Chooser(
-        Figures(replace(Workload.of(config), batch=1), cluster), inference.mode, inference.rule if n > 1 else None
-    )
-    return LongContextEngine(
-        cached, ledger, chooser, EngineSettings(inference.prefill_chunk, inference.evict)
-    ), tokenizer
+    figures = Figures(replace(Workload.of(config), batch=1), cluster)
+    chooser = Chooser(figures, inference.mode, inference.rule if n > 1 else "bytes")
+    settings = EngineSettings(inference.prefill_chunk, inference.evict)
+    return LongContextEngine(cached, ledger, chooser, settings), tokenizer
 
 
 def pages_per_rank(config: Config) -> int:

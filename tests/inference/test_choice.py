@@ -101,7 +101,7 @@ def test_a_forced_mode_is_taken(mode: str) -> None:
 def test_what_cannot_be_asked_is_refused() -> None:
     with pytest.raises(ValueError, match=r"inference\.mode=ring: expected one of auto, pass_kv"):
         Chooser(PAPER, "ring")
-    with pytest.raises(ValueError, match=r"inference\.rule=guess: expected one of null, simulate"):
+    with pytest.raises(ValueError, match=r"inference\.rule=guess: expected one of auto, simulate"):
         Chooser(PAPER, rule="guess")
     with pytest.raises(ValueError, match=r"expected parallelism\.cluster=NAME"):
         Chooser(Figures(HEADS), rule="algorithm_1")

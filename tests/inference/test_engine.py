@@ -11,22 +11,8 @@ from megatron_longctx.config import Config
 from megatron_longctx.inference.plan import MODES
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.tolerances import error
-from megatron_longctx.testing.training import Job, changed, run_jobs, tiny_config, tiny_corpus
+from megatron_longctx.testing.training import changed
 from tests.inference.conversations import Model, Record, Truth, converse_in, parallel, truths
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A run that has learned something, saved with 2 context-parallel ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        root = tmp_path_factory.mktemp("runs")
-        tiny_corpus(root / "corpus")
-        settings = {"train.save": True, "train.steps": 12, "parallelism.context_parallel_size": 2}
-        config = tiny_config(root, "trained", settings)
-        run_distributed(run_jobs, 2, [Job(config)])
-    return config
-
 
 OTHER_SHAPES = (
     {"model.num_kv_heads": 1, "model.tie_embeddings": True},
