@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -91,6 +91,23 @@ class Session:
         self._engine.close(self)
 
 
+@dataclass(eq=False)
+class Generation:
+    """A session's continuation under way. Made by `LongContextEngine.start`.
+
+    Attributes:
+        stream: see `Sampling.seed`.
+        tokens: given out so far.
+        finish_reason: None while it goes on; then stop, length or error (logits that are not finite).
+    """
+
+    session: Session
+    sampling: Sampling
+    stream: int = 0
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
 class LongContextEngine:
     """Prefill, multi-turn cache and decode over a model.
 
@@ -127,6 +144,10 @@ class LongContextEngine:
             session.logits = None
 
     @property
+    def _most_tokens(self) -> float:
+        return self.model.max_positions or math.inf
+
+    @property
     def cache_gib(self) -> float:
         """Of pages in use, over all context-parallel ranks."""
         return self.ledger.used_pages() * self.ledger.page_tokens * self._attention.shape.token_bytes / GIB
@@ -152,48 +173,69 @@ class LongContextEngine:
                 rows[i] = session.logits
         return sum_over(self._attention.group, rows)
 
+    def start(self, session: Session, sampling: Sampling, stream: int = 0) -> Generation:
+        """Begin to continue a session; `step` computes.
+
+        Raises:
+            ValueError: a closed or empty session, or one with no positions left.
+        """
+        self._check_open(session)
+        if not session.tokens:
+            raise refuse("session", session.number, "some tokens to go on from", "Append a prompt first.")
+        if len(session.tokens) >= self._most_tokens:
+            most = f"less than {self.model.max_positions}"
+            raise refuse("tokens of the session", len(session.tokens), most, "Open another.")
+        session.finish_reason = None
+        return Generation(session, sampling, stream)
+
+    def step(self, generations: Sequence[Generation]) -> dict[Generation, int]:
+        """One more token of every generation, in one batch; what is not computed yet of their sessions comes first.
+
+        Returns:
+            the tokens, of those that got one. Stop tokens become part of their session only.
+
+        Raises:
+            CacheFull: what has to be computed does not fit; nothing has changed.
+        """
+        self._ready([generation.session for generation in generations])
+        emitted: dict[Generation, int] = {}
+        for generation, token in zip(generations, self._sample(generations), strict=True):
+            session, sampling = generation.session, generation.sampling
+            if token == _NOT_FINITE:
+                generation.finish_reason = "error"
+                continue
+            session.tokens.append(token)
+            if token in sampling.stop:
+                generation.finish_reason = "stop"
+            else:
+                emitted[generation] = token
+                generation.tokens.append(token)
+                if len(generation.tokens) == sampling.max_new_tokens or len(session.tokens) >= self._most_tokens:
+                    generation.finish_reason = "length"
+            session.finish_reason = generation.finish_reason
+        return emitted
+
     def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, int]]:
         """Generate for several sessions in one batch; each ends by itself.
 
         Yields:
-            by step, the token of every session that got one. Stop tokens become part of their session only.
+            by step, the token of every session that got one.
 
         Raises:
-            ValueError: a closed or empty session; logits that are not finite.
+            ValueError: as `start`, or logits that are not finite.
             CacheFull: the tokens asked for do not fit; nothing has been generated.
         """
-        most = self.model.max_positions or math.inf
-        for session in sessions:
-            self._check_open(session)
-            if not session.tokens:
-                raise refuse("session", session.number, "some tokens to go on from", "Append a prompt first.")
-            if len(session.tokens) >= most:
-                raise refuse(
-                    "tokens of the session", len(session.tokens), f"less than {most} positions", "Open another."
-                )
-            session.finish_reason = None
+        active = [self.start(session, sampling, i) for i, session in enumerate(sessions)]
         if len(set(sessions)) < len(sessions):
             raise refuse("sessions", [s.number for s in sessions], "each one once", "Leave the repeated ones out.")
         # The last token is given out and not computed.
-        self._reserve({s: int(min(sampling.max_new_tokens, most - len(s.tokens))) - 1 for s in sessions})
-        self._ready(sessions)
-        active = dict(enumerate(sessions))
-        for step in range(sampling.max_new_tokens):
-            emitted: dict[Session, int] = {}
-            for (i, session), token in zip(active.copy().items(), self._sample(active, sampling), strict=True):
-                session.tokens.append(token)
-                if token in sampling.stop:
-                    session.finish_reason = "stop"
-                else:
-                    emitted[session] = token
-                    if step + 1 == sampling.max_new_tokens or len(session.tokens) == most:
-                        session.finish_reason = "length"
-                if session.finish_reason:
-                    del active[i]
-            yield emitted
-            if not active:
-                return
-            self._advance({session: [] for session in active.values()})
+        self._reserve({s: int(min(sampling.max_new_tokens, self._most_tokens - len(s.tokens))) - 1 for s in sessions})
+        while active:
+            emitted = self.step(active)
+            if any(generation.finish_reason == "error" for generation in active):
+                raise refuse("logits", "not finite", "numbers", "Check the checkpoint, or use train.precision=fp32.")
+            yield {generation.session: token for generation, token in emitted.items()}
+            active = [generation for generation in active if generation.finish_reason is None]
 
     def continue_all(self, sessions: Sequence[Session], sampling: Sampling) -> list[list[int]]:
         """Every session's next tokens."""
@@ -304,16 +346,15 @@ class LongContextEngine:
         rows = {session: found[i] for i, (session, _) in enumerate(mine)}
         return {session: rows.get(session) for session, end in zip(sessions, ends, strict=True) if end}
 
-    def _sample(self, active: Mapping[int, Session], sampling: Sampling) -> list[int]:
-        """Every session's next token, drawn where its logits are, then known everywhere."""
-        ids = torch.zeros(len(active), dtype=torch.int64, device=self._attention.device)
-        for i, (stream, session) in enumerate(active.items()):
+    def _sample(self, generations: Sequence[Generation]) -> list[int]:
+        """Every generation's next token, drawn where its logits are, then known everywhere."""
+        ids = torch.zeros(len(generations), dtype=torch.int64, device=self._attention.device)
+        for i, generation in enumerate(generations):
+            session = generation.session
             if session.logits is not None:
                 try:
-                    ids[i] = sample(session.logits, sampling, stream, len(session.tokens))
+                    ids[i] = sample(session.logits, generation.sampling, generation.stream, len(session.tokens))
                 except ValueError:  # all ranks have to hear of it, not this one alone
                     ids[i] = _NOT_FINITE
         tokens: list[int] = sum_over(self._attention.group, ids).tolist()
-        if _NOT_FINITE in tokens:
-            raise refuse("logits", "not finite", "numbers", "Check the checkpoint, or use train.precision=fp32.")
         return tokens

@@ -39,8 +39,7 @@ def test_the_text_is_the_same_at_any_sizes_and_alone_on_standard_output(trained:
     alone, said = generate(common)
     assert re.search(SUMMARY + r" \d+ of \d+ pages, 0\.000 GiB", said) and said.count("cached before this turn") == 1
     assert alone.endswith("\n") and len(alone.encode()) >= 6 and "cache" not in alone
-    sizes = ["parallelism.context_parallel_size=2", "parallelism.tensor_parallel_size=2", "inference.mode=pass_q"]
-    sharded, said = generate([*common, *sizes])
+    sharded, said = generate([*common, "parallelism.context_parallel_size=2", "inference.mode=pass_q"])
     assert sharded == alone
     assert "13 new and 0 cached tokens of 1 sequences on 2 ranks: pass_q by inference.mode=pass_q" in said
 

@@ -17,7 +17,7 @@ from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import tiny_config
+from megatron_longctx.testing.training import changed, tiny_config
 from tests.inference.conversations import parallel
 
 PROMPTS = ([104, 101, 108, 108, 111], [97], [98, 99] * 9)
@@ -151,6 +151,18 @@ def eviction_computes_again(engine: LongContextEngine) -> None:
         session.close()
 
 
+def learned_positions_end(config: Config) -> None:
+    settings = {"data.seq_length": 24, "model.position_embedding": "learned", "inference.cache_tokens": 100}
+    collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
+    engine, _ = build_engine(for_inference(changed(config, settings)), collection, None)
+    session = engine.open()
+    refused(lambda: session.append([97] * 25), "tokens of the session=25: expected at most the model's 24 positions")
+    session.append([97] * 20)
+    assert len(session.generate(Sampling(max_new_tokens=10))) == 4 and session.finish_reason == "length"
+    refused(lambda: session.generate(), "tokens of the session=24: expected less than 24")
+    groups.destroy()
+
+
 def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
     collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
     engine, _ = build_engine(for_inference(config), collection, None)
@@ -168,6 +180,7 @@ def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
     eviction_computes_again(forgetful)
     random_operations(forgetful, 4)
     groups.destroy()
+    learned_positions_end(config)
     return tokens, logits
 
 
@@ -178,19 +191,3 @@ def test_sessions_keep_their_promises_on_any_number_of_ranks(tmp_path: Path) -> 
     for tokens, logits in run_distributed(every_promise, 2, parallel(config, 2)):
         assert tokens == alone[0]
         assert torch.allclose(logits, alone[1], atol=1e-5)
-
-
-def learned_positions_end(rank: int, config: Config) -> None:
-    collection = groups.initialize(seed=5)
-    engine, _ = build_engine(for_inference(config), collection, None)
-    session = engine.open()
-    refused(lambda: session.append([97] * 25), "tokens of the session=25: expected at most the model's 24 positions")
-    session.append([97] * 20)
-    assert len(session.generate(Sampling(max_new_tokens=10))) == 4 and session.finish_reason == "length"
-    refused(lambda: session.generate(), "tokens of the session=24: expected less than 24")
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_a_model_with_learned_positions_ends_with_them(tmp_path: Path) -> None:
-    settings = {"data.seq_length": 24, "model.position_embedding": "learned", "inference.page_tokens": 4}
-    run_distributed(learned_positions_end, 1, tiny_config(tmp_path, "learned", settings))
