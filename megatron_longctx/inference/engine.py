@@ -161,7 +161,7 @@ class LongContextEngine:
             CacheFull: they do not fit; no session has changed.
         """
         for session, tokens in new.items():
-            self._check(session, tokens)
+            self.check(session, tokens)
         self._advance({session: list(tokens) for session, tokens in new.items()})
 
     def next_logits(self, sessions: Sequence[Session]) -> Tensor:
@@ -259,7 +259,8 @@ class LongContextEngine:
         if session.closed or self._open.get(session.number) is not session:
             raise refuse("session", session.number, "an open session of this engine", "Open another.")
 
-    def _check(self, session: Session, tokens: Sequence[int]) -> None:
+    def check(self, session: Session, tokens: Sequence[int]) -> None:
+        """Raise ValueError unless `tokens` could be appended, were there room in the cache."""
         self._check_open(session)
         if not tokens:
             raise refuse("tokens", list(tokens), "1 or more", "Give the session some tokens.")
