@@ -92,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="a turn for every line of standard input")
     generate.set_defaults(run=_generate)
 
+    serve = verbs.add_parser("serve", help="an OpenAI-compatible server over a run's checkpoint")
+    serve.add_argument("settings", nargs="*", help="checkpoint=RUN, iteration=N, and words over the run's settings")
+    serve.set_defaults(run=_serve)
+
     data = verbs.add_parser("data", help="turn text into Megatron's indexed dataset")
     data.add_argument("--source", required=True, help="stdlib, a folder, or a .jsonl file with a `text` in each line")
     data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
@@ -147,6 +151,12 @@ def _generate(arguments: argparse.Namespace) -> None:
     from .generate import generate
 
     generate(arguments.settings, arguments.chat)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from .serve import serve
+
+    serve(arguments.settings)
 
 
 def _plan(arguments: argparse.Namespace) -> None:

@@ -161,6 +161,19 @@ class InferenceConfig:
 
 
 @dataclass(frozen=True)
+class ServeConfig:
+    """`megatron-longctx serve`. An API key comes from the environment: MEGATRON_LONGCTX_API_KEY."""
+
+    host: str = "127.0.0.1"  # any other than this host's own needs a key
+    port: int = 8000  # 0: any free one
+    max_active: int = 16  # sequences computed together
+    max_waiting: int = 64  # requests at once, those that are computed included; more are answered 429
+    max_connections: int = 128
+    max_body_bytes: int = 16 * 2**20
+    keep_sessions: int = 16  # finished sequences whose caches are kept for prompts that begin with them
+
+
+@dataclass(frozen=True)
 class LoggingConfig:
     wandb: str = "offline"  # offline | online | disabled
     wandb_project: str = "megatron-longctx"
@@ -185,6 +198,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     inference: InferenceConfig = field(default_factory=InferenceConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -351,6 +365,14 @@ def _validate_inference(inference: InferenceConfig) -> None:
         raise refuse("inference.top_p", inference.top_p, "above 0 and at most 1", "1 draws among all tokens.")
 
 
+def _validate_serve(serve: ServeConfig) -> None:
+    for name in ("max_active", "max_waiting", "max_connections", "max_body_bytes"):
+        _at_least(f"serve.{name}", getattr(serve, name), 1)
+    _at_least("serve.keep_sessions", serve.keep_sessions, 0)
+    if not 0 <= serve.port < 2**16:
+        raise refuse("serve.port", serve.port, "0 to 65535", "0 takes any free port.")
+
+
 def validate(config: Config) -> None:
     """Check everything that can be known without devices, data or ranks.
 
@@ -363,6 +385,7 @@ def validate(config: Config) -> None:
     _one_of("recompute.mode", config.recompute.mode, RECOMPUTES)
     _validate_training(config)
     _validate_inference(config.inference)
+    _validate_serve(config.serve)
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

@@ -35,7 +35,7 @@ class Event:
         token: the one it got; None if none was given out.
         finish_reason: stop, length, cancelled or error; None while it goes on.
         cached_tokens: of its prompt, found in the cache.
-        error: why, with finish_reason error.
+        error: why, with finish_reason error. refused: it lies with the request.
     """
 
     number: int
@@ -43,6 +43,7 @@ class Event:
     finish_reason: str | None = None
     cached_tokens: int = 0
     error: str = ""
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class Scheduler:
             except CacheFull:
                 raise
             except ValueError as error:
-                events.append(Event(request.number, finish_reason="error", error=str(error)))
+                events.append(Event(request.number, finish_reason="error", error=str(error), refused=True))
             self._waiting.popleft()
         return events
 
