@@ -43,21 +43,39 @@ def history(seed: int, turns: int = 5) -> list[list[int]]:
     return [counts for counts in rounds if any(counts)]
 
 
-def chat_over_ranks(rank: int, mode: str, heads: tuple[int, int], dtype: torch.dtype) -> None:
+@dataclass(frozen=True)
+class Case:
+    """heads: of queries, and of keys and values."""
+
+    heads: tuple[int, int]
+    dtype: torch.dtype = torch.float32
+    head_dim: int = 8
+    device: str = "cpu"
+
+    @property
+    def request(self) -> KernelRequest:
+        return KernelRequest(self.device, self.dtype, self.head_dim, *self.heads)
+
+    def tensors(self, length: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return random_qkv(length, 1, *self.heads, self.head_dim, self.dtype, self.device, seed)
+
+
+def chat_over_ranks(rank: int, mode: str, case: Case) -> None:
     """All turns on this process group, every layer's output compared with dense attention over whole sequences."""
     n = dist.get_world_size()
-    h, g = heads
     rounds = history(n)
     lengths = [sum(counts[i] for counts in rounds) for i in range(3)]
     ledger = CacheLedger(n, 80 // n + 6, 4)
-    attention = CachedAttention(dist.group.WORLD, CacheShape(LAYERS, h, g, 8, dtype), ledger.slots_per_rank, CPU)
+    shape = CacheShape(LAYERS, *case.heads, case.head_dim, case.dtype)
+    device = torch.device(case.device, rank) if case.device == "cuda" else CPU
+    attention = CachedAttention(dist.group.WORLD, shape, ledger.slots_per_rank, device)
     chats = [
-        Chat(ledger.open(), [random_qkv(length, 1, h, g, 8, dtype, seed=10 * i + layer) for layer in range(LAYERS)])
+        Chat(ledger.open(), [case.tensors(length, 10 * i + layer) for layer in range(LAYERS)])
         for i, length in enumerate(lengths)
     ]
     truths = [[dense_attention(*qkv, causal=True) for qkv in chat.layers] for chat in chats]
-    kernel = choose("auto", KernelRequest("cpu", dtype, 8, h, g))
-    owns = [[kernel.forward(*qkv[:3], causal=True, scale=8**-0.5)[0] for qkv in chat.layers] for chat in chats]
+    kernel, scale = choose("auto", case.request), case.head_dim**-0.5
+    owns = [[kernel.forward(*qkv[:3], causal=True, scale=scale)[0] for qkv in chat.layers] for chat in chats]
     seen: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = [([], [], []) for _ in range(LAYERS)]
     for counts in rounds:
         active = [(i, count) for i, count in enumerate(counts) if count]
@@ -75,30 +93,39 @@ def chat_over_ranks(rank: int, mode: str, heads: tuple[int, int], dtype: torch.d
             found.append(attention(layer, q, k, v))
             truth += [truths[i][layer]["out"][at] for i, at in places]
             own += [owns[i][layer][at] for i, at in places]
-            assert torch.allclose(
-                found[-1].double(), torch.cat(truth[-len(places) :]), atol=1e-5 if dtype == torch.float32 else 0.05
-            )
+            close = 1e-5 if case.dtype == torch.float32 else 0.05
+            assert torch.allclose(found[-1].double(), torch.cat(truth[-len(places) :]), atol=close), (mode, counts)
         for i, count in active:
             chats[i].done += count
     for found, own, truth in seen:  # over all turns: a single token's rounding says little
         whole = [{"out": torch.cat(x)} for x in (found, own, truth)]
-        assert_as_good_as(*whole, (mode, heads, dtype))
+        assert_as_good_as(*whole, (mode, case))
     assert [chat.done for chat in chats] == lengths
 
 
-def every_mode(rank: int, cases: list[tuple[tuple[int, int], torch.dtype]]) -> int:
+def every_mode(rank: int, cases: list[Case]) -> int:
     for mode in MODES:
-        for heads, dtype in cases:
-            chat_over_ranks(rank, mode, heads, dtype)
+        for case in cases:
+            chat_over_ranks(rank, mode, case)
     return len(MODES) * len(cases)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_every_turn_equals_dense_attention(n: int) -> None:
-    cases = [(heads, torch.float32) for heads in HEADS]
+    cases = [Case(heads) for heads in HEADS]
     if n == 3:
-        cases.append((HEADS[0], torch.bfloat16))
+        cases.append(Case(HEADS[0], torch.bfloat16))
     assert run_distributed(every_mode, n, cases) == [len(MODES) * len(cases)] * n
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_every_turn_equals_dense_attention_on_gpus(n: int) -> None:
+    if torch.cuda.device_count() < n:
+        pytest.skip(f"needs {n} CUDA devices")
+    cases = [Case(heads, torch.bfloat16, 64, "cuda") for heads in HEADS]
+    assert run_distributed(every_mode, n, cases, backend="nccl") == [len(MODES) * len(cases)] * n
 
 
 def test_shapes_that_do_not_fit_the_plan_are_refused() -> None:
