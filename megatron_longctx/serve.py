@@ -36,7 +36,8 @@ class Inbox:
     """Requests and cancellations on their way from HTTP threads to the ranks, and events on their way back."""
 
     max_waiting: int
-    arrived: queue.Queue[Request | int] = field(default_factory=queue.Queue)
+    # Of the kind that a signal handler may put into, too.
+    arrived: queue.SimpleQueue[Request | int] = field(default_factory=queue.SimpleQueue)
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -66,6 +67,11 @@ class Inbox:
             if event.finish_reason is not None:
                 with self._lock:
                     self._listeners.pop(event.number, None)
+
+    def ask_to_stop(self, *_: Any) -> None:
+        """Wake whoever takes; a signal handler."""
+        self.stopped.set()
+        self.arrived.put(-1)
 
     def stop(self) -> None:
         """Refuse what comes from now on, and end what is under way."""
@@ -132,7 +138,7 @@ def _serve(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None
         key=os.environ.get(API_KEY) or None,
     )
     server = Server((settings.host, settings.port), api)
-    previous = {n: signal.signal(n, lambda *_: inbox.stopped.set()) for n in (signal.SIGINT, signal.SIGTERM)}
+    previous = {n: signal.signal(n, inbox.ask_to_stop) for n in (signal.SIGINT, signal.SIGTERM)}
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     logger.info("serving %s at http://%s:%d/v1", api.name, settings.host, server.server_address[1])
