@@ -74,19 +74,29 @@ class _Shard:
     pages: list[int] = field(default_factory=list)
     tokens: int = 0
     positions: list[range] = field(default_factory=list)
+    _runs: list[range] | None = None  # the slots of all pages; None where these have changed
 
     def runs(self, start: int, stop: int, page_tokens: int) -> tuple[range, ...]:
         """Slots of the rank's cache that hold the session's local tokens `start..stop-1`, neighbours joined."""
-        runs: list[range] = []
-        while start < stop:
-            end = min(stop, (start // page_tokens + 1) * page_tokens)
-            slot = self.pages[start // page_tokens] * page_tokens + start % page_tokens
-            if runs and runs[-1].stop == slot:
-                runs[-1] = range(runs[-1].start, slot + end - start)
-            else:
-                runs.append(range(slot, slot + end - start))
-            start = end
-        return tuple(runs)
+        if self._runs is None:
+            self._runs = _slot_runs(self.pages, page_tokens)
+        found, at = [], 0
+        for run in self._runs:
+            if at < stop and start < at + len(run):
+                found.append(run[max(start - at, 0) : stop - at])
+            at += len(run)
+        return tuple(found)
+
+    def add_pages(self, pages: Sequence[int]) -> None:
+        if pages:
+            self.pages += pages
+            self._runs = None
+
+    def drop_pages(self, keep: int) -> list[int]:
+        """Take all but the first `keep` pages away."""
+        dropped, self.pages = self.pages[keep:], self.pages[:keep]
+        self._runs = None
+        return dropped
 
     def extend(self, positions: Sequence[range]) -> None:
         for span in positions:
@@ -106,6 +116,18 @@ class _Shard:
             if len(last) > tokens:
                 self.positions.append(last[: len(last) - tokens])
             tokens -= min(tokens, len(last))
+
+
+def _slot_runs(pages: Sequence[int], page_tokens: int) -> list[range]:
+    """The slots of some pages, neighbours joined."""
+    runs: list[range] = []
+    for page in pages:
+        start = page * page_tokens
+        if runs and runs[-1].stop == start:
+            runs[-1] = range(runs[-1].start, start + page_tokens)
+        else:
+            runs.append(range(start, start + page_tokens))
+    return runs
 
 
 def _joined(last: range, span: range) -> range | None:
@@ -274,7 +296,7 @@ class CacheLedger:
         for rank, shard in enumerate(shards):
             shard.extend([range(s.start + cached, s.stop + cached) for s in layout.spans[shares[rank]]])
             missing = self._pages(shard.tokens) - len(shard.pages)
-            shard.pages += self._pools[rank].take(missing, shard.pages[-1] if shard.pages else -1)
+            shard.add_pages(self._pools[rank].take(missing, shard.pages[-1] if shard.pages else -1))
         return Turn(
             session=session,
             cached=cached,
@@ -286,9 +308,7 @@ class CacheLedger:
         )
 
     def _trim(self, rank: int, shard: _Shard) -> None:
-        keep = self._pages(shard.tokens)
-        self._pools[rank].give_back(shard.pages[keep:])
-        del shard.pages[keep:]
+        self._pools[rank].give_back(shard.drop_pages(self._pages(shard.tokens)))
 
 
 def slots_of(runs: Sequence[range]) -> list[int]:
