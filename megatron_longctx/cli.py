@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 when a rank of a job failed; 2 when the job was refused; 130 when interrupted.
     """
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    # What `generate` writes to standard output is the text alone.
+    stream = sys.stderr if arguments.verb == "generate" else sys.stdout
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=stream)
     logging.getLogger("megatron_longctx").setLevel(logging.INFO)
     try:
         code = int(arguments.run(arguments) or 0)
@@ -90,6 +92,18 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_bench(verbs.add_parser("bench", help="measure links, kernels and modes"))
 
+    generate = verbs.add_parser("generate", help="continue a prompt, or chat, with a run's checkpoint")
+    generate.add_argument(
+        "settings", nargs="*",
+        help="checkpoint=RUN, prompt=TEXT or prompt_file=FILE, iteration=N, and words that replace the run's settings",
+    )  # fmt: skip
+    generate.add_argument("--chat", action="store_true", help="a turn for every line of standard input")
+    generate.set_defaults(run=_generate)
+
+    serve = verbs.add_parser("serve", help="an OpenAI-compatible server over a run's checkpoint")
+    serve.add_argument("settings", nargs="*", help="checkpoint=RUN, iteration=N, and words over the run's settings")
+    serve.set_defaults(run=_serve)
+
     data = verbs.add_parser("data", help="turn text into Megatron's indexed dataset")
     data.add_argument("--source", required=True, help="stdlib, a folder, or a .jsonl file with a `text` in each line")
     data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
@@ -141,6 +155,18 @@ def _train(arguments: argparse.Namespace) -> None:
     from .training.launcher import train
 
     train(arguments.settings)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from .generate import generate
+
+    generate(arguments.settings, arguments.chat)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from .serve import serve
+
+    serve(arguments.settings)
 
 
 def _plan(arguments: argparse.Namespace) -> None:

@@ -61,6 +61,29 @@ def compose_config(overrides: Sequence[str]) -> Config:
     return config
 
 
+def override_config(config: Config, overrides: Sequence[str]) -> Config:
+    """`config`, of a run say, with some settings of its own; words as for `compose_config`, `experiment` excepted.
+
+    Raises:
+        ValueError: as `compose_config`.
+    """
+    layers = [OmegaConf.create(config.as_dict())]
+    for word in overrides:
+        _check_word(word)
+        name, _, value = word.partition("=")
+        if name == "experiment":
+            raise refuse(name, value, "settings of a run that exists already", "Set single keys instead.")
+        if name in _groups():
+            layers.append(OmegaConf.create({name: OmegaConf.load(bundled("recipes") / name / f"{value}.yaml")}))
+    try:
+        keys = OmegaConf.from_dotlist([word for word in overrides if word.partition("=")[0] in _fields()])
+        result = cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), *layers, keys)))
+    except OmegaConfBaseException as error:
+        raise ValueError(_explain(error, overrides)) from None
+    validate(result)
+    return result
+
+
 def save_config(config: Config, path: Path) -> None:
     """Write `config` as YAML."""
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(config.as_dict())))

@@ -16,6 +16,8 @@ KERNELS = ("auto", "cudnn", "flash_attn", "flash", "cpu", "reference")
 RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
+CACHE_MODES = ("auto", "pass_kv", "pass_q", "one_hop")
+CACHE_RULES = ("auto", "simulate", "algorithm_1", "algorithm_5", "empirical", "bytes")
 WANDB_MODES = ("offline", "online", "disabled")
 TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatron")
 # Names that users of other systems try; the message says what ours is called.
@@ -157,6 +159,40 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class InferenceConfig:
+    """`megatron-longctx generate`. Sampling: see `inference.sampling.Sampling`."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0  # 0: the likeliest token
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    # How the ranks share attention over the cache: auto | pass_kv | pass_q | one_hop
+    mode: str = "auto"
+    # What mode=auto goes by: auto | simulate | algorithm_1 | algorithm_5 | empirical | bytes. auto: simulate where
+    # parallelism.cluster says how ranks are linked, else bytes.
+    rule: str = "auto"
+    page_tokens: int = 64
+    # The cache of all context-parallel ranks together; null: data.seq_length + max_new_tokens.
+    cache_tokens: int | None = None
+    prefill_chunk: int | None = None  # most new tokens of a sequence computed at once; null: all
+    evict: bool = False  # a full cache forgets idle sessions, which are computed again, instead of refusing
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """`megatron-longctx serve`. An API key comes from the environment: MEGATRON_LONGCTX_API_KEY."""
+
+    host: str = "127.0.0.1"  # any other than this host's own needs a key
+    port: int = 8000  # 0: any free one
+    max_active: int = 16  # sequences computed together
+    max_waiting: int = 64  # requests at once, those that are computed included; more are answered 429
+    max_connections: int = 128
+    max_body_bytes: int = 16 * 2**20
+    keep_sessions: int = 16  # finished sequences whose caches are kept for prompts that begin with them
+
+
+@dataclass(frozen=True)
 class LoggingConfig:
     wandb: str = "offline"  # offline | online | disabled
     wandb_project: str = "megatron-longctx"
@@ -180,6 +216,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -335,6 +373,25 @@ def _validate_training(config: Config) -> None:
         raise refuse("run.name", config.run.name, "a plain folder name", "Choose another run.name.")
 
 
+def _validate_inference(inference: InferenceConfig) -> None:
+    _one_of("inference.mode", inference.mode, CACHE_MODES)
+    _one_of("inference.rule", inference.rule, CACHE_RULES)
+    for name in ("max_new_tokens", "top_k", "page_tokens", "cache_tokens", "prefill_chunk"):
+        _at_least(f"inference.{name}", getattr(inference, name), 1)
+    if not 0 <= inference.temperature < float("inf"):
+        raise refuse("inference.temperature", inference.temperature, "0 or a positive number", "0 is greedy.")
+    if not 0 < inference.top_p <= 1:
+        raise refuse("inference.top_p", inference.top_p, "above 0 and at most 1", "1 draws among all tokens.")
+
+
+def _validate_serve(serve: ServeConfig) -> None:
+    for name in ("max_active", "max_waiting", "max_connections", "max_body_bytes"):
+        _at_least(f"serve.{name}", getattr(serve, name), 1)
+    _at_least("serve.keep_sessions", serve.keep_sessions, 0)
+    if not 0 <= serve.port < 2**16:
+        raise refuse("serve.port", serve.port, "0 to 65535", "0 takes any free port.")
+
+
 def validate(config: Config) -> None:
     """Check everything that can be known without devices, data or ranks.
 
@@ -351,6 +408,8 @@ def validate(config: Config) -> None:
     for name in ("head_chunk_tokens", "mlp_tile_tokens"):
         _at_least(f"recompute.{name}", getattr(config.recompute, name), 1)
     _validate_training(config)
+    _validate_inference(config.inference)
+    _validate_serve(config.serve)
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

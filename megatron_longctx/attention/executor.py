@@ -58,17 +58,18 @@ class _Pass(ABC):
     """One run of a program. Subclasses say what a kernel call computes and where arrived results go.
 
     Args:
-        home: this rank's own tensors; KV is `(k, v)`, which are packed into one where there are other ranks.
+        home: this rank's own tensors; KV is `(k, v)`, which are packed into one where there are other ranks, or
+            packed already.
     """
 
     def __init__(self, program: Program, engine: Engine, home: dict[Kind, Fields], scale: float) -> None:
         self._program = program
         self._engine = engine
         self._home = dict(home)
-        self._kv = home[Kind.KV]
+        self._kv = home[Kind.KV] if len(home[Kind.KV]) == 2 else ()
         self._scale = scale
         self._post: Post | None = None
-        if engine.transport is not None:
+        if engine.transport is not None and self._kv:
             k, _ = self._kv
             self._home[Kind.KV] = (k.new_empty(()).expand(k.shape[0], 2, *k.shape[1:]),)  # its shape, until packed
         self._slots: list[Fields] = []
@@ -145,11 +146,12 @@ class _Pass(ABC):
         """Put this rank's own tensors where they are sent from."""
         places = (send.place for step in self._program.steps for send in step.sends)
         own = {(place.kind, place.heads) for place in places if place is not None and place.slot == HOME}
-        whole = post.room(("home", Kind.KV, ALL_HEADS, 0), *_like(self._home[Kind.KV][0])) if (
-            Kind.KV, ALL_HEADS) in own else None  # fmt: skip
-        self._home[Kind.KV] = (torch.stack(self._kv, dim=1, out=whole),)
+        if self._kv:
+            sent = (Kind.KV, ALL_HEADS) in own
+            room = post.room(("home", Kind.KV, ALL_HEADS, 0), *_like(self._home[Kind.KV][0])) if sent else None
+            self._home[Kind.KV] = (torch.stack(self._kv, dim=1, out=room),)
         for kind, heads in own:
-            if (kind, heads) == (Kind.KV, ALL_HEADS):
+            if (kind, heads) == (Kind.KV, ALL_HEADS) and self._kv:
                 self._to_send[kind, heads] = self._home[Kind.KV]
                 continue
             fields = []

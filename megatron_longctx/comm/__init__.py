@@ -6,6 +6,7 @@ the senders' memory; `choose_transport` takes one of them. `BufferPool` lends th
 
 from .buffers import BufferPool
 from .choose import choose_transport, transport_name
+from .collect import sum_over
 from .p2p import Exchange, P2PTransport
 from .peer import Mailbox, Outbox, OutboxBuilder, PeerTransport, Sent
 
@@ -19,5 +20,6 @@ __all__ = [
     "PeerTransport",
     "Sent",
     "choose_transport",
+    "sum_over",
     "transport_name",
 ]

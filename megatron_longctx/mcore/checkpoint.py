@@ -177,7 +177,7 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None)
         state.scheduler.load_state_dict(loaded["scheduler"])
     if with_rng:
         _set_rng(loaded["rng"])
-    elif dist.get_rank() == 0:
+    elif state.optimizer is not None and dist.get_rank() == 0:
         _logger.warning("random states not restored: checkpoint was saved at %s, now %s", content["layout"], _layout())
     return Loaded(int(loaded["iteration"]), loaded["extra"], with_rng)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.tokenizers import MegatronTokenizer
@@ -31,3 +32,13 @@ def build_tokenizer(library: str, path: str | None = None) -> MegatronTokenizerT
         return MegatronTokenizer.from_pretrained(tokenizer_path=path, metadata_path={"library": library})
     except Exception as error:  # every library raises its own kind
         raise ValueError(f"data.tokenizer_path={path}: cannot be read by {library} ({error}). {remedy}") from error
+
+
+def text_of(tokenizer: MegatronTokenizerText, ids: Sequence[int]) -> str:
+    """The text of `ids`; bytes that are no text yet become U+FFFD.
+
+    Megatron's byte-level tokenizer would strip spaces at the end and fail on its own special ids.
+    """
+    if tokenizer.library == "byte-level":
+        return bytes(i for i in ids if i < BYTE_LEVEL_EOD).decode("utf-8", errors="replace")
+    return str(tokenizer.detokenize(list(ids)))

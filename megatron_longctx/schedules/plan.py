@@ -152,6 +152,18 @@ class Plan:
     def n(self) -> int:
         return self.layout.n
 
+    def num_slots(self, kind: Kind, rank: int) -> int:
+        """Slots of `rank`'s own tensors of an input `kind`."""
+        return self.layout.num_tokens(rank)
+
+    def runs(self, block: Block) -> list[range]:
+        """The tokens of a block in the order of its slots: a query sees the keys whose tokens are not above its own."""
+        runs, start = [], 0
+        for span in self.layout.spans[block.home]:
+            runs.append(span[max(block.start - start, 0) : max(block.stop - start, 0)])
+            start += len(span)
+        return [run for run in runs if len(run)]
+
     def buffer_tokens(self, kind: Kind) -> int:
         return dict(self.buffers).get(kind, 0)
 

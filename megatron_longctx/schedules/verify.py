@@ -9,10 +9,11 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..layout import Layout
 from .plan import RESULTS, Attend, Block, Heads, Kind, Move, Plan
 from .residency import buffer_need
 from .transpose import gradients_away
+
+_NO_DIAGONAL = 1 << 62  # beyond every slot: a full call shows all of its keys
 
 
 class PlanError(ValueError):
@@ -41,7 +42,7 @@ def _check_spans(plan: Plan) -> None:
         for attends in step.attends:
             blocks += [(t, block) for attend in attends for block in (*attend.queries, *attend.keys)]
     for t, block in blocks:
-        if not (0 <= block.home < plan.n and 0 <= block.start < block.stop <= plan.layout.num_tokens(block.home)):
+        if not (0 <= block.home < plan.n and 0 <= block.start < block.stop <= plan.num_slots(block.kind, block.home)):
             raise PlanError(f"{plan.name}, step {t}: {block} is not a span of its home rank's tokens")
         if not 0 <= block.heads.part < block.heads.parts:
             raise PlanError(f"{plan.name}, step {t}: {block} has no such part of the heads")
@@ -75,7 +76,7 @@ def _check_pairs(plan: Plan) -> None:
             for attend in attends:
                 _check_call(plan, attend, f"{plan.name}, step {t}, rank {rank}: {attend}")
                 total[attend.heads.parts] += attend.pairs
-                for homes, region in _regions(attend, plan.layout.length):
+                for homes, region in _regions(attend):
                     calls.setdefault(homes, []).append(region)
     for (q_home, k_home), regions in calls.items():
         for index, region in enumerate(regions):
@@ -91,13 +92,13 @@ def _check_pairs(plan: Plan) -> None:
         raise PlanError(f"{plan.name}: computes {computed} of {plan.visible_pairs()} visible pairs")
 
 
-def _regions(attend: Attend, length: int) -> Iterator[tuple[tuple[int, int], _Region]]:
+def _regions(attend: Attend) -> Iterator[tuple[tuple[int, int], _Region]]:
     """The call as regions between the homes of its queries and of its keys."""
     q_offset = 0
     for query in attend.queries:
         k_offset = 0
         for key in attend.keys:
-            diagonal = q_offset - query.start - (k_offset - key.start) if attend.causal else length
+            diagonal = q_offset - query.start - (k_offset - key.start) if attend.causal else _NO_DIAGONAL
             if key.start <= query.stop - 1 + diagonal:  # the last query sees the first key, so the region is not empty
                 yield (
                     (query.home, key.home),
@@ -116,7 +117,7 @@ def _check_call(plan: Plan, attend: Attend, where: str) -> None:
         if attend.causal:
             raise PlanError(f"{where}: a causal call under a full mask")
         return
-    queries, keys = _tokens(plan.layout, attend.queries), _tokens(plan.layout, attend.keys)
+    queries, keys = _tokens(plan, attend.queries), _tokens(plan, attend.keys)
     if not attend.causal:
         if max(run.last for run in keys) > min(run.first for run in queries):
             raise PlanError(f"{where}: its last key lies after its first query")
@@ -144,16 +145,12 @@ class _Run(NamedTuple):
         return self.tokens[-1]
 
 
-def _tokens(layout: Layout, blocks: tuple[Block, ...]) -> list[_Run]:
+def _tokens(plan: Plan, blocks: tuple[Block, ...]) -> list[_Run]:
     runs, at = [], 0
     for block in blocks:
-        start = 0
-        for span in layout.spans[block.home]:
-            piece = span[max(block.start - start, 0) : max(block.stop - start, 0)]
-            start += len(span)
-            if len(piece):
-                runs.append(_Run(at, piece))
-                at += len(piece)
+        for tokens in plan.runs(block):
+            runs.append(_Run(at, tokens))
+            at += len(tokens)
     return runs
 
 
@@ -181,9 +178,8 @@ class _Holdings:
 def _check_flow(plan: Plan) -> None:
     held = [_Holdings() for _ in range(plan.n)]
     for rank in range(plan.n):
-        tokens = plan.layout.num_tokens(rank)
         for kind in (Kind.KV, Kind.Q, Kind.Q_GRAD):
-            held[rank].add(Block(kind, rank, 0, tokens))
+            held[rank].add(Block(kind, rank, 0, plan.num_slots(kind, rank)))
     results = _Results()
     for t, step in enumerate(plan.steps):
         for move in step.moves:

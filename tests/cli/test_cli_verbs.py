@@ -12,7 +12,7 @@ import pytest
 from megatron_longctx import __version__, cli
 from megatron_longctx.testing.jobs import CLI, clean_environment, started
 
-VERBS = ("train", "plan", "data", "doctor", "demo")
+VERBS = ("train", "plan", "generate", "serve", "data", "doctor", "demo")
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -1,0 +1,33 @@
+"""Prefill, multi-turn cache and decode over a cache that is sharded among ranks, without Megatron.
+
+`CacheLedger` knows where every token lies; `plan` turns new tokens into plans over that; `CachedAttention` runs them on
+the executor and kernels of training; `LongContextEngine` is what users talk to, `mcore.inference` builds it from a run.
+"""
+
+from .cached_attention import CachedAttention, CacheShape
+from .choice import Chooser, Decision, Figures
+from .engine import CachedModel, EngineSettings, LongContextEngine, Session
+from .ledger import CacheFull, CacheLedger, Turn
+from .plan import MODES, Batch, CachePlan, build, verify_over_cache
+from .sampling import Sampling
+
+__all__ = [
+    "MODES",
+    "Batch",
+    "CacheFull",
+    "CacheLedger",
+    "CachePlan",
+    "CacheShape",
+    "CachedAttention",
+    "CachedModel",
+    "Chooser",
+    "Decision",
+    "EngineSettings",
+    "Figures",
+    "LongContextEngine",
+    "Sampling",
+    "Session",
+    "Turn",
+    "build",
+    "verify_over_cache",
+]

@@ -1,0 +1,185 @@
+"""Which mode a batch is computed in: the rules of the paper, and the simulator's prediction.
+
+"Context Parallelism for Scalable Million-Token Inference": Algorithm 1 (section 3.4), Algorithm 5 (appendix C, which
+counts pass-Q's exchange of results) and the empirical rule (appendix D; with the printed coefficients it takes pass-Q
+in every row of the paper's own table 4, so fit your own). Their T and P are the new and the cached tokens; of a batch,
+those of all its sequences.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+
+from ..config import CACHE_RULES, refuse
+from ..schedules import Costs, Workload
+from ..schedules.simulate import simulate
+from ..topology import Cluster
+from .plan import MODES, Batch, build
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What rules go by.
+
+    Attributes:
+        workload: one rank's heads.
+        cluster: of the context-parallel ranks; None where nothing is known of the links.
+        costs: of the device; None for what the cluster's description says.
+        empirical: alpha, beta and gamma of the empirical rule; the defaults are the paper's, fitted on its hardware.
+    """
+
+    workload: Workload
+    cluster: Cluster | None = None
+    costs: Costs | None = None
+    empirical: tuple[float, float, float] = (-1.059, 1.145, 12.112)
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s of one rank's attention."""
+        return self._costs.forward_tflops * 1e12
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of the slowest link between neighbours of the ring."""
+        cluster = self._cluster
+        n = cluster.n
+        return min(cluster.route(r, (r + 1) % n).gibps for r in range(n)) * 2**30
+
+    @property
+    def _cluster(self) -> Cluster:
+        if self.cluster is None:
+            raise refuse(
+                "inference.rule",
+                "simulate, algorithm_1 or algorithm_5",
+                "parallelism.cluster=NAME or a calibration beside it",
+                "Name the cluster, or take inference.rule=bytes or empirical.",
+            )
+        return self.cluster
+
+    @property
+    def _costs(self) -> Costs:
+        return self.costs or Costs.of_device(self._cluster.device)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A mode, and what it was chosen by. seconds: predicted time of one layer's attention, by mode."""
+
+    mode: str
+    rule: str
+    new: int
+    cached: int
+    sequences: int
+    n: int
+    inputs: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        said = [f"{name}={value:.4g}" for name, value in self.inputs.items()]
+        said += [f"{mode} {seconds * 1e6:.1f} us" for mode, seconds in self.seconds.items()]
+        what = f"{self.new} new and {self.cached} cached tokens of {self.sequences} sequences on {self.n} ranks"
+        return f"{what}: {self.mode} by {self.rule}" + (f" ({', '.join(said)})" if said else "")
+
+
+class Chooser:
+    """Chooses a mode for every batch and logs why; a rank alone has nothing to choose.
+
+    Args:
+        mode: `auto`, or the one to take always.
+        rule: what `auto` goes by; itself `auto` for `simulate` where the links are known, else `bytes`.
+
+    Raises:
+        ValueError: an unknown mode or rule, or one that the figures do not serve.
+    """
+
+    def __init__(self, figures: Figures, mode: str = "auto", rule: str = "auto") -> None:
+        for key, value, allowed in (("mode", mode, ("auto", *MODES)), ("rule", rule, CACHE_RULES)):
+            if value not in allowed:
+                raise refuse(f"inference.{key}", value, "one of " + ", ".join(allowed), "Choose one of these.")
+        self._figures = figures
+        self._mode = mode
+        self._rule = rule if rule != "auto" else "simulate" if figures.cluster is not None else "bytes"
+        if mode == "auto" and self._rule in ("simulate", "algorithm_1", "algorithm_5"):
+            _ = figures.flops, figures.bandwidth  # refused here rather than in the first batch
+        self._decodes: dict[tuple[int, int], Decision] = {}
+
+    def choose(self, batch: Batch) -> Decision:
+        """The mode for `batch`. Batches of single tokens of about the same size are decided once."""
+        is_decode = all(turn.new == 1 for turn in batch.turns)
+        key = (len(batch.turns), (batch.cached // max(1, len(batch.turns))).bit_length())
+        if is_decode and key in self._decodes:
+            return self._decodes[key]
+        decision = self._decide(batch, is_decode)
+        if batch.n > 1:
+            logger.info("attention over the cache: %s", decision)
+        if is_decode:
+            self._decodes[key] = decision
+        return decision
+
+    def _decide(self, batch: Batch, is_decode: bool) -> Decision:
+        facts = (batch.new, batch.cached, len(batch.turns), batch.n)
+        if batch.n == 1:
+            return Decision("pass_kv" if self._mode == "auto" else self._mode, "a rank alone", *facts)
+        if self._mode != "auto":
+            return Decision(self._mode, f"inference.mode={self._mode}", *facts)
+        if self._rule == "simulate":
+            seconds = self._simulated(batch)
+            return Decision(min(seconds, key=lambda mode: seconds[mode]), "simulation", *facts, seconds=seconds)
+        passes_kv, inputs = _RULES[self._rule](batch.new, batch.cached, batch.n, self._figures)
+        # The rules compare the two rings; where queries are single tokens their hops are all there is to save.
+        mode = "pass_kv" if passes_kv else "one_hop" if is_decode else "pass_q"
+        return Decision(mode, self._rule, *facts, inputs=inputs)
+
+    def _simulated(self, batch: Batch) -> dict[str, float]:
+        figures = self._figures
+        cluster = figures._cluster
+        return {mode: simulate(build(mode, batch), cluster, figures.workload, figures.costs).seconds for mode in MODES}
+
+
+def bytes_rule(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:
+    """Equation 1: pass what is smaller. Returns whether that is K and V, and the numbers compared."""
+    miss, threshold = new / (new + cached), _kv_per_q(figures)
+    return miss >= threshold, {"miss_rate": miss, "threshold": threshold}
+
+
+def algorithm_1(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:
+    """Pass K and V where their transfer hides behind the computation, or where they are smaller."""
+    least = _hides_from(n, figures)
+    smaller, inputs = bytes_rule(new, cached, n, figures)
+    return new >= least or smaller, inputs | {"hides_from": least}
+
+
+def algorithm_5(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:
+    """Algorithm 1, with the exchange of partial results counted against pass-Q."""
+    least = _hides_from(n, figures)
+    saved = 4 * new * figures.bandwidth / (n * figures.flops * figures.workload.element_bytes)
+    miss, threshold = new / (new + cached), _kv_per_q(figures) - saved
+    return new >= least or miss >= threshold, {"miss_rate": miss, "threshold": threshold, "hides_from": least}
+
+
+def empirical(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:
+    """`h = alpha ln T + beta ln(T / (T + P)) + gamma`; K and V where h is positive."""
+    alpha, beta, gamma = figures.empirical
+    h = alpha * math.log(new) + beta * math.log(new / (new + cached)) + gamma
+    return h > 0, {"h": h}
+
+
+_RULES = {"bytes": bytes_rule, "algorithm_1": algorithm_1, "algorithm_5": algorithm_5, "empirical": empirical}
+
+
+def _kv_per_q(figures: Figures) -> float:
+    """Size of a token's keys and values as a share of its query's."""
+    return 2 * figures.workload.num_kv_heads / figures.workload.num_heads
+
+
+def _hides_from(n: int, figures: Figures) -> float:
+    """Equation 2: new tokens from which on the computation takes longer than passing K and V."""
+    workload = figures.workload
+    return (
+        n * figures.flops * workload.num_kv_heads * workload.element_bytes
+        / (2 * workload.num_heads * figures.bandwidth)
+    )  # fmt: skip

@@ -1,0 +1,361 @@
+"""Sessions over a model whose cache is sharded: append tokens, generate, go on, on any number of ranks.
+
+All ranks make the same calls with the same arguments, as in training; each gets the same answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm import sum_over
+from ..config import refuse
+from .cached_attention import GIB, CachedAttention
+from .choice import Chooser
+from .ledger import CacheFull, CacheLedger, Turn
+from .plan import Batch, build
+from .sampling import Sampling, sample
+
+_NOT_FINITE = -1
+
+
+class CachedModel(Protocol):
+    """A model whose layers attend through a `CachedAttention`. max_positions: None for no bound."""
+
+    vocab_size: int
+    max_positions: int | None
+    attention: CachedAttention
+
+    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """Run this rank's new tokens.
+
+        Args:
+            tokens, positions: int64 `[s]`.
+            rows: int64; whose next tokens are asked for.
+
+        Returns:
+            fp32 `[len(rows), vocab_size]`.
+        """
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How sessions share the ranks.
+
+    prefill_chunk: most new tokens of a sequence computed at once; None for all. evict: when the cache is full, forget
+    what the least recently used sessions have cached (it is computed again when they go on) instead of refusing.
+    """
+
+    prefill_chunk: int | None = None
+    evict: bool = False
+
+
+class Session:
+    """One conversation: its tokens, most of them cached. Made by `LongContextEngine.open`."""
+
+    def __init__(self, engine: LongContextEngine, number: int) -> None:
+        self.number = number
+        self.tokens: list[int] = []
+        self.closed = False
+        self.finish_reason: str | None = None  # of the latest generation: stop or length
+        self.reused_tokens = 0  # found in the cache by the latest append
+        self.last_used = 0
+        self.logits: Tensor | None = None  # of the next token, on the rank that computed them
+        self._engine = engine
+
+    @property
+    def cached_tokens(self) -> int:
+        return 0 if self.closed else self._engine.ledger.length(self.number)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Add tokens to the conversation; only they are computed. See `LongContextEngine.append`."""
+        self._engine.append({self: tokens})
+
+    def generate(self, sampling: Sampling | None = None) -> list[int]:
+        """The conversation's next tokens, which become part of it."""
+        return self._engine.continue_all([self], sampling or Sampling())[0]
+
+    def stream(self, sampling: Sampling | None = None) -> Iterator[int]:
+        """As `generate`, token by token; the conversation has what was taken."""
+        for step in self._engine.stream([self], sampling or Sampling()):
+            yield from step.values()
+
+    def close(self) -> None:
+        """Free its pages; closing twice is nothing."""
+        self._engine.close(self)
+
+
+@dataclass(eq=False)
+class Generation:
+    """A session's continuation under way. Made by `LongContextEngine.start`.
+
+    Attributes:
+        stream: see `Sampling.seed`.
+        tokens: given out so far.
+        finish_reason: None while it goes on; then stop, length or error (logits that are not finite).
+    """
+
+    session: Session
+    sampling: Sampling
+    stream: int = 0
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class LongContextEngine:
+    """Prefill, multi-turn cache and decode over a model.
+
+    Args:
+        model: its attention holds the cache's tensors.
+        ledger: the cache's books, of as many slots a rank as the attention has.
+        chooser: of the mode of every batch.
+    """
+
+    def __init__(
+        self, model: CachedModel, ledger: CacheLedger, chooser: Chooser, settings: EngineSettings | None = None
+    ) -> None:
+        self.model = model
+        self.ledger = ledger
+        self.settings = settings or EngineSettings()
+        self._attention = model.attention
+        self._chooser = chooser
+        self._open: dict[int, Session] = {}
+        self._clock = itertools.count(1)
+        if self.settings.prefill_chunk is not None and self.settings.prefill_chunk < 1:
+            raise refuse("inference.prefill_chunk", self.settings.prefill_chunk, "1 or more, or null", "Raise it.")
+
+    def open(self) -> Session:
+        """A new, empty session."""
+        session = Session(self, self.ledger.open())
+        self._open[session.number] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        if not session.closed:
+            self.ledger.close(session.number)
+            del self._open[session.number]
+            session.closed = True
+            session.logits = None
+
+    @property
+    def _most_tokens(self) -> float:
+        return self.model.max_positions or math.inf
+
+    @property
+    def cache_gib(self) -> float:
+        """Of pages in use, over all context-parallel ranks."""
+        return self.ledger.used_pages() * self.ledger.page_tokens * self._attention.shape.token_bytes / GIB
+
+    def append(self, new: Mapping[Session, Sequence[int]]) -> None:
+        """Prefill: add tokens to several sessions and compute them in one batch.
+
+        Raises:
+            ValueError: a closed session, no tokens, ids outside the vocabulary, or more tokens than the model has
+                positions for; no session has changed.
+            CacheFull: they do not fit; no session has changed.
+        """
+        for session, tokens in new.items():
+            self.check(session, tokens)
+        self._advance({session: list(tokens) for session, tokens in new.items()})
+
+    def next_logits(self, sessions: Sequence[Session]) -> Tensor:
+        """fp32 `[len(sessions), vocab_size]`: of each session's next token, the same on every rank."""
+        self._ready(sessions)
+        rows = torch.zeros(len(sessions), self.model.vocab_size, device=self._attention.device)
+        for i, session in enumerate(sessions):
+            if session.logits is not None:
+                rows[i] = session.logits
+        return sum_over(self._attention.group, rows)
+
+    def start(self, session: Session, sampling: Sampling, stream: int = 0) -> Generation:
+        """Begin to continue a session; `step` computes.
+
+        Raises:
+            ValueError: a closed or empty session, or one with no positions left.
+        """
+        self._check_open(session)
+        if not session.tokens:
+            raise refuse("session", session.number, "some tokens to go on from", "Append a prompt first.")
+        if len(session.tokens) >= self._most_tokens:
+            most = f"less than {self.model.max_positions}"
+            raise refuse("tokens of the session", len(session.tokens), most, "Open another.")
+        session.finish_reason = None
+        return Generation(session, sampling, stream)
+
+    def step(self, generations: Sequence[Generation]) -> dict[Generation, int]:
+        """One more token of every generation, in one batch; what is not computed yet of their sessions comes first.
+
+        Returns:
+            the tokens, of those that got one. Stop tokens become part of their session only.
+
+        Raises:
+            CacheFull: what has to be computed does not fit; nothing has changed.
+        """
+        self._ready([generation.session for generation in generations])
+        emitted: dict[Generation, int] = {}
+        for generation, token in zip(generations, self._sample(generations), strict=True):
+            session, sampling = generation.session, generation.sampling
+            if token == _NOT_FINITE:
+                generation.finish_reason = "error"
+                continue
+            session.tokens.append(token)
+            if token in sampling.stop:
+                generation.finish_reason = "stop"
+            else:
+                emitted[generation] = token
+                generation.tokens.append(token)
+                if len(generation.tokens) == sampling.max_new_tokens or len(session.tokens) >= self._most_tokens:
+                    generation.finish_reason = "length"
+            session.finish_reason = generation.finish_reason
+        return emitted
+
+    def stream(self, sessions: Sequence[Session], sampling: Sampling) -> Iterator[dict[Session, int]]:
+        """Generate for several sessions in one batch; each ends by itself.
+
+        Yields:
+            by step, the token of every session that got one.
+
+        Raises:
+            ValueError: as `start`, or logits that are not finite.
+            CacheFull: the tokens asked for do not fit; nothing has been generated.
+        """
+        active = [self.start(session, sampling, i) for i, session in enumerate(sessions)]
+        if len(set(sessions)) < len(sessions):
+            raise refuse("sessions", [s.number for s in sessions], "each one once", "Leave the repeated ones out.")
+        # The last token is given out and not computed.
+        self._reserve({s: int(min(sampling.max_new_tokens, self._most_tokens - len(s.tokens))) - 1 for s in sessions})
+        while active:
+            emitted = self.step(active)
+            if any(generation.finish_reason == "error" for generation in active):
+                raise refuse("logits", "not finite", "numbers", "Check the checkpoint, or use train.precision=fp32.")
+            yield {generation.session: token for generation, token in emitted.items()}
+            active = [generation for generation in active if generation.finish_reason is None]
+
+    def continue_all(self, sessions: Sequence[Session], sampling: Sampling) -> list[list[int]]:
+        """Every session's next tokens."""
+        found: dict[Session, list[int]] = {session: [] for session in sessions}
+        for step in self.stream(sessions, sampling):
+            for session, token in step.items():
+                found[session].append(token)
+        return list(found.values())
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+        """Continue several prompts in one batch, in sessions that are closed again."""
+        sessions = [self.open() for _ in prompts]
+        try:
+            self.append(dict(zip(sessions, prompts, strict=True)))
+            return self.continue_all(sessions, sampling)
+        finally:
+            for session in sessions:
+                self.close(session)
+
+    def _check_open(self, session: Session) -> None:
+        if session.closed or self._open.get(session.number) is not session:
+            raise refuse("session", session.number, "an open session of this engine", "Open another.")
+
+    def check(self, session: Session, tokens: Sequence[int]) -> None:
+        """Raise ValueError unless `tokens` could be appended, were there room in the cache."""
+        self._check_open(session)
+        if not tokens:
+            raise refuse("tokens", list(tokens), "1 or more", "Give the session some tokens.")
+        for token in tokens:
+            if not 0 <= token < self.model.vocab_size:
+                raise refuse("token", token, f"an id from 0 to {self.model.vocab_size - 1}", "Check the tokenizer.")
+        total, most = len(session.tokens) + len(tokens), self.model.max_positions
+        if most is not None and total > most:
+            raise refuse("tokens of the session", total, f"at most the model's {most} positions", "Shorten it.")
+
+    def _ready(self, sessions: Sequence[Session]) -> None:
+        """Compute what is not cached yet: tokens generated last, or everything of an evicted session."""
+        late: dict[Session, list[int]] = {
+            session: [] for session in sessions if session.cached_tokens < len(session.tokens)
+        }
+        self._advance(late)
+
+    def _reserve(self, more: Mapping[Session, int]) -> None:
+        """See that so many more tokens of every session will fit, evicting others if that is allowed."""
+        counts = {s: len(s.tokens) - s.cached_tokens + count for s, count in more.items()}
+        self.ledger.undo(self._placed({s: count for s, count in counts.items() if count}))
+
+    def _placed(self, counts: Mapping[Session, int]) -> tuple[Turn, ...]:
+        while True:
+            try:
+                return self.ledger.append({session.number: count for session, count in counts.items()})
+            except CacheFull:
+                idle = [s for s in self._open.values() if s not in counts and s.cached_tokens]
+                if not (self.settings.evict and idle):
+                    raise
+                oldest = min(idle, key=lambda session: session.last_used)
+                self.ledger.evict(oldest.number)
+                oldest.logits = None
+
+    def _advance(self, new: Mapping[Session, list[int]]) -> None:
+        """Compute every session's tokens that are not cached, then `new` ones, in chunks; all of it or nothing."""
+        if not new:
+            return
+        todo = {session: session.tokens[session.cached_tokens :] + tokens for session, tokens in new.items()}
+        reused = {session: session.cached_tokens for session in new}
+        size = self.settings.prefill_chunk or max(map(len, todo.values()))
+        placed: list[tuple[list[Session], tuple[Turn, ...]]] = []
+        try:
+            for start in range(0, max(map(len, todo.values())), size):
+                counts = {s: len(tokens[start : start + size]) for s, tokens in todo.items() if len(tokens) > start}
+                placed.append((list(counts), self._placed(counts)))
+            logits: dict[Session, Tensor | None] = {}
+            for sessions, turns in placed:
+                texts = [(s.tokens + new[s])[t.cached : t.cached + t.new] for s, t in zip(sessions, turns, strict=True)]
+                ends = [t.cached + t.new == reused[s] + len(todo[s]) for s, t in zip(sessions, turns, strict=True)]
+                logits |= self._forward(sessions, turns, texts, ends)
+        except BaseException:
+            for _, turns in reversed(placed):
+                self.ledger.undo(turns)
+            raise
+        now = next(self._clock)
+        for session, tokens in new.items():
+            session.tokens += tokens
+            session.logits = logits.get(session)
+            session.last_used = now
+            if tokens:
+                session.reused_tokens = reused[session]
+
+    def _forward(
+        self, sessions: Sequence[Session], turns: tuple[Turn, ...], texts: Sequence[list[int]], ends: Sequence[bool]
+    ) -> dict[Session, Tensor | None]:
+        """One pass of the model; the next token's logits of sessions that end in it, where their last token is."""
+        rank, device = self._attention.rank, self._attention.device
+        batch = Batch(self.ledger.n, self.ledger.slots_per_rank, turns)
+        self._attention.begin(build(self._chooser.choose(batch).mode, batch))
+        tokens: list[int] = []
+        positions: list[int] = []
+        for turn, text in zip(turns, texts, strict=True):
+            for span in turn.new_spans(rank):
+                tokens += text[span.start : span.stop]
+                positions += [turn.cached + i for i in span]
+        last = [batch.last_row(i) if end else (-1, -1) for i, end in enumerate(ends)]
+        mine = [(session, row) for session, (home, row) in zip(sessions, last, strict=True) if home == rank]
+        found = self.model.logits(
+            torch.tensor(tokens, dtype=torch.int64, device=device),
+            torch.tensor(positions, dtype=torch.int64, device=device),
+            torch.tensor([row for _, row in mine], dtype=torch.int64, device=device),
+        )
+        rows = {session: found[i] for i, (session, _) in enumerate(mine)}
+        return {session: rows.get(session) for session, end in zip(sessions, ends, strict=True) if end}
+
+    def _sample(self, generations: Sequence[Generation]) -> list[int]:
+        """Every generation's next token, drawn where its logits are, then known everywhere."""
+        ids = torch.zeros(len(generations), dtype=torch.int64, device=self._attention.device)
+        for i, generation in enumerate(generations):
+            session = generation.session
+            if session.logits is not None:
+                try:
+                    ids[i] = sample(session.logits, generation.sampling, generation.stream, len(session.tokens))
+                except ValueError:  # all ranks have to hear of it, not this one alone
+                    ids[i] = _NOT_FINITE
+        tokens: list[int] = sum_over(self._attention.group, ids).tolist()
+        return tokens

@@ -1,0 +1,316 @@
+"""Which cached token lies where: pages per session and rank. Pure bookkeeping, the same on every rank.
+
+Every rank keeps the books of all ranks, so that sizes and places are known everywhere and nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from ..config import refuse
+from ..layout import zigzag
+
+
+class CacheFull(ValueError):
+    """Tokens that do not fit into the cache; nothing has been changed."""
+
+
+class PagePool:
+    """Free pages of one rank. Neighbouring pages are preferred, so that a session's tokens lie in few runs."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._free = bytearray(b"\1" * num_pages)
+        self.num_free = num_pages
+
+    def take(self, count: int, after: int) -> list[int]:
+        """`count` pages, behind page `after` where those are free; the caller has seen that there are enough."""
+        assert count <= self.num_free, "pages must be counted before any are taken"
+        taken: list[int] = []
+        following = after + 1
+        while len(taken) < count and 0 < following < len(self._free) and self._free[following]:
+            taken.append(following)
+            following += 1
+        self._mark(taken, 0)
+        while len(taken) < count:
+            run = self._best_run(count - len(taken))
+            self._mark(run, 0)
+            taken += run
+        self.num_free -= count
+        return taken
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        assert not any(self._free[page] for page in pages), "a page was given back twice"
+        self._mark(pages, 1)
+        self.num_free += len(pages)
+
+    def _mark(self, pages: Sequence[int], value: int) -> None:
+        for page in pages:
+            self._free[page] = value
+
+    def _best_run(self, count: int) -> range:
+        """The smallest run of free pages that holds `count`, cut to it; else the longest run there is."""
+        best: range | None = None
+        start = self._free.find(1)
+        while start >= 0:
+            stop = self._free.find(0, start)
+            run = range(start, len(self._free) if stop < 0 else stop)
+            if best is None or _fits_better(len(run), len(best), count):
+                best = run
+            start = self._free.find(1, run.stop)
+        assert best is not None, "pages must be counted before any are taken"
+        return best[:count]
+
+
+def _fits_better(size: int, best: int, count: int) -> bool:
+    return size < best if size >= count and best >= count else size > best
+
+
+@dataclass
+class _Shard:
+    """One session's tokens on one rank: its pages, and positions in the order of their slots."""
+
+    pages: list[int] = field(default_factory=list)
+    tokens: int = 0
+    positions: list[range] = field(default_factory=list)
+    _runs: list[range] | None = None  # the slots of all pages; None where these have changed
+
+    def runs(self, start: int, stop: int, page_tokens: int) -> tuple[range, ...]:
+        """Slots of the rank's cache that hold the session's local tokens `start..stop-1`, neighbours joined."""
+        if self._runs is None:
+            self._runs = _slot_runs(self.pages, page_tokens)
+        found, at = [], 0
+        for run in self._runs:
+            if at < stop and start < at + len(run):
+                found.append(run[max(start - at, 0) : stop - at])
+            at += len(run)
+        return tuple(found)
+
+    def add_pages(self, pages: Sequence[int]) -> None:
+        if pages:
+            self.pages += pages
+            self._runs = None
+
+    def drop_pages(self, keep: int) -> list[int]:
+        """Take all but the first `keep` pages away."""
+        dropped, self.pages = self.pages[keep:], self.pages[:keep]
+        self._runs = None
+        return dropped
+
+    def extend(self, positions: Sequence[range]) -> None:
+        for span in positions:
+            self.tokens += len(span)
+            last = self.positions[-1] if self.positions else range(0)
+            joined = _joined(last, span) if last and span else None
+            if joined is not None:
+                self.positions[-1] = joined
+            elif span:
+                self.positions.append(span)
+
+    def shrink(self, tokens: int) -> None:
+        """Forget the last `tokens` tokens; pages stay."""
+        self.tokens -= tokens
+        while tokens:
+            last = self.positions.pop()
+            if len(last) > tokens:
+                self.positions.append(last[: len(last) - tokens])
+            tokens -= min(tokens, len(last))
+
+
+def _slot_runs(pages: Sequence[int], page_tokens: int) -> list[range]:
+    """The slots of some pages, neighbours joined."""
+    runs: list[range] = []
+    for page in pages:
+        start = page * page_tokens
+        if runs and runs[-1].stop == start:
+            runs[-1] = range(runs[-1].start, start + page_tokens)
+        else:
+            runs.append(range(start, start + page_tokens))
+    return runs
+
+
+def _joined(last: range, span: range) -> range | None:
+    """Both as one evenly spaced range, if they are one: tokens of a decode come singly, every n-th."""
+    gap = span[0] - last[-1]
+    steps = {r.step for r in (last, span) if len(r) > 1} | {gap}
+    return range(last[0], span[-1] + 1, gap) if len(steps) == 1 and gap > 0 else None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """New tokens of one session, given their places.
+
+    Attributes:
+        session: whose.
+        cached: tokens it had before, at positions `0..cached-1`; the new ones follow.
+        new: how many.
+        shares: which share of the zigzag layout of the new tokens each rank has.
+        cached_runs, new_runs: per rank, the slots of its cache that hold them, in the order of their positions.
+        positions: per rank, those of its cached tokens, in the order of `cached_runs`.
+    """
+
+    session: int
+    cached: int
+    new: int
+    shares: tuple[int, ...]
+    cached_runs: tuple[tuple[range, ...], ...]
+    new_runs: tuple[tuple[range, ...], ...]
+    positions: tuple[tuple[range, ...], ...]
+
+    def new_spans(self, rank: int) -> tuple[range, ...]:
+        """Which of the new tokens, counted from 0, `rank` has."""
+        return tuple(span for span in zigzag(len(self.shares), self.new).spans[self.shares[rank]] if span)
+
+    def num_new(self, rank: int) -> int:
+        return sum(map(len, self.new_spans(rank)))
+
+
+class CacheLedger:
+    """Pages of all sessions on all ranks.
+
+    New tokens are cut for equal causal work (zigzag); the larger shares go to the ranks that hold less of the session,
+    and where they hold the same, round robin from rank `session mod n` on. So a session's tokens are even over the
+    ranks to 2 tokens whatever its history, and a decoded token t of session b lies on rank (b + t) mod n.
+
+    Args:
+        n: ranks of the context-parallel group.
+        pages_per_rank, page_tokens: size of each rank's cache.
+    """
+
+    def __init__(self, n: int, pages_per_rank: int, page_tokens: int) -> None:
+        for name, value in (("n", n), ("pages_per_rank", pages_per_rank), ("page_tokens", page_tokens)):
+            if value < 1:
+                raise refuse(name, value, "1 or more", f"Raise {name}.")
+        self.n = n
+        self.page_tokens = page_tokens
+        self.pages_per_rank = pages_per_rank
+        self._pools = [PagePool(pages_per_rank) for _ in range(n)]
+        self._sessions: dict[int, list[_Shard]] = {}
+        self._opened = 0
+
+    @property
+    def sessions(self) -> tuple[int, ...]:
+        return tuple(self._sessions)
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.pages_per_rank * self.page_tokens
+
+    def free_pages(self, rank: int) -> int:
+        return self._pools[rank].num_free
+
+    def used_pages(self) -> int:
+        """Over all ranks."""
+        return sum(self.pages_per_rank - pool.num_free for pool in self._pools)
+
+    def open(self) -> int:
+        """A new, empty session's number; it takes no memory yet."""
+        number = self._opened
+        self._opened += 1
+        self._sessions[number] = [_Shard() for _ in range(self.n)]
+        return number
+
+    def length(self, session: int) -> int:
+        return sum(shard.tokens for shard in self._shards(session))
+
+    def num_tokens(self, session: int, rank: int) -> int:
+        return self._shards(session)[rank].tokens
+
+    def append(self, counts: Mapping[int, int]) -> tuple[Turn, ...]:
+        """Give places to `counts[session]` new tokens of every session named: to all of them, or to none.
+
+        Raises:
+            ValueError: a session that is not open, or fewer than 1 token.
+            CacheFull: they do not fit; nothing has changed.
+        """
+        shares = {}
+        need = [0] * self.n
+        for session, count in counts.items():
+            shards = self._shards(session)
+            if count < 1:
+                raise refuse("new tokens", count, "1 or more", "Give the session some tokens.")
+            shares[session] = self._shares(session, count)
+            sizes = [zigzag(self.n, count).num_tokens(share) for share in shares[session]]
+            for rank, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
+                need[rank] += self._pages(shard.tokens + size) - len(shard.pages)
+        for rank, pages in enumerate(need):
+            if pages > self._pools[rank].num_free:
+                free = self._pools[rank].num_free
+                raise CacheFull(
+                    f"{sum(counts.values())} new tokens need {pages} pages of {self.page_tokens} tokens on rank "
+                    f"{rank}: expected at most the {free} of {self.pages_per_rank} that are free. Close sessions, "
+                    "give fewer tokens, or raise inference.cache_tokens."
+                )
+        return tuple(self._place(session, count, shares[session]) for session, count in counts.items())
+
+    def undo(self, turns: Sequence[Turn]) -> None:
+        """Take back the latest `append`, whose tokens were never computed."""
+        for turn in reversed(turns):
+            for rank, shard in enumerate(self._shards(turn.session)):
+                shard.shrink(turn.num_new(rank))
+                self._trim(rank, shard)
+
+    def evict(self, session: int) -> None:
+        """Free a session's pages; it stays open, with nothing cached."""
+        for rank, shard in enumerate(self._shards(session)):
+            self._pools[rank].give_back(shard.pages)
+        self._sessions[session] = [_Shard() for _ in range(self.n)]
+
+    def close(self, session: int) -> None:
+        """Free a session's pages and forget it."""
+        self.evict(session)
+        del self._sessions[session]
+
+    def slots(self, session: int, rank: int) -> tuple[range, ...]:
+        """The slots that hold the session's tokens on `rank`, in the order of `positions`."""
+        shard = self._shards(session)[rank]
+        return shard.runs(0, shard.tokens, self.page_tokens)
+
+    def positions(self, session: int, rank: int) -> tuple[range, ...]:
+        return tuple(self._shards(session)[rank].positions)
+
+    def _shards(self, session: int) -> list[_Shard]:
+        if session not in self._sessions:
+            raise refuse("session", session, "an open session", "Open another; closed ones cannot go on.")
+        return self._sessions[session]
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens)
+
+    def _shares(self, session: int, count: int) -> tuple[int, ...]:
+        """Larger shares to ranks that hold less."""
+        layout = zigzag(self.n, count)
+        shards = self._sessions[session]
+        ranks = sorted(range(self.n), key=lambda r: (shards[r].tokens, (r - session) % self.n))
+        by_size = sorted(range(self.n), key=lambda share: -layout.num_tokens(share))
+        share_of = dict(zip(ranks, by_size, strict=True))
+        return tuple(share_of[rank] for rank in range(self.n))
+
+    def _place(self, session: int, count: int, shares: tuple[int, ...]) -> Turn:
+        shards = self._sessions[session]
+        cached = self.length(session)
+        held = [shard.tokens for shard in shards]
+        positions = tuple(tuple(shard.positions) for shard in shards)
+        layout = zigzag(self.n, count)
+        for rank, shard in enumerate(shards):
+            shard.extend([range(s.start + cached, s.stop + cached) for s in layout.spans[shares[rank]]])
+            missing = self._pages(shard.tokens) - len(shard.pages)
+            shard.add_pages(self._pools[rank].take(missing, shard.pages[-1] if shard.pages else -1))
+        return Turn(
+            session=session,
+            cached=cached,
+            new=count,
+            shares=shares,
+            cached_runs=tuple(s.runs(0, h, self.page_tokens) for s, h in zip(shards, held, strict=True)),
+            new_runs=tuple(s.runs(h, s.tokens, self.page_tokens) for s, h in zip(shards, held, strict=True)),
+            positions=positions,
+        )
+
+    def _trim(self, rank: int, shard: _Shard) -> None:
+        self._pools[rank].give_back(shard.drop_pages(self._pages(shard.tokens)))
+
+
+def slots_of(runs: Sequence[range]) -> list[int]:
+    """Every slot of some runs, in order."""
+    return list(chain.from_iterable(runs))

@@ -1,0 +1,75 @@
+"""From logits to tokens: greedy, or drawn after temperature, top-k and top-p; the same on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import refuse
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a sequence goes on, and when it ends.
+
+    Attributes:
+        max_new_tokens: most tokens to generate.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw among so many of the likeliest tokens; None for all.
+        top_p: draw among the fewest likeliest tokens whose probabilities add up to this.
+        seed: of the draws. A draw depends on the seed, the sequence's `stream` and the token's number in it only: not
+            on what else is in the batch, nor on the ranks.
+        stop: tokens that end the sequence; they are not part of what is given out.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise refuse("max_new_tokens", self.max_new_tokens, "1 or more", "Raise it.")
+        if not 0 <= self.temperature < math.inf:
+            raise refuse("temperature", self.temperature, "0 (greedy) or a positive number", "1 samples as trained.")
+        if self.top_k is not None and self.top_k < 1:
+            raise refuse("top_k", self.top_k, "1 or more, or null", "Leave it null to draw among all tokens.")
+        if not 0 < self.top_p <= 1:
+            raise refuse("top_p", self.top_p, "above 0 and at most 1", "1 draws among all tokens.")
+
+
+def sample(logits: Tensor, sampling: Sampling, stream: int, step: int) -> int:
+    """The next token.
+
+    Args:
+        logits: `[vocabulary]`.
+        stream: number of the sequence among those that share the seed.
+        step: number of the token in its sequence.
+
+    Raises:
+        ValueError: logits that are not finite.
+    """
+    if not torch.isfinite(logits).all():
+        raise ValueError("logits are not finite: expected numbers. Check the checkpoint, or use train.precision=fp32.")
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    # On the CPU in fp64: a draw is then the same on every device.
+    scaled = logits.detach().cpu().double() / sampling.temperature
+    scaled, order = scaled.sort(descending=True, stable=True)
+    probabilities = torch.softmax(scaled[: sampling.top_k], 0)
+    if sampling.top_p < 1:
+        before = probabilities.cumsum(0) - probabilities
+        probabilities = probabilities[before < sampling.top_p]
+    sums = probabilities.cumsum(0)
+    draw = random.Random(f"{sampling.seed}/{stream}/{step}").random() * float(sums[-1])
+    index = int(torch.searchsorted(sums, draw, right=True))
+    return int(order[min(index, len(sums) - 1)])

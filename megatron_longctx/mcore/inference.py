@@ -1,0 +1,186 @@
+"""Megatron's GPT over a sharded cache: its layers as they are, their core attention and positions switched.
+
+Megatron's own inference refuses context parallelism, so the model runs in a plain forward pass over the new tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
+from megatron.core.transformer import MegatronModule
+from torch import Tensor
+
+from ..config import Config, ParallelismConfig, RecomputeConfig, refuse
+from ..inference.cached_attention import CachedAttention, CacheShape
+from ..inference.choice import Chooser, Figures
+from ..inference.engine import EngineSettings, LongContextEngine
+from ..inference.ledger import CacheLedger
+from ..schedules import Workload
+from ..topology import load_cluster
+from . import checkpoint
+from .model import build_model, fingerprint, padded_vocab_size, transformer_config
+from .rope import ShardedRotaryEmbedding
+from .sequence import build_sequence
+from .step import local_device
+from .tokenizer import build_tokenizer
+
+
+class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
+    """Takes the place of a built layer's core attention. `layer` counts from 0."""
+
+    def __init__(self, original: Any, attention: CachedAttention) -> None:
+        super().__init__(config=original.config)
+        self.layer = original.layer_number - 1
+        self._scale = original.softmax_scale
+        self._attention = attention
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """`[s, 1, h/tp, d]`, `[s, 1, g/tp, d]` twice, to `[s, 1, h/tp * d]`; masks are the plan's matter."""
+        return self._attention(self.layer, query, key, value, self._scale).flatten(2)
+
+
+class NewPositions:
+    """Positions of the new tokens of one forward pass, int64 `[s]`."""
+
+    def __init__(self) -> None:
+        self.now = torch.empty(0, dtype=torch.int64)
+
+    def positions(self, device: torch.device) -> Tensor:
+        return self.now.to(device)
+
+
+class CachedRotaryEmbedding(ShardedRotaryEmbedding):
+    """RoPE's table at the new tokens' positions, which differ in every forward pass."""
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+        """The table `[s, 1, 1, d]`."""
+        table: Tensor = self.get_emb(max_seq_len, offset)
+        return table
+
+
+class CachedGPT:
+    """A GPT of one pipeline stage whose attention goes through the cache. See `inference.engine.CachedModel`.
+
+    Args:
+        gpt: built by `model.build_model`, without sequence parallelism; it can no longer train.
+        vocab_size: entries that have a meaning; the rest of a padded embedding is never generated.
+    """
+
+    def __init__(self, gpt: GPTModel, attention: CachedAttention, vocab_size: int, max_positions: int | None) -> None:
+        self.vocab_size = vocab_size
+        self.max_positions = max_positions
+        self.attention = attention
+        self._gpt = gpt
+        self._positions = NewPositions()
+        for layer in gpt.decoder.layers:
+            layer.self_attention.core_attention = CachedCoreAttention(layer.self_attention.core_attention, attention)
+        if gpt.position_embedding_type == "rope":
+            gpt.rotary_pos_emb = CachedRotaryEmbedding(gpt.rotary_pos_emb, self._positions)  # type: ignore[arg-type]
+        gpt.post_process = False  # hidden states come out: logits of every row would not fit for long prompts
+        gpt.eval()
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """See `inference.engine.CachedModel.logits`."""
+        if not tokens.numel():
+            self._attend_without_tokens()
+            return torch.empty(0, self.vocab_size, device=tokens.device)
+        self._positions.now = positions
+        hidden = self._gpt(tokens[None], positions[None], None)
+        weight = None
+        if self._gpt.share_embeddings_and_output_weights:
+            weight = self._gpt.shared_embedding_or_output_weight()
+        logits, _ = self._gpt.output_layer(hidden[rows], weight=weight, runtime_gather_output=True)
+        result: Tensor = logits[:, 0, : self.vocab_size].float()
+        return result
+
+    def _attend_without_tokens(self) -> None:
+        """This rank's part in the others' attention. Kernels are spared tensors of no rows."""
+        shape, device = self.attention.shape, self.attention.device
+        q = torch.empty(0, 1, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
+        kv = torch.empty(0, 1, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
+        for layer in self._gpt.decoder.layers:
+            core = layer.self_attention.core_attention
+            core(q, kv, kv)
+
+
+def for_inference(config: Config) -> Config:
+    """A run's configuration without what only training needs.
+
+    Raises:
+        ValueError: sizes that inference does not run at.
+    """
+    par = config.parallelism
+    if par.pipeline_parallel_size != 1:
+        raise refuse(
+            "parallelism.pipeline_parallel_size",
+            par.pipeline_parallel_size,
+            "1 for inference",
+            "Set it to 1; checkpoints load at any sizes.",
+        )
+    if par.data_parallel_size not in (None, 1):
+        raise refuse("parallelism.data_parallel_size", par.data_parallel_size, "1 for inference", "Set it to 1.")
+    plain = ParallelismConfig(
+        context_parallel_size=par.context_parallel_size,
+        tensor_parallel_size=par.tensor_parallel_size,
+        data_parallel_size=1,
+        sequence_parallel=False,  # ranks hold any number of rows
+        cluster=par.cluster,
+        timeout_s=par.timeout_s,
+    )
+    return replace(config, parallelism=plain, recompute=RecomputeConfig())
+
+
+def build_engine(
+    config: Config, groups: ProcessGroupCollection, checkpoints: Path | None, iteration: int | None = None
+) -> tuple[LongContextEngine, MegatronTokenizerText]:
+    """The engine of a run's model, with its tokenizer. Collective over the world.
+
+    Args:
+        config: what `for_inference` returns.
+        checkpoints: where the weights come from, saved at any sizes; None leaves them random.
+
+    Raises:
+        ValueError: no checkpoint, one of another model, or a cache that does not fit.
+    """
+    tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
+    vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
+    megatron = transformer_config(config)
+    gpt = build_model(config, megatron, groups, build_sequence(config, groups.cp), vocab_size)
+    device = local_device()
+    gpt.to(device)
+    if checkpoints is not None:
+        state = checkpoint.TrainingState([gpt], fingerprint=fingerprint(config, vocab_size))
+        checkpoint.load(checkpoints, state, iteration=iteration)
+    model, inference, n, tp = config.model, config.inference, groups.cp.size(), groups.tp.size()
+    ledger = CacheLedger(n, pages_per_rank(config), inference.page_tokens)
+    shape = CacheShape(
+        num_layers=model.num_layers,
+        num_heads=model.num_attention_heads // tp,
+        num_kv_heads=model.num_kv_heads // tp,
+        head_dim=model.kv_channels,
+        dtype=megatron.params_dtype,
+    )
+    attention = CachedAttention(groups.cp, shape, ledger.slots_per_rank, device, config.attention.kernel)
+    learned = model.position_embedding == "learned"
+    cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)
+    cluster = load_cluster(config.parallelism.cluster).resized(n) if config.parallelism.cluster and n > 1 else None
+    figures = Figures(replace(Workload.of(config), batch=1), cluster)
+    chooser = Chooser(figures, inference.mode, inference.rule if n > 1 else "bytes")
+    settings = EngineSettings(inference.prefill_chunk, inference.evict)
+    return LongContextEngine(cached, ledger, chooser, settings), tokenizer
+
+
+def pages_per_rank(config: Config) -> int:
+    """Pages that hold `inference.cache_tokens` on all ranks together; by default one sequence of the trained length."""
+    inference = config.inference
+    tokens = inference.cache_tokens or config.data.seq_length + inference.max_new_tokens
+    n = config.parallelism.context_parallel_size
+    # Ranks differ by 2 tokens of a session at most.
+    return -(-(-(-tokens // n) + 2) // inference.page_tokens)

@@ -1,0 +1,126 @@
+"""Conversations of several sessions with a real model, and the same tokens through the dense model in one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_longctx.config import AttentionConfig, Config, ParallelismConfig
+from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.mcore import checkpoint, groups
+from megatron_longctx.mcore.inference import build_engine, for_inference
+from megatron_longctx.mcore.model import build_model, fingerprint, padded_vocab_size, transformer_config
+from megatron_longctx.mcore.sequence import build_sequence
+from megatron_longctx.mcore.tokenizer import build_tokenizer
+from megatron_longctx.testing.training import changed
+
+
+@dataclass
+class Record:
+    """One session: all of its tokens, which of them it generated, and logits by the number of tokens before them."""
+
+    tokens: list[int] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list)
+    logits: dict[int, Tensor] = field(default_factory=dict)
+
+
+# Per turn: tokens appended to each of three sessions (0: it is left out), and how many each batch then generates.
+TURNS = (((23, 1, 2), 3), ((1, 9, 0), 2), ((0, 1, 5), 4), ((7, 0, 1), 1), ((2, 14, 3), 5), ((1, 1, 1), 2))
+
+
+def converse(rank: int, config: Config, checkpoints: Path | None) -> list[Record]:
+    """All turns with greedy continuations; every session's logits after every prefill and every decode."""
+    par = config.parallelism
+    collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size, seed=5)
+    engine, _ = build_engine(for_inference(config), collection, checkpoints)
+    source = random.Random(1)
+    sessions = [engine.open() for _ in range(3)]
+    records = [Record() for _ in sessions]
+    for prompts, count in TURNS:
+        texts = {s: [source.randrange(97, 105) for _ in range(size)] for s, size in zip(sessions, prompts, strict=True)}
+        active = {session: text for session, text in texts.items() if text}
+        engine.append(active)
+        for number in range(count):
+            for session, logits in zip(active, engine.next_logits(list(active)), strict=True):
+                records[session.number].logits[len(session.tokens)] = logits.clone()
+            # The first ends before the others: sequences of a batch end at different times.
+            going = list(active)[number % 2 :] or list(active)
+            before = {session: len(session.tokens) for session in going}
+            engine.continue_all(going, Sampling(max_new_tokens=1))
+            records_of = [records[session.number] for session in going]
+            for session, record in zip(going, records_of, strict=True):
+                record.generated += range(before[session], len(session.tokens))
+    for session, record in zip(sessions, records, strict=True):
+        record.tokens = list(session.tokens)
+        session.close()
+    assert engine.ledger.used_pages() == 0
+    groups.destroy()
+    return records
+
+
+@dataclass(frozen=True)
+class Model:
+    """A configuration, and where its weights come from (None: its seed)."""
+
+    config: Config
+    checkpoints: Path | None = None
+
+
+@dataclass
+class Truth:
+    """One rank's conversation, and the dense model's logits of the same texts: in fp64, and by the usual kernel."""
+
+    records: list[Record]
+    exact: list[Tensor]
+    own: list[Tensor]
+
+
+def converse_in(rank: int, models: Sequence[Model]) -> list[list[Record]]:
+    """`converse` with several models in one world."""
+    return [converse(rank, model.config, model.checkpoints) for model in models]
+
+
+def truths(rank: int, models: Sequence[Model]) -> list[Truth]:
+    """In a world of one rank."""
+    found = []
+    for model in models:
+        records = converse(rank, model.config, model.checkpoints)
+        texts = [record.tokens for record in records]
+        exact, own = (dense(model.config, model.checkpoints, texts, fp64) for fp64 in (True, False))
+        found.append(Truth(records, exact, own))
+    return found
+
+
+def dense(config: Config, checkpoints: Path | None, texts: Sequence[Sequence[int]], fp64: bool) -> list[Tensor]:
+    """Logits `[length, vocabulary]` of every text by one forward pass of Megatron's model over the whole of it."""
+    single = replace(config, parallelism=ParallelismConfig())
+    if fp64:
+        single = replace(single, attention=AttentionConfig(kernel="reference"))
+    collection = groups.initialize(seed=5)
+    tokenizer = build_tokenizer(single.data.tokenizer)
+    vocab_size = padded_vocab_size(single.model, tokenizer.vocab_size)
+    sequence = build_sequence(single, collection.cp)
+    gpt = build_model(single, transformer_config(single), collection, sequence, vocab_size)
+    if checkpoints is not None:
+        checkpoint.load(checkpoints, checkpoint.TrainingState([gpt], fingerprint=fingerprint(single, vocab_size)))
+    gpt = gpt.double().eval() if fp64 else gpt.eval()
+    found = []
+    for text in texts:
+        sequence.length = len(text)
+        tokens = torch.tensor([text])
+        with torch.no_grad():
+            found.append(gpt(tokens, torch.arange(len(text))[None], None)[0, :, : tokenizer.vocab_size])
+    groups.destroy()
+    return found
+
+
+def parallel(config: Config, context: int, tensor: int = 1, **inference: object) -> Config:
+    """`config` at other parallel sizes, with pages small enough to matter."""
+    sizes = {"parallelism.context_parallel_size": context, "parallelism.tensor_parallel_size": tensor}
+    settings = {"page_tokens": 4, "cache_tokens": 600} | inference
+    return changed(config, sizes | {f"inference.{name}": value for name, value in settings.items()})

@@ -1,0 +1,34 @@
+"""Caches with a past, for tests of what comes next."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from megatron_longctx.inference.ledger import CacheLedger
+from megatron_longctx.inference.plan import Batch
+
+
+def batch_with_past(
+    n: int, pasts: Sequence[Sequence[int]], new: Sequence[int], page: int = 3, pages: int = 60
+) -> Batch:
+    """Sequence i has had turns of `pasts[i]` tokens, taken by turns with the others; `new[i]` tokens come now."""
+    ledger = CacheLedger(n, pages, page)
+    sessions = [ledger.open() for _ in pasts]
+    for turn in range(max(map(len, pasts), default=0)):
+        counts = {s: past[turn] for s, past in zip(sessions, pasts, strict=True) if turn < len(past)}
+        ledger.append(counts)
+    turns = ledger.append({s: count for s, count in zip(sessions, new, strict=True) if count})
+    return Batch(n, ledger.slots_per_rank, turns)
+
+
+def random_batch(seed: int) -> Batch:
+    """Up to 3 sequences with up to 4 earlier turns each, many of one token, on up to 5 ranks."""
+    source = random.Random(seed)
+
+    def tokens() -> int:
+        return source.choice((1, 1, 2, 5, source.randint(1, 40)))
+
+    count = source.randint(1, 3)
+    pasts = [[tokens() for _ in range(source.randint(0, 4))] for _ in range(count)]
+    return batch_with_past(source.randint(1, 5), pasts, [tokens() for _ in range(count)], source.randint(1, 5), 400)

@@ -1,0 +1,135 @@
+"""Plans over a cache are proved: every new token attends all of its own sequence up to itself, once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_longctx.inference import plan as plans
+from megatron_longctx.inference.plan import MODES, CachePlan, build, verify_over_cache
+from megatron_longctx.schedules import Attend, Kind, PlanError, describe, moved_tokens
+from tests.inference.histories import batch_with_past, random_batch
+
+CHAT = dict(pasts=[(9, 1, 1, 4), (), (2,)], new=(7, 12, 1))
+
+
+def seen_by_hand(plan: CachePlan) -> dict[tuple[int, int, int], int]:
+    """How often (turn, position of query, position of key) is computed, from the plan's calls one pair at a time."""
+    batch, count = plan.batch, {}
+    rows, slots = {}, {}
+    for index, turn in enumerate(batch.turns):
+        for rank in range(batch.n):
+            new = [turn.cached + i for span in turn.new_spans(rank) for i in span]
+            for i, position in enumerate(new):
+                rows[rank, batch.rows[rank][index] + i] = (index, position)
+            held = [p for span in turn.positions[rank] for p in span] + new
+            places = [slot for run in (*turn.cached_runs[rank], *turn.new_runs[rank]) for slot in run]
+            for slot, position in zip(places, held, strict=True):
+                slots[rank, slot] = (index, position)
+    for step in plan.steps:
+        for attend in (attend for attends in step.attends for attend in attends):
+            queries = [rows[block.home, i] for block in attend.queries for i in range(block.start, block.stop)]
+            keys = [slots[block.home, i] for block in attend.keys for i in range(block.start, block.stop)]
+            for i, (turn, q) in enumerate(queries):
+                for key_turn, k in keys[: i + 1] if attend.causal else keys:
+                    assert turn == key_turn
+                    count[turn, q, k] = count.get((turn, q, k), 0) + 1
+    return count
+
+
+def visible(plan: CachePlan) -> dict[tuple[int, int, int], int]:
+    turns = enumerate(plan.batch.turns)
+    return {(i, q, k): 1 for i, turn in turns for q in range(turn.cached, turn.cached + turn.new) for k in range(q + 1)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_every_mode_computes_attention_whatever_the_past(mode: str, seed: int) -> None:
+    plan = build(mode, random_batch(seed))
+    verify_over_cache(plan)
+    assert seen_by_hand(plan) == visible(plan)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("new", [(1, 0, 0), (1, 1, 1), (2, 3, 1)], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_prompts_shorter_than_the_ranks(mode: str, new: tuple[int, ...], n: int) -> None:
+    for pasts in ([(), (), ()], CHAT["pasts"]):
+        verify_over_cache(build(mode, batch_with_past(n, pasts, new)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_broken_plan_does_wrong_is_named(mode: str) -> None:
+    plan = build(mode, batch_with_past(3, **CHAT))
+    verify_over_cache(plan)
+    rank, attend = next((r, attends[0]) for r, attends in enumerate(plan.steps[0].attends) if attends)
+
+    def with_calls(*calls: Attend) -> CachePlan:
+        first = plan.steps[0]
+        attends = tuple(calls if r == rank else attends for r, attends in enumerate(first.attends))
+        return replace(plan, steps=(first._replace(attends=attends), *plan.steps[1:]))
+
+    rest = plan.steps[0].attends[rank][1:]
+    with pytest.raises(PlanError, match="visible pairs"):
+        verify_over_cache(with_calls(*rest))
+    with pytest.raises(PlanError, match="twice"):
+        verify_over_cache(with_calls(attend, attend, *rest))
+    own = plan.turns_of(attend.keys[0])
+    strangers = next(a.keys for a in plan.steps[0].attends[rank] if plan.turns_of(a.keys[0]) != own)
+    with pytest.raises(PlanError, match="is not of one sequence"):
+        verify_over_cache(with_calls(attend._replace(keys=strangers, causal=False), *rest))
+    free = attend.keys[0]._replace(start=170, stop=171)
+    with pytest.raises(PlanError, match="is not of one sequence"):
+        verify_over_cache(with_calls(attend._replace(keys=(free,), causal=False), *rest))
+    silent = replace(plan, steps=tuple(step._replace(moves=()) for step in plan.steps))
+    with pytest.raises(PlanError, match="before it arrives"):
+        verify_over_cache(silent)
+
+
+def test_what_moves_is_not_padded() -> None:
+    """Ring pass-KV moves every cached and new key n-1 times at most, pass-Q every query and its partial results."""
+    batch = batch_with_past(4, [(40,), (3,)], (8, 2))
+    kv = [moved_tokens(plans.pass_kv(batch), rank) for rank in range(4)]
+    assert sum(moved.get(Kind.KV, (0, 0))[0] for moved in kv) <= 3 * (batch.cached + batch.new)
+    assert all(set(moved) <= {Kind.KV} for moved in kv)
+    for mode in ("pass_q", "one_hop"):
+        moved = [moved_tokens(build(mode, batch), rank) for rank in range(4)]
+        for kind in (Kind.Q, Kind.OUT):
+            assert sum(m.get(kind, (0, 0))[1] for m in moved) <= 3 * batch.new
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_one_hop_takes_three_steps_and_the_ring_n_plus_one(n: int) -> None:
+    batch = batch_with_past(n, [(5 * n,), (4 * n,)], (1, 1))
+    assert len(plans.one_hop(batch).steps) == 3
+    assert len(plans.pass_q(batch).steps) == n + 1
+    assert len(plans.pass_kv(batch).steps) == n
+
+
+def test_new_tokens_are_balanced_over_the_ranks_whatever_lies_in_the_cache() -> None:
+    batch = batch_with_past(4, [(64,), (7, 1, 1)], (64, 32), page=8)
+    pairs = [plans.pass_kv(batch).pairs(rank) for rank in range(4)]
+    assert max(pairs) - min(pairs) <= 0.02 * max(pairs)
+
+
+def test_long_runs_are_read_in_place_and_short_ones_together() -> None:
+    long = plans.LONG_RUN
+    batch = batch_with_past(1, [(long, 5, long), (3, 1, 1)], (1, 1), page=long, pages=9)
+    sizes = [[key.tokens for key in attend.keys] for attend in plans.pass_q(batch).steps[0].attends[0]]
+    assert len(batch.turns[0].cached_runs[0]) > 1
+    assert sizes[0][0] >= long and len(sizes[0]) == 1
+
+
+def test_a_plan_can_be_read() -> None:
+    text = describe(plans.pass_q(batch_with_past(2, **CHAT)))
+    assert "pass_q forward: 2 ranks, 20 tokens (new tokens)" in text
+    assert "send out" in text
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"inference\.mode=pass_v: expected one of pass_kv, pass_q, one_hop"):
+        build("pass_v", batch_with_past(2, **CHAT))

@@ -1,0 +1,145 @@
+"""Attention over a cache with a past equals dense attention over each whole sequence."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
+from megatron_longctx.inference.ledger import CacheLedger
+from megatron_longctx.inference.plan import MODES, Batch, build, verify_over_cache
+from megatron_longctx.kernels import KernelRequest, choose
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.references import dense_attention, random_qkv
+from megatron_longctx.testing.tolerances import assert_as_good_as
+
+CPU = torch.device("cpu")
+LAYERS = 2
+# (query heads, KV heads): grouped, one for all, one each.
+HEADS = ((4, 2), (4, 1), (2, 2))
+
+
+@dataclass
+class Chat:
+    """Sequences and how many of their tokens are cached. q, k, v of every layer are known for the whole length."""
+
+    session: int
+    layers: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    done: int = 0
+
+
+def history(seed: int, turns: int = 5) -> list[list[int]]:
+    """Per turn, the new tokens of three sequences: long and short prompts between single tokens; 0 skips a turn."""
+    source = random.Random(seed)
+    rounds = [[23, 1, 2]]
+    while len(rounds) < 2 * turns:
+        rounds.append([1, 1, 1])
+        rounds.append([source.choice((0, 1, 3, 17)) for _ in range(3)])
+    return [counts for counts in rounds if any(counts)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """heads: of queries, and of keys and values."""
+
+    heads: tuple[int, int]
+    dtype: torch.dtype = torch.float32
+    head_dim: int = 8
+    device: str = "cpu"
+
+    @property
+    def request(self) -> KernelRequest:
+        return KernelRequest(self.device, self.dtype, self.head_dim, *self.heads)
+
+    def tensors(self, length: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return random_qkv(length, 1, *self.heads, self.head_dim, self.dtype, self.device, seed)
+
+
+def chat_over_ranks(rank: int, mode: str, case: Case) -> None:
+    """All turns on this process group, every layer's output compared with dense attention over whole sequences."""
+    n = dist.get_world_size()
+    rounds = history(n)
+    lengths = [sum(counts[i] for counts in rounds) for i in range(3)]
+    ledger = CacheLedger(n, 80 // n + 6, 4)
+    shape = CacheShape(LAYERS, *case.heads, case.head_dim, case.dtype)
+    device = torch.device(case.device, rank) if case.device == "cuda" else CPU
+    attention = CachedAttention(dist.group.WORLD, shape, ledger.slots_per_rank, device)
+    chats = [
+        Chat(ledger.open(), [case.tensors(length, 10 * i + layer) for layer in range(LAYERS)])
+        for i, length in enumerate(lengths)
+    ]
+    truths = [[dense_attention(*qkv, causal=True) for qkv in chat.layers] for chat in chats]
+    kernel, scale = choose("auto", case.request), case.head_dim**-0.5
+    owns = [[kernel.forward(*qkv[:3], causal=True, scale=scale)[0] for qkv in chat.layers] for chat in chats]
+    seen: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = [([], [], []) for _ in range(LAYERS)]
+    for counts in rounds:
+        active = [(i, count) for i, count in enumerate(counts) if count]
+        turns = ledger.append({chats[i].session: count for i, count in active})
+        plan = build(mode, Batch(n, ledger.slots_per_rank, turns))
+        verify_over_cache(plan)
+        attention.begin(plan)
+        places = [
+            (i, [turn.cached + p for span in turn.new_spans(rank) for p in span])
+            for (i, _), turn in zip(active, turns, strict=True)
+        ]
+        for layer in range(LAYERS):
+            q, k, v = (torch.cat([chats[i].layers[layer][x][at] for i, at in places]) for x in range(3))
+            found, own, truth = seen[layer]
+            found.append(attention(layer, q, k, v))
+            truth += [truths[i][layer]["out"][at] for i, at in places]
+            own += [owns[i][layer][at] for i, at in places]
+            close = 1e-5 if case.dtype == torch.float32 else 0.05
+            assert torch.allclose(found[-1].double(), torch.cat(truth[-len(places) :]), atol=close), (mode, counts)
+        for i, count in active:
+            chats[i].done += count
+    for found, own, truth in seen:  # over all turns: a single token's rounding says little
+        whole = [{"out": torch.cat(x)} for x in (found, own, truth)]
+        assert_as_good_as(*whole, (mode, case))
+    assert [chat.done for chat in chats] == lengths
+
+
+def every_mode(rank: int, cases: list[Case]) -> int:
+    for mode in MODES:
+        for case in cases:
+            chat_over_ranks(rank, mode, case)
+    return len(MODES) * len(cases)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_turn_equals_dense_attention(n: int) -> None:
+    cases = [Case(heads) for heads in HEADS]
+    if n == 3:
+        cases.append(Case(HEADS[0], torch.bfloat16))
+    assert run_distributed(every_mode, n, cases) == [len(MODES) * len(cases)] * n
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_every_turn_equals_dense_attention_on_gpus(n: int) -> None:
+    if torch.cuda.device_count() < n:
+        pytest.skip(f"needs {n} CUDA devices")
+    cases = [Case(heads, torch.bfloat16, 64, "cuda") for heads in HEADS]
+    assert run_distributed(every_mode, n, cases, backend="nccl") == [len(MODES) * len(cases)] * n
+
+
+def test_shapes_that_do_not_fit_the_plan_are_refused() -> None:
+    ledger = CacheLedger(1, 4, 4)
+    attention = CachedAttention(None, CacheShape(1, 2, 1, 8, torch.float32), ledger.slots_per_rank, CPU)
+    attention.begin(build("pass_kv", Batch(1, ledger.slots_per_rank, ledger.append({ledger.open(): 3}))))
+    with pytest.raises(ValueError, match=r"q has shape \(2, 1, 2, 8\): expected \[3, 1, 2, 8\]"):
+        attention(0, torch.zeros(2, 1, 2, 8), torch.zeros(2, 1, 1, 8), torch.zeros(2, 1, 1, 8))
+    with pytest.raises(ValueError, match="a plan of 1"):
+        other = CacheLedger(2, 4, 4)
+        attention.begin(build("pass_kv", Batch(2, other.slots_per_rank, other.append({other.open(): 3}))))
+
+
+def test_the_caches_size_is_what_its_shape_says() -> None:
+    shape = CacheShape(3, 8, 2, 16, torch.bfloat16)
+    attention = CachedAttention(None, shape, 10, CPU)
+    assert attention.num_bytes == 10 * shape.token_bytes == 10 * 3 * 2 * 2 * 16 * 2

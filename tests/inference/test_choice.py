@@ -1,0 +1,108 @@
+"""The rules choose as the paper says they do, and the simulator between what it predicts."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from megatron_longctx.config import CACHE_MODES, CACHE_RULES
+from megatron_longctx.inference.choice import Chooser, Figures, algorithm_1, algorithm_5, bytes_rule, empirical
+from megatron_longctx.inference.plan import MODES
+from megatron_longctx.schedules import Costs, Workload
+from megatron_longctx.topology import Cluster, Network
+from tests.inference.histories import batch_with_past
+
+# Llama 3 405B's heads on one of 8 tensor-parallel ranks, over 4 hosts; the paper's achieved rates.
+HEADS = Workload(num_heads=16, num_kv_heads=1, head_dim=128)
+HOSTS = Cluster("hosts", 4, 1, network=Network(1, 26e9 / 2**30, 1e-5))
+PAPER = Figures(HEADS, HOSTS, Costs(540, 540))
+# Table 4: cached, new, milliseconds of pass-KV and pass-Q (128K tokens, 4 hosts).
+TABLE_4 = (
+    (126720, 1280, 1023.39, 898.71),
+    (124800, 3200, 1110.18, 1046.43),
+    (123840, 4160, 1298.92, 1280.1),
+    (121600, 6400, 1305.56, 1302.01),
+    (115200, 12800, 2080.67, 2205.27),
+    (102400, 25600, 3353.02, 3617.02),
+    (64000, 64000, 6845.21, 7367.99),
+    (12800, 115200, 11136.4, 11571.62),
+    (0, 128000, 11462.15, 12360.57),
+)
+CLEAR = [row for row in TABLE_4 if abs(row[2] - row[3]) > 0.01 * row[3]]
+
+
+@pytest.mark.parametrize(("cached", "new", "kv_ms", "q_ms"), CLEAR)
+def test_algorithm_1_is_right_where_the_papers_table_4_is_clear(
+    cached: int, new: int, kv_ms: float, q_ms: float
+) -> None:
+    assert algorithm_1(new, cached, 4, PAPER)[0] == (kv_ms < q_ms)
+
+
+def test_algorithm_5_takes_pass_q_in_no_case_where_algorithm_1_does_not() -> None:
+    for cached, new, *_ in TABLE_4:
+        assert algorithm_5(new, cached, 4, PAPER)[0] >= algorithm_1(new, cached, 4, PAPER)[0]
+    _, inputs = algorithm_5(1280, 126720, 4, PAPER)
+    assert inputs["threshold"] == pytest.approx(2 / 16 - 4 * 1280 * 26e9 / (4 * 540e12 * 2))
+    assert inputs["hides_from"] == pytest.approx(4 * 540e12 * 1 * 2 / (2 * 16 * 26e9))
+
+
+def test_the_empirical_rule_as_printed_is_wrong_on_the_papers_own_table() -> None:
+    """A fact about the paper: the rule needs coefficients of one's own."""
+    assert not any(empirical(new, cached, 4, PAPER)[0] for cached, new, *_ in TABLE_4)
+    fitted = Figures(HEADS, empirical=(0.0, 1.0, 2.9))
+    assert [empirical(new, cached, 4, fitted)[0] for cached, new, *_ in CLEAR] == [kv < q for *_, kv, q in CLEAR]
+
+
+def test_bytes_compare_what_would_travel() -> None:
+    for heads, kv_heads, threshold in ((16, 1, 0.125), (8, 8, 2.0), (32, 8, 0.5)):
+        taken, inputs = bytes_rule(50, 50, 4, Figures(Workload(heads, kv_heads, 64)))
+        assert inputs == {"miss_rate": 0.5, "threshold": threshold} and taken == (threshold <= 0.5)
+
+
+def test_the_simulator_passes_keys_for_a_fresh_prompt_and_queries_over_a_large_cache(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chooser = Chooser(PAPER)
+    with caplog.at_level(logging.INFO):
+        fresh = chooser.choose(batch_with_past(4, [()], [32768], page=4096))
+        warm = chooser.choose(batch_with_past(4, [(120000,)], [256], page=4096))
+    assert fresh.mode == "pass_kv" and warm.mode in ("pass_q", "one_hop")
+    for decision in (fresh, warm):
+        assert set(decision.seconds) == set(MODES)
+        assert decision.seconds[decision.mode] == min(decision.seconds.values())
+    assert [record.message for record in caplog.records] == [f"attention over the cache: {d}" for d in (fresh, warm)]
+    assert "32768 new and 0 cached tokens of 1 sequences on 4 ranks: pass_kv by simulation (pass_kv" in str(fresh)
+
+
+def test_decodes_of_one_size_are_decided_once() -> None:
+    chooser = Chooser(PAPER)
+    first = chooser.choose(batch_with_past(4, [(1000,), (900,)], [1, 1], page=64, pages=400))
+    assert first is chooser.choose(batch_with_past(4, [(1001,), (901,)], [1, 1], page=64, pages=400))
+    assert first is not chooser.choose(batch_with_past(4, [(9000,), (900,)], [1, 1], page=64, pages=400))
+    assert first.mode == "one_hop"
+
+
+@pytest.mark.parametrize("rule", CACHE_RULES)
+def test_every_rule_can_be_asked(rule: str) -> None:
+    decision = Chooser(PAPER, rule=rule).choose(batch_with_past(4, [(40,)], [8]))
+    assert decision.mode in MODES and (decision.inputs or decision.seconds)
+
+
+def test_the_configuration_knows_every_mode() -> None:
+    assert ("auto", *MODES) == CACHE_MODES
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_forced_mode_is_taken(mode: str) -> None:
+    assert Chooser(Figures(HEADS), mode).choose(batch_with_past(2, [(4,)], [3])).mode == mode
+
+
+def test_what_cannot_be_asked_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"inference\.mode=ring: expected one of auto, pass_kv"):
+        Chooser(PAPER, "ring")
+    with pytest.raises(ValueError, match=r"inference\.rule=guess: expected one of auto, simulate"):
+        Chooser(PAPER, rule="guess")
+    with pytest.raises(ValueError, match=r"expected parallelism\.cluster=NAME"):
+        Chooser(Figures(HEADS), rule="algorithm_1")
+    assert Chooser(Figures(HEADS)).choose(batch_with_past(2, [(4,)], [3])).rule == "bytes"

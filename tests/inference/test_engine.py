@@ -1,0 +1,71 @@
+"""A trained model answers over a sharded cache as it does in one dense forward pass, turn by turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_longctx.config import Config
+from megatron_longctx.inference.plan import MODES
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.tolerances import error
+from megatron_longctx.testing.training import changed
+from tests.inference.conversations import Model, Record, Truth, converse_in, parallel, truths
+
+OTHER_SHAPES = (
+    {"model.num_kv_heads": 1, "model.tie_embeddings": True},
+    {"model.num_kv_heads": 4, "model.position_embedding": "learned", "model.normalization": "layernorm"},
+)
+
+
+def models_of(trained: Config) -> list[Model]:
+    """The trained one with grouped heads, and with fresh weights one KV head, and as many as query heads."""
+    others = [Model(changed(trained, {**shape, "data.seq_length": 128})) for shape in OTHER_SHAPES]
+    return [Model(trained, Path(trained.run.root, trained.run.name, "checkpoints")), *others]
+
+
+@pytest.fixture(scope="module")
+def truth(trained: Config) -> list[Truth]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        single = [Model(parallel(model.config, 1), model.checkpoints) for model in models_of(trained)]
+        return run_distributed(truths, 1, single)[0]
+
+
+def check(records: list[Record], truth: Truth) -> None:
+    """Token for token, and logits by the project's rule: at most twice the error of one device's kernel."""
+    assert [record.tokens for record in records] == [record.tokens for record in truth.records]
+    for record, exact, own in zip(records, truth.exact, truth.own, strict=True):
+        assert len(record.generated) >= 5
+        for at in record.generated:
+            assert record.tokens[at] == int(exact[at - 1].argmax()), f"token {at}"
+        rows = torch.tensor([at - 1 for at in record.logits])
+        found = torch.stack(list(record.logits.values()))
+        assert error(found, exact[rows]) <= 2 * error(own[rows], exact[rows])
+
+
+def test_a_rank_alone_gives_the_dense_models_tokens_and_logits(truth: list[Truth]) -> None:
+    for each in truth:
+        check(each.records, each)
+        assert all(len(set(record.tokens)) > 5 for record in each.records)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_every_turn_gives_the_dense_models_tokens_and_logits(trained: Config, truth: list[Truth], n: int) -> None:
+    model, *others = models_of(trained)
+    modes = ("auto", *MODES) if n == 3 else ("auto", "pass_kv", "pass_q")
+    cases = [(parallel(model.config, n, mode=mode), 0) for mode in modes]
+    if n == 2:
+        cases.append((parallel(model.config, n, prefill_chunk=4), 0))
+    if n == 3:
+        cases += [(parallel(other.config, n, mode="pass_q"), i) for i, other in enumerate(others, 1)]
+    if n == 4:
+        cases.append((parallel(model.config, 2, tensor=2), 0))
+    jobs = [Model(config, model.checkpoints if i == 0 else None) for config, i in cases]
+    ranks = run_distributed(converse_in, n, jobs)
+    for records in ranks:
+        for (_, i), found in zip(cases, records, strict=True):
+            check(found, truth[i])

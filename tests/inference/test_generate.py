@@ -1,0 +1,83 @@
+"""`megatron-longctx generate` as a user starts it: only the text on standard output, the same at any sizes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx import cli
+from megatron_longctx.config import Config
+from megatron_longctx.testing.jobs import CLI, clean_environment
+
+SUMMARY = r"(\d+) tokens, (\d+) of them cached before this turn; first token after [\d.]+ s; [\d.]+ ms per token; cache"
+
+
+def run_of(config: Config) -> str:
+    return f"checkpoint={Path(config.run.root, config.run.name)}"
+
+
+def generate(words: Sequence[str], typed: str = "") -> tuple[str, str]:
+    """Standard output and error of the verb, which has to succeed."""
+    done = subprocess.run(
+        [*CLI, "generate", *words],
+        input=typed.encode(),
+        capture_output=True,
+        timeout=120,
+        env=clean_environment(CUDA_VISIBLE_DEVICES=""),
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode(), done.stderr.decode()
+
+
+def test_the_text_is_the_same_at_any_sizes_and_alone_on_standard_output(trained: Config, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("abc de fg, ü")
+    common = [run_of(trained), f"prompt_file={tmp_path}/prompt.txt", "inference.max_new_tokens=12"]
+    alone, said = generate(common)
+    assert re.search(SUMMARY + r" \d+ of \d+ pages, 0\.000 GiB", said) and said.count("cached before this turn") == 1
+    assert alone.endswith("\n") and len(alone.encode()) >= 6 and "cache" not in alone
+    sharded, said = generate([*common, "parallelism.context_parallel_size=2", "inference.mode=pass_q"])
+    assert sharded == alone
+    assert "13 new and 0 cached tokens of 1 sequences on 2 ranks: pass_q by inference.mode=pass_q" in said
+
+
+def test_a_chat_computes_only_what_is_new(trained: Config) -> None:
+    words = [run_of(trained), "parallelism=cp2", "inference.max_new_tokens=3", "inference.temperature=0.5", "--chat"]
+    out, said = generate(words, "abc\nde\n")
+    # Three tokens an answer: the last is computed with the next turn's.
+    assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, said)] == [(7, 0), (13, 6)]
+    assert out.count("\n") >= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prompt=a"], "checkpoint=: expected checkpoint=RUN"),
+        (["checkpoint=nowhere", "prompt=a"], "expected a run's configuration there"),
+        ([], "expected prompt=TEXT or prompt_file=FILE"),
+        (["prompt=a", "prompt_file=b"], "expected prompt=TEXT or prompt_file=FILE"),
+        (["prompt="], "expected some text"),
+        (["prompt=a", "--chat"], "expected turns on standard input"),
+        (["prompt=a", "inference.top_p=3"], "inference.top_p=3.0: expected above 0"),
+        (["prompt=a", "inference.mode=ring"], "inference.mode=ring: expected one of auto, pass_kv, pass_q, one_hop"),
+        (["prompt=a", "inference.page_tokens=x"], "inference.page_tokens=x: expected an integer"),
+        (["prompt=a", "inference.pages=3"], "Nearest: inference.page_tokens"),
+        (["prompt=a", "model.num_layers=3"], "num_layers: checkpoint 2, model 3"),
+        (["prompt=a", "experiment=demo"], "expected settings of a run that exists"),
+        (["prompt=a", "iteration=last"], "iteration=last: expected a number"),
+        (["prompt=a", "parallelism.tensor_parallel_size=4"], "expected a divisor of model.num_kv_heads=2"),
+        (["prompt=a", "parallelism.pipeline_parallel_size=2"], "expected 1 for inference"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_a_line(
+    trained: Config, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    where = [] if any(word.startswith("checkpoint") for word in words) or words == ["prompt=a"] else [run_of(trained)]
+    assert cli.main(["generate", *where, *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("megatron-longctx generate: ")]
+    assert message in line

@@ -1,0 +1,68 @@
+"""Greedy, temperature, top-k, top-p and seeds."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from megatron_longctx.inference.sampling import Sampling, sample
+
+LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.0, 2.0])
+DRAWS = 4000
+
+
+def drawn(sampling: Sampling) -> Counter[int]:
+    return Counter(sample(LOGITS, sampling, 0, step) for step in range(DRAWS))
+
+
+def test_greedy_takes_the_first_of_the_likeliest() -> None:
+    assert sample(LOGITS, Sampling(), 0, 0) == 1
+    assert drawn(Sampling(temperature=0.7, top_k=1)) == {1: DRAWS}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_draws_follow_the_probabilities(temperature: float) -> None:
+    counts = drawn(Sampling(temperature=temperature))
+    for token, p in enumerate(torch.softmax(LOGITS / temperature, 0).tolist()):
+        assert abs(counts[token] - p * DRAWS) <= 5 * (p * (1 - p) * DRAWS) ** 0.5 + 1
+
+
+def test_top_k_and_top_p_keep_the_likeliest_and_their_ratios() -> None:
+    assert set(drawn(Sampling(temperature=1.0, top_k=3))) == {1, 4, 3}
+    # 1 and 4 have 0.37 each: the first alone reaches 0.3, both are needed for 0.5, 3 as well for 0.8
+    assert set(drawn(Sampling(temperature=1.0, top_p=0.3))) == {1}
+    assert set(drawn(Sampling(temperature=1.0, top_p=0.5))) == {1, 4}
+    assert set(drawn(Sampling(temperature=1.0, top_p=0.8))) == {1, 4, 3}
+    both = drawn(Sampling(temperature=1.0, top_k=2, top_p=0.9))
+    assert abs(both[1] - DRAWS / 2) < 5 * DRAWS**0.5
+
+
+def test_draws_repeat_by_seed_stream_and_step_and_differ_otherwise() -> None:
+    logits = torch.zeros(1000)
+    base = sample(logits, Sampling(temperature=1.0, seed=3), 5, 7)
+    assert base == sample(logits, Sampling(temperature=1.0, seed=3), 5, 7)
+    others = {sample(logits, Sampling(temperature=1.0, seed=s), t, u) for s, t, u in [(4, 5, 7), (3, 6, 7), (3, 5, 8)]}
+    assert base not in others and len(others) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": -1.0}, "temperature=-1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, r"top_p=0\.0"),
+        ({"top_p": 1.5}, r"top_p=1\.5"),
+    ],
+)
+def test_values_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**settings)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        sample(torch.tensor([0.0, float("nan")]), Sampling(), 0, 0)

@@ -1,0 +1,142 @@
+"""Requests that come and go beside each other get what they would get alone, and leave nothing behind."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx.config import Config
+from megatron_longctx.inference.engine import LongContextEngine
+from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.inference.scheduler import Event, Limits, Request, Scheduler
+from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.inference import build_engine, for_inference
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.training import tiny_config
+from tests.inference.conversations import parallel
+
+
+def finish(scheduler: Scheduler) -> dict[int, list[Event]]:
+    """Advance until nothing is left to do."""
+    events: dict[int, list[Event]] = {}
+    for _ in range(500):
+        if not scheduler.busy:
+            return events
+        for event in scheduler.advance():
+            events.setdefault(event.number, []).append(event)
+    raise AssertionError("the scheduler does not come to an end")
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    return [event.token for event in events if event.token is not None]
+
+
+def everybody_gets_their_own(engine: LongContextEngine) -> list[list[int]]:
+    source = random.Random(0)
+    requests = [
+        Request(
+            i,
+            tuple(source.randrange(256) for _ in range(source.choice((1, 5, 30, 60)))),
+            Sampling(max_new_tokens=source.randint(1, 6), temperature=source.choice((0.0, 1.0)), seed=i),
+        )
+        for i in range(12)
+    ]
+    alone = [engine.generate([request.prompt], request.sampling)[0] for request in requests]
+    scheduler = Scheduler(engine, Limits(max_active=4, prefill_chunk=16, keep_sessions=2))
+    early: dict[int, list[Event]] = {}
+    for request in requests:
+        scheduler.submit(request)
+        for event in scheduler.advance():
+            early.setdefault(event.number, []).append(event)
+    late = finish(scheduler)
+    for request, expected in zip(requests, alone, strict=True):
+        events = early.get(request.number, []) + late.get(request.number, [])
+        assert tokens_of(events) == expected
+        assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
+    scheduler.close()
+    assert engine.ledger.used_pages() == 0
+    return alone
+
+
+def a_long_prompt_stalls_nobody(engine: LongContextEngine) -> None:
+    scheduler = Scheduler(engine, Limits(prefill_chunk=10))
+    scheduler.submit(Request(0, (97, 98), Sampling(max_new_tokens=9)))
+    scheduler.advance()
+    scheduler.submit(Request(1, (99,) * 55, Sampling(max_new_tokens=1)))
+    rounds = [{event.number for event in scheduler.advance()} for _ in range(6)]
+    assert rounds == [{0}] * 5 + [{0, 1}]
+    scheduler.close()
+
+
+def a_conversation_is_found_again(engine: LongContextEngine) -> None:
+    scheduler = Scheduler(engine, Limits(keep_sessions=1))
+    first = Request(0, tuple(range(60, 80)), Sampling(max_new_tokens=4))
+    scheduler.submit(first)
+    answer = tokens_of(finish(scheduler)[0])
+    second = Request(1, (*first.prompt, *answer, 10, 11), Sampling(max_new_tokens=4))
+    scheduler.submit(second)
+    events = finish(scheduler)[1]
+    assert {event.cached_tokens for event in events} == {23}  # its last token was given out, not computed
+    scheduler.close()
+    assert tokens_of(events) == engine.generate([second.prompt], second.sampling)[0]
+
+
+def what_cannot_be_served_harms_nobody(engine: LongContextEngine) -> None:
+    scheduler = Scheduler(engine)
+    good = Sampling(max_new_tokens=3)
+    scheduler.submit(Request(0, (97, 98), good))
+    scheduler.submit(Request(1, (97, 10**6), good))
+    scheduler.submit(Request(2, (), good))
+    scheduler.submit(Request(3, (97,) * 10**5, good))
+    scheduler.submit(Request(4, (97,), Sampling(max_new_tokens=50)))
+    scheduler.advance()
+    scheduler.cancel(4)
+    scheduler.cancel(99)
+    events = finish(scheduler)
+    assert len(tokens_of(events[0])) == 2 and events[0][-1].finish_reason == "length"
+    assert events[4][-1].finish_reason == "cancelled"
+    scheduler.submit(Request(5, (97, 10**6), good))
+    scheduler.submit(Request(6, (97,) * 10**5, good))
+    failed = finish(scheduler)
+    assert "token=1000000" in failed[5][0].error and failed[5][0].finish_reason == "error"
+    assert "prompt and max_tokens=100003: expected at most" in failed[6][0].error
+    scheduler.close()
+    assert engine.ledger.used_pages() == 0
+
+
+def requests_wait_for_room(engine: LongContextEngine) -> None:
+    """Together they need three times the cache; kept caches give way."""
+    room = engine.ledger.slots_per_rank * engine.ledger.n
+    scheduler = Scheduler(engine, Limits(prefill_chunk=10**6))
+    for i in range(6):
+        scheduler.submit(Request(i, (i + 1,) * (room // 2 - 20), Sampling(max_new_tokens=2)))
+    scheduler.advance()
+    assert scheduler.num_waiting >= 4
+    assert all(len(tokens_of(events)) in (1, 2) for events in finish(scheduler).values())
+    scheduler.close()
+    assert engine.ledger.used_pages() == 0
+
+
+def every_promise(rank: int, config: Config) -> list[list[int]]:
+    collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
+    engine, _ = build_engine(for_inference(config), collection, None)
+    found = everybody_gets_their_own(engine)
+    a_long_prompt_stalls_nobody(engine)
+    a_conversation_is_found_again(engine)
+    what_cannot_be_served_harms_nobody(engine)
+    requests_wait_for_room(engine)
+    groups.destroy()
+    return found
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_requests_beside_each_other_on_two_ranks(tmp_path: Path) -> None:
+    first, second = run_distributed(every_promise, 2, parallel(tiny_config(tmp_path, "fresh"), 2))
+    assert first == second and len(first) == 12
+
+
+def test_limits_are_checked() -> None:
+    with pytest.raises(ValueError, match="max_active=0: expected 1 or more"):
+        Limits(max_active=0)

@@ -1,0 +1,193 @@
+"""What sessions promise besides the right numbers: errors that harm nothing, ends, seeds, eviction, no leak."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_longctx.config import Config
+from megatron_longctx.inference.engine import LongContextEngine, Session
+from megatron_longctx.inference.ledger import CacheFull
+from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.inference import build_engine, for_inference
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.training import changed, tiny_config
+from tests.inference.conversations import parallel
+
+PROMPTS = ([104, 101, 108, 108, 111], [97], [98, 99] * 9)
+
+
+def refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def batches_do_not_matter(engine: LongContextEngine) -> list[list[int]]:
+    """A sequence's tokens depend on its own text, seed and stream only."""
+    sampling = Sampling(max_new_tokens=6, temperature=0.9, top_k=50, top_p=0.95, seed=4)
+    together = engine.generate(PROMPTS, sampling)
+    assert engine.generate(PROMPTS[:1], sampling) == together[:1]
+    assert engine.generate(PROMPTS, sampling) == together
+    assert engine.generate(PROMPTS, Sampling(max_new_tokens=6, temperature=0.9, seed=5)) != together
+    greedy = engine.generate(PROMPTS, Sampling(max_new_tokens=6))
+    for prompt, tokens in zip(PROMPTS, greedy, strict=True):
+        assert engine.generate([prompt], Sampling(max_new_tokens=6)) == [tokens]
+    assert engine.ledger.used_pages() == 0 and not engine.ledger.sessions
+    return [*together, *greedy]
+
+
+def sequences_end(engine: LongContextEngine) -> None:
+    (free,) = engine.generate([PROMPTS[0]], Sampling(max_new_tokens=8))
+    stop = next(token for token in free if token != free[0])
+    session = engine.open()
+    session.append(PROMPTS[0])
+    found = session.generate(Sampling(max_new_tokens=8, stop=(stop,)))
+    assert found == free[: free.index(stop)] and session.finish_reason == "stop"
+    assert session.tokens == [*PROMPTS[0], *found, stop]
+    again = session.generate(Sampling(max_new_tokens=2))
+    assert session.finish_reason == "length" and len(again) == 2
+    (straight,) = engine.generate([[*PROMPTS[0], *found, stop]], Sampling(max_new_tokens=2))
+    assert again == straight
+    stream = session.stream(Sampling(max_new_tokens=5))
+    taken = [next(stream), next(stream)]
+    stream.close()
+    assert session.tokens[-2:] == taken
+    session.append([97])
+    assert session.reused_tokens >= len(PROMPTS[0]) + len(found)
+    session.close()
+    session.close()
+
+
+def errors_harm_nothing(engine: LongContextEngine) -> None:
+    good, closed = engine.open(), engine.open()
+    closed.close()
+    good.append(PROMPTS[2])
+    before, pages, logits = list(good.tokens), engine.ledger.used_pages(), engine.next_logits([good])
+    refused(lambda: closed.append([1]), "expected an open session")
+    refused(lambda: closed.generate(), "expected an open session")
+    refused(lambda: good.append([]), "expected 1 or more")
+    refused(lambda: good.append([97, 10**6]), "token=1000000: expected an id from 0 to")
+    refused(lambda: good.append([-1]), "token=-1")
+    empty = engine.open()
+    refused(lambda: engine.append({empty: [97], good: [-1]}), "token=-1")
+    refused(lambda: empty.generate(), "expected some tokens to go on from")
+    refused(lambda: engine.continue_all([good, good], Sampling()), "expected each one once")
+    refused(lambda: engine.append({empty: [97] * 5000}), "new tokens need")
+    refused(lambda: good.generate(Sampling(max_new_tokens=5000)), "new tokens need")
+    refused(lambda: engine.append({empty: [97] * 100, good: [97] * 5000}), "new tokens need")
+    assert good.tokens == before and empty.tokens == [] and engine.ledger.used_pages() == pages
+    assert torch.equal(engine.next_logits([good]), logits)
+    for session in (good, empty):
+        session.close()
+
+
+def bad_logits_are_told_everywhere(engine: LongContextEngine) -> None:
+    """They are on one rank only, and every rank has to hear of it instead of waiting."""
+    session = engine.open()
+    session.append([97, 98])
+    if session.logits is not None:
+        session.logits[3] = float("nan")
+    refused(lambda: session.generate(), "logits=not finite")
+    session.close()
+
+
+def random_operations(engine: LongContextEngine, seed: int) -> None:
+    """Sessions come, grow, generate, are evicted and go; each has the logits that its text has in a fresh session."""
+    source = random.Random(seed)
+    sessions: list[Session] = []
+    for step in range(40):
+        operation = source.choice(("open", "append", "append", "generate", "evict", "close"))
+        if operation == "open" or not sessions:
+            sessions.append(engine.open())
+            engine.append({sessions[-1]: [source.randrange(256) for _ in range(source.randint(1, 30))]})
+            continue
+        some = source.sample(sessions, source.randint(1, len(sessions)))
+        try:
+            if operation == "append":
+                engine.append({s: [source.randrange(256) for _ in range(source.randint(1, 12))] for s in some})
+            elif operation == "generate":
+                engine.continue_all(some, Sampling(max_new_tokens=source.randint(1, 3), temperature=1.0, seed=step))
+            elif operation == "evict":
+                engine.ledger.evict(some[0].number)
+            else:
+                some[0].close()
+                sessions.remove(some[0])
+        except CacheFull:
+            for session in some:  # rest the largest
+                session.close()
+                sessions.remove(session)
+        if step % 8 == 7 and sessions:
+            assert_as_fresh(engine, source.choice(sessions))
+    for session in sessions:
+        session.close()
+    assert engine.ledger.used_pages() == 0
+
+
+def assert_as_fresh(engine: LongContextEngine, session: Session) -> None:
+    logits = engine.next_logits([session])[0]
+    fresh = engine.open()
+    fresh.append(session.tokens)
+    assert torch.allclose(engine.next_logits([fresh])[0], logits, atol=1e-5)
+    fresh.close()
+
+
+def eviction_computes_again(engine: LongContextEngine) -> None:
+    old = engine.open()
+    old.append(PROMPTS[2])
+    logits = engine.next_logits([old])
+    room = engine.ledger.n * engine.ledger.slots_per_rank
+    new = engine.open()
+    new.append([97] * (room - 8))
+    assert old.cached_tokens == 0
+    assert old.tokens == PROMPTS[2]
+    assert torch.allclose(engine.next_logits([old]), logits, atol=1e-5) and new.cached_tokens == 0
+    for session in (old, new):
+        session.close()
+
+
+def learned_positions_end(config: Config) -> None:
+    settings = {"data.seq_length": 24, "model.position_embedding": "learned", "inference.cache_tokens": 100}
+    collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
+    engine, _ = build_engine(for_inference(changed(config, settings)), collection, None)
+    session = engine.open()
+    refused(lambda: session.append([97] * 25), "tokens of the session=25: expected at most the model's 24 positions")
+    session.append([97] * 20)
+    assert len(session.generate(Sampling(max_new_tokens=10))) == 4 and session.finish_reason == "length"
+    refused(lambda: session.generate(), "tokens of the session=24: expected less than 24")
+    groups.destroy()
+
+
+def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
+    collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
+    engine, _ = build_engine(for_inference(config), collection, None)
+    tokens = batches_do_not_matter(engine)
+    sequences_end(engine)
+    errors_harm_nothing(engine)
+    bad_logits_are_told_everywhere(engine)
+    random_operations(engine, 3)
+    session = engine.open()
+    session.append(PROMPTS[2])
+    logits = engine.next_logits([session])
+    groups.destroy()
+    collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
+    forgetful, _ = build_engine(for_inference(parallel(config, engine.ledger.n, evict=True)), collection, None)
+    eviction_computes_again(forgetful)
+    random_operations(forgetful, 4)
+    groups.destroy()
+    learned_positions_end(config)
+    return tokens, logits
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_sessions_keep_their_promises_on_any_number_of_ranks(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128})
+    (alone,) = run_distributed(every_promise, 1, parallel(config, 1))
+    for tokens, logits in run_distributed(every_promise, 2, parallel(config, 2)):
+        assert tokens == alone[0]
+        assert torch.allclose(logits, alone[1], atol=1e-5)
