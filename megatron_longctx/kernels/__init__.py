@@ -6,6 +6,7 @@ log).
 
 - `choose("auto", KernelRequest(...))` gives an `AttentionKernel`; `available(...)` says why the others were not taken.
 - `kernel.forward` gives one block's (out, lse); `merge_into` joins results over disjoint keys.
+- `quantize` (a module) packs tensors into 8 or 4 bits for messages, unpacks and sums them.
 - `kernel.backward` takes the GLOBAL (out, lse) and gives one block's share of the gradients; shares add up.
 
 To add a provider: one new file with a subclass of `AttentionKernel` (`name`, `why_not`, `_forward`, `_backward`; the
