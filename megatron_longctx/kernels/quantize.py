@@ -69,7 +69,7 @@ class QuantFormat:
     @property
     def levels(self) -> int:
         """Steps from one end of a range to the other. Symmetric ranges have an even number, so that zero is exact."""
-        return 2**self.bits - (2 if self.symmetric else 1)
+        return (1 << self.bits) - (2 if self.symmetric else 1)
 
     @property
     def zero(self) -> int:
@@ -86,7 +86,7 @@ class QuantFormat:
     def message_bytes(self, chunk: int) -> int:
         """Bytes of a chunk's message."""
         ends = self.groups(chunk) * (1 if self.symmetric else 2) * self.range_dtype.itemsize
-        return int(-(-(self.value_bytes(chunk) + ends) // _ALIGNMENT) * _ALIGNMENT)
+        return -(-(self.value_bytes(chunk) + ends) // _ALIGNMENT) * _ALIGNMENT
 
     def split(self, packed: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         """Views of messages `[n, message_bytes]`: values `[n, groups, bytes]` uint8 and ends `[n, 2 or 1, groups]`."""
