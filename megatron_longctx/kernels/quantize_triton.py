@@ -33,8 +33,10 @@ def _rounded(x, UP: tl.constexpr, SHORT: tl.constexpr):  # type: ignore[no-untyp
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_end(at, inside, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
     if SHORT:
-        return (tl.load(at, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return tl.load(at, mask=inside, other=0.0)
+        end = (tl.load(at, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        end = tl.load(at, mask=inside, other=0.0)
+    return end
 
 
 @triton.jit  # type: ignore[untyped-decorator]
