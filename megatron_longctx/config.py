@@ -13,6 +13,7 @@ SCHEDULES = ("ring", "zigzag", "striped", "helper", "double_ring", "tasp", "all_
 OUTER_SCHEDULES = ("ring", "zigzag", "helper", "double_ring", "tasp", "all_gather")
 KERNELS = ("auto", "cudnn", "flash_attn", "flash", "cpu", "reference")
 RECOMPUTES = ("none", "layer")
+REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 WANDB_MODES = ("offline", "online", "disabled")
@@ -97,6 +98,19 @@ class RecomputeConfig:
 
 
 @dataclass(frozen=True)
+class ReductionConfig:
+    """How the outputs of row-parallel layers are summed over tensor-parallel ranks: as they are, or as integers (Flash
+    Communication), which is faster on slow links and not exact. In inference only, unless `in_training`."""
+
+    output_projection: str = "none"  # of attention: none | int8 | int6 | int4 | auto (int8 where measured faster)
+    down_projection: str = "none"  # of the MLP, whose outliers make it the harder one: the same choice
+    group_size: int = 128  # neighbouring values that share a range: 32 | 64 | 128
+    symmetric: bool = False  # ranges around zero
+    min_kib: float = 64.0  # smaller tensors are summed as they are
+    in_training: bool = False  # forward; gradients pass as through the exact sum
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Megatron indexed data: `<prefix>.bin` and `<prefix>.idx`, as `megatron-longctx data` writes them."""
 
@@ -158,6 +172,7 @@ class Config:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    reduction: ReductionConfig = field(default_factory=ReductionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -271,6 +286,15 @@ def _validate_parallelism(config: Config) -> None:
         )
 
 
+def _validate_reduction(reduction: ReductionConfig) -> None:
+    _one_of("reduction.output_projection", reduction.output_projection, REDUCTIONS)
+    _one_of("reduction.down_projection", reduction.down_projection, REDUCTIONS)
+    if reduction.group_size not in (32, 64, 128):
+        raise refuse("reduction.group_size", reduction.group_size, "one of 32, 64, 128", "128 sends the fewest bytes.")
+    if not 0 <= reduction.min_kib < float("inf"):
+        raise refuse("reduction.min_kib", reduction.min_kib, "at least 0 KiB, and finite", "64 is the default.")
+
+
 def _validate_training(config: Config) -> None:
     train, optim, data = config.train, config.optim, config.data
     _one_of("train.precision", train.precision, PRECISIONS)
@@ -326,6 +350,7 @@ def validate(config: Config) -> None:
     _validate_parallelism(config)
     _one_of("attention.kernel", config.attention.kernel, KERNELS)
     _one_of("recompute.mode", config.recompute.mode, RECOMPUTES)
+    _validate_reduction(config.reduction)
     _validate_training(config)
 
 

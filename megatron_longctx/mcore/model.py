@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ..config import Config, ModelConfig
 from .rope import ShardedRotaryEmbedding
+from .row_parallel import RowReductions
 from .sequence import ShardedSequence
 from .spec import block_spec
 
@@ -113,7 +114,9 @@ def build_model(
         logger.info("transformer layers: %s", "TransformerEngine" if use_te else "Megatron-Core (local)")
     gpt = GPTModel(
         config=megatron,
-        transformer_layer_spec=block_spec(megatron, sequence, transformer_engine=use_te),
+        transformer_layer_spec=block_spec(
+            megatron, sequence, transformer_engine=use_te, reductions=RowReductions.of(config.reduction)
+        ),
         vocab_size=vocab_size,
         max_sequence_length=config.data.seq_length,
         pre_process=groups.pp.rank() == 0,

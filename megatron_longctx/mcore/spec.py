@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from .core_attention import ContextParallelCoreAttention
 from .norms import norm_class
+from .row_parallel import RowReductions, with_reductions
 from .sequence import ShardedSequence
 
 
@@ -49,9 +50,14 @@ def require_transformer_engine() -> None:
 
 
 def block_spec(
-    config: TransformerConfig, sequence: ShardedSequence, *, transformer_engine: bool
+    config: TransformerConfig,
+    sequence: ShardedSequence,
+    *,
+    transformer_engine: bool,
+    reductions: RowReductions | None = None,
 ) -> TransformerBlockSubmodules:
-    """The spec of this pipeline stage's layers: Megatron's own, local or TransformerEngine's, with our attention.
+    """The spec of this pipeline stage's layers: Megatron's own, local or TransformerEngine's, with our attention and,
+    where `reductions` says so, our sums over tensor-parallel ranks.
 
     Raises:
         ValueError: TransformerEngine asked for and not importable.
@@ -70,5 +76,5 @@ def block_spec(
         layer = copy.deepcopy(layer)
         layer.submodules.input_layernorm = final_norm
         layer.submodules.pre_mlp_layernorm = final_norm
-    layer = with_context_parallel(layer, sequence)
+    layer = with_reductions(with_context_parallel(layer, sequence), reductions or RowReductions())
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=final_norm)

@@ -70,7 +70,7 @@ def _reductions(rank: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_sums_are_within_the_quantizers_bound_and_equal_on_all_ranks(world):
     assert run_distributed(_reductions, world) == [[]] * world
 
