@@ -12,7 +12,7 @@ from typing import Any
 SCHEDULES = ("ring", "zigzag", "striped", "helper", "double_ring", "tasp", "all_gather", "ulysses", "usp")
 OUTER_SCHEDULES = ("ring", "zigzag", "helper", "double_ring", "tasp", "all_gather")
 KERNELS = ("auto", "cudnn", "flash_attn", "flash", "cpu", "reference")
-RECOMPUTES = ("none", "layer")
+RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
 REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -94,7 +94,14 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    mode: str = "none"  # none | layer (Megatron's full recompute, one layer at a time)
+    """What is kept between forward and backward, the rest being computed again.
+
+    none: all activations. layer: each layer's input (Megatron's full recompute). attention_output: each layer's input
+    and what attention gave, so that attention runs once. attention_output+offload: what attention gave waits in host
+    memory.
+    """
+
+    mode: str = "none"  # none | layer | attention_output | attention_output+offload
 
 
 @dataclass(frozen=True)

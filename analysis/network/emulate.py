@@ -13,7 +13,17 @@ from dataclasses import dataclass, field
 
 from megatron_longctx.topology import Cluster, Mesh, Network
 
-_ISOLATED = "unshare --user --map-root-user --net --mount --pid --fork --kill-child --mount-proc".split()
+_ISOLATED = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--net",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+]
 _FRAMING = 1514 / 1448  # bytes of a full packet on the link for each byte that a program sends over TCP
 
 
@@ -150,4 +160,3 @@ def _connect_nodes(batch: _Batch, cluster: Cluster, names: list[str]) -> list[st
                 batch.route(port, address(rank), f"r{rank}")
                 batch.route("core", address(rank), port, address(253))
     return routers
-

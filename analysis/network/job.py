@@ -6,7 +6,7 @@ import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_longctx.schedules import PlanOptions
+from megatron_longctx.schedules import DEFAULT_OPTIONS, PlanOptions
 from megatron_longctx.schedules.cost import Workload
 from megatron_longctx.topology import Cluster
 
@@ -14,7 +14,7 @@ from megatron_longctx.topology import Cluster
 @dataclass(frozen=True)
 class Mode:
     schedule: str
-    options: PlanOptions = PlanOptions()
+    options: PlanOptions = DEFAULT_OPTIONS
 
     @property
     def name(self) -> str:

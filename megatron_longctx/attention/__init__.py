@@ -1,8 +1,8 @@
 """The executor: runs any plan, forward and backward, on any kernel and transport.
 
-`ContextParallelAttention` is the room's one public thing: attention over a sequence sharded among ranks.
+`ContextParallelAttention` is attention over a sequence sharded among ranks; `AttentionResult` what a call gave.
 """
 
-from .context_parallel import ContextParallelAttention
+from .context_parallel import AttentionResult, ContextParallelAttention
 
-__all__ = ["ContextParallelAttention"]
+__all__ = ["AttentionResult", "ContextParallelAttention"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,13 @@ from ..layout import Layout
 from ..schedules import DEFAULT_OPTIONS, Kind, Plan, PlanOptions, build_plan, check_heads
 from .executor import BackwardPass, Engine, ForwardPass
 from .program import Program, programs
+
+
+class AttentionResult(NamedTuple):
+    """What a rank's call gave: out `[s, b, h, d]` in q's dtype and lse `[s, b, h]` in fp32 (fp64 for fp64 inputs)."""
+
+    out: Tensor
+    lse: Tensor
 
 
 class ContextParallelAttention:
@@ -63,7 +70,15 @@ class ContextParallelAttention:
         return self.plan(length).layout
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, length: int, causal: bool = True, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        length: int,
+        causal: bool = True,
+        scale: float | None = None,
+        result: AttentionResult | None = None,
     ) -> Tensor:
         """Attend, differentiably in q, k and v.
 
@@ -73,6 +88,8 @@ class ContextParallelAttention:
             length: tokens of the whole sequence, over all ranks.
             causal: token i sees tokens 0..i; otherwise every token sees every token.
             scale: factor of the scores; default `d ** -0.5`.
+            result: what `forward` gave for these very inputs; it is returned as it is, differentiably, and nothing is
+                computed or sent before backward.
 
         Returns:
             `[s, b, h, d]` in q's dtype.
@@ -80,6 +97,26 @@ class ContextParallelAttention:
         Raises:
             ValueError: shapes that do not fit each other or the layout, or no kernel that can serve them.
         """
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        prepared = self._prepare(q, k, v, length, causal)
+        out: Tensor = Attend.apply(q, k, v, *prepared, scale, result)  # type: ignore[no-untyped-call]
+        return out
+
+    @torch.no_grad()
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, length: int, causal: bool = True, scale: float | None = None
+    ) -> AttentionResult:
+        """What a call computes, without a graph: for a later call that is given the result.
+
+        Args and errors as for a call.
+        """
+        (program, _), engine = self._prepare(q, k, v, length, causal)
+        _, result = _forward(program, engine, (q, k, v), q.shape[-1] ** -0.5 if scale is None else scale)
+        return result
+
+    def _prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool
+    ) -> tuple[tuple[Program, Program], Engine]:
         layout = self.layout(length)
         expected = layout.num_tokens(self.rank)
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -96,11 +133,9 @@ class ContextParallelAttention:
             )
         check_heads(self._schedule, self.world, q.shape[2], k.shape[2], self._options)
         engine = self._engine(q, k)
-        scale = q.shape[3] ** -0.5 if scale is None else scale
         if (length, causal) not in self._programs:
             self._programs[length, causal] = programs(self.plan(length, causal), self.rank)
-        out: Tensor = Attend.apply(q, k, v, self._programs[length, causal], engine, scale)  # type: ignore[no-untyped-call]
-        return out
+        return self._programs[length, causal], engine
 
     def _engine(self, q: Tensor, k: Tensor) -> Engine:
         request = KernelRequest(
@@ -128,14 +163,20 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pair: tuple[Program, Program], engine: Engine, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pair: tuple[Program, Program],
+        engine: Engine,
+        scale: float,
+        result: AttentionResult | None = None,
     ) -> Tensor:
-        forward_program, ctx.program = pair
-        # On the wire k and v of a span are one message, so they lie together token by token.
-        kv = (k, v) if engine.transport is None else (torch.stack((k, v), dim=1),)
-        run = ForwardPass(forward_program, engine, {Kind.Q: (q,), Kind.KV: kv}, scale)
-        run.run()
-        out, lse = run.output.finish()
+        program, ctx.program = pair
+        if result is None:
+            kv, (out, lse) = _forward(program, engine, (q, k, v), scale)
+        else:
+            kv, out, lse = _packed(engine, k, v), result.out.detach(), result.lse
         ctx.engine, ctx.scale = engine, scale
         ctx.save_for_backward(q, out, lse, *kv)
         return out
@@ -149,4 +190,20 @@ class Attend(torch.autograd.Function):
         run.run()
         gradients = [total.finish() for total in run.dkv]
         dk, dv = gradients if len(gradients) == 2 else gradients[0].unbind(1)
-        return run.dq.finish(), dk, dv, None, None, None
+        return run.dq.finish(), dk, dv, None, None, None, None
+
+
+def _packed(engine: Engine, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values as they travel: k and v of a span are one message, so they lie together token by token."""
+    return (k, v) if engine.transport is None else (torch.stack((k, v), dim=1),)
+
+
+def _forward(
+    program: Program, engine: Engine, qkv: tuple[Tensor, Tensor, Tensor], scale: float
+) -> tuple[tuple[Tensor, ...], AttentionResult]:
+    """The packed keys and values, and the result."""
+    q, k, v = qkv
+    kv = _packed(engine, k, v)
+    run = ForwardPass(program, engine, {Kind.Q: (q,), Kind.KV: kv}, scale)
+    run.run()
+    return kv, AttentionResult(*run.output.finish())

@@ -106,25 +106,28 @@ def measured_cluster(group: dist.ProcessGroup, device: torch.device) -> Cluster:
 
 
 def _messages(group: dist.ProcessGroup, device: torch.device) -> tuple[tuple[MessageSample, ...], float]:
-    """Times of a ring shift by size, and what every further message of a step costs."""
+    """Times of sending to the next rank and to all others at once, by size; what each further message costs."""
     transport = P2PTransport(group, device)
     rank, n = transport.rank, transport.world
-    sizes = _CUDA_MESSAGES if device.type == "cuda" else _CPU_MESSAGES
+    sizes: tuple[int, ...] = _CUDA_MESSAGES if device.type == "cuda" else _CPU_MESSAGES
     out = torch.zeros(sizes[-1], dtype=torch.uint8, device=device)
     into = torch.zeros_like(out)
 
-    def shift(size: int, count: int = 1) -> None:
-        sends = [(out[i * size : (i + 1) * size], (rank + 1) % n) for i in range(count)]
-        receives = [(into[i * size : (i + 1) * size], (rank - 1) % n) for i in range(count)]
+    def send(size: int, shifts: Sequence[int]) -> None:
+        sends = [(out[i * size : (i + 1) * size], (rank + by) % n) for i, by in enumerate(shifts)]
+        receives = [(into[i * size : (i + 1) * size], (rank - by) % n) for i, by in enumerate(shifts)]
         transport.wait(transport.start(sends, receives))
 
-    def seconds(size: int, count: int = 1) -> float:
-        return float(_agreed(group, lambda: [_steady_seconds(lambda: shift(size, count), device)])[0])
+    def seconds(size: int, shifts: Sequence[int]) -> float:
+        return float(_agreed(group, lambda: [_steady_seconds(lambda: send(size, shifts), device)])[0])
 
-    samples = tuple(MessageSample(size, seconds(size)) for size in sizes)
+    samples = [MessageSample(size, 1, seconds(size, [1])) for size in sizes]
+    if n > 2:
+        sizes = tuple(size for size in sizes if size * (n - 1) <= out.numel())
+        samples += [MessageSample(size, n - 1, seconds(size, range(1, n))) for size in sizes]
     many = 8
-    more = (seconds(1024, many) - seconds(1024, 1)) / (2 * (many - 1))  # a shift is a send and a receive
-    return samples, max(more, 0.0)
+    more = (seconds(1024, [1] * many) - seconds(1024, [1])) / (2 * (many - 1))  # a shift is a send and a receive
+    return tuple(samples), max(more, 0.0)
 
 
 def _blocking(group: dist.ProcessGroup, device: torch.device, workload: Workload, kernel: AttentionKernel) -> float:
@@ -138,7 +141,9 @@ def _blocking(group: dist.ProcessGroup, device: torch.device, workload: Workload
     into = torch.zeros_like(out)
 
     def step(message: bool, call: bool) -> None:
-        under_way = transport.start([(out, (rank + 1) % n)], [(into, (rank - 1) % n)]) if message else None
+        # As in a plan's step: the message is issued first, and may start when the call before it is done.
+        after = [transport.now()]
+        under_way = transport.start([(out, (rank + 1) % n)], [(into, (rank - 1) % n)], after) if message else None
         if call:
             kernel.forward(q, k, v, causal=False, scale=1.0)
         if under_way is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -10,6 +12,7 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from ..recompute import AttentionTape
 from .sequence import ShardedSequence
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
@@ -69,6 +72,16 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self._sequence = sequence
+        self._tape: AttentionTape | None = None
+
+    @contextmanager
+    def taped(self, tape: AttentionTape) -> Iterator[None]:
+        """Calls inside are recorded on `tape`, or replayed from it."""
+        outer, self._tape = self._tape, tape
+        try:
+            yield
+        finally:
+            self._tape = outer
 
     def forward(
         self,
@@ -106,9 +119,12 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
                 raise ValueError(
                     f"{name}={type(given).__name__}: expected None. The plans here know causal and full masks."
                 )
-        out = self._sequence.attention(
-            query, key, value, length=self._sequence.length, causal=_CAUSAL[mask_type], scale=self.softmax_scale
-        )
+        attention, length, causal = self._sequence.attention, self._sequence.length, _CAUSAL[mask_type]
+        if self._tape is not None:
+            qkv = (query, key, value)
+            out = self._tape.attend(attention, qkv, length=length, causal=causal, scale=self.softmax_scale)
+        else:
+            out = attention(query, key, value, length=length, causal=causal, scale=self.softmax_scale)
         return out.flatten(2)
 
 

@@ -115,7 +115,11 @@ def build_model(
     gpt = GPTModel(
         config=megatron,
         transformer_layer_spec=block_spec(
-            megatron, sequence, transformer_engine=use_te, reductions=RowReductions.of(config.reduction)
+            megatron,
+            sequence,
+            transformer_engine=use_te,
+            recompute=config.recompute.mode,
+            reductions=RowReductions.of(config.reduction),
         ),
         vocab_size=vocab_size,
         max_sequence_length=config.data.seq_length,

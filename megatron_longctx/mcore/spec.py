@@ -13,8 +13,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+from ..recompute import DeviceStore, HostStore
 from .core_attention import ContextParallelCoreAttention
 from .norms import norm_class
+from .recompute import with_recompute
 from .row_parallel import RowReductions, with_reductions
 from .sequence import ShardedSequence
 
@@ -54,10 +56,14 @@ def block_spec(
     sequence: ShardedSequence,
     *,
     transformer_engine: bool,
+    recompute: str = "none",
     reductions: RowReductions | None = None,
 ) -> TransformerBlockSubmodules:
     """The spec of this pipeline stage's layers: Megatron's own, local or TransformerEngine's, with our attention and,
     where `reductions` says so, our sums over tensor-parallel ranks.
+
+    Args:
+        recompute: as `config.RecomputeConfig.mode`; `layer` is `config`'s own business.
 
     Raises:
         ValueError: TransformerEngine asked for and not importable.
@@ -76,5 +82,8 @@ def block_spec(
         layer = copy.deepcopy(layer)
         layer.submodules.input_layernorm = final_norm
         layer.submodules.pre_mlp_layernorm = final_norm
-    layer = with_reductions(with_context_parallel(layer, sequence), reductions or RowReductions())
+    layer = with_context_parallel(layer, sequence)
+    if recompute.startswith("attention_output"):
+        layer = with_recompute(layer, HostStore() if recompute.endswith("offload") else DeviceStore())
+    layer = with_reductions(layer, reductions or RowReductions())
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=final_norm)

@@ -56,9 +56,10 @@ class Workload:
 
     def elements(self, kind: Kind, heads: Heads = ALL_HEADS) -> int:
         """Elements of q, k, v, out and gradients in one token of a block (without LSE)."""
+        if kind in (Kind.KV, Kind.DKV):
+            return 2 * _of_heads(self.num_kv_heads, heads) * self.head_dim * self.batch
         q = _of_heads(self.num_heads, heads) * self.head_dim * self.batch
-        kv = _of_heads(self.num_kv_heads, heads) * self.head_dim * self.batch
-        return {Kind.Q: q, Kind.KV: 2 * kv, Kind.OUT: q, Kind.Q_GRAD: 3 * q, Kind.DQ: q, Kind.DKV: 2 * kv}[kind]
+        return 3 * q if kind is Kind.Q_GRAD else q
 
     def token_bytes(self, kind: Kind, heads: Heads = ALL_HEADS) -> int:
         """Bytes of one token of a block on the wire or in a buffer."""
@@ -97,9 +98,10 @@ class KernelSample(NamedTuple):
 
 
 class MessageSample(NamedTuple):
-    """Every rank sends one message of so many bytes to the next rank and receives one, all at once."""
+    """Every rank sends so many bytes to each of the next `peers` ranks and receives as many, all at once."""
 
     num_bytes: int
+    peers: int
     seconds: float
 
 
@@ -109,9 +111,10 @@ class Costs:
 
     forward_tflops, backward_tflops: of a long kernel call. call_s: what every call takes besides. merge_gibps: bytes
     read and written per second by everything elementwise. step_s: what it takes to start and await a step's messages,
-    message_s: for each of them. blocking: share of the time of a message, waiting for the peer included,
-    that is added to a kernel call which runs beside it: NCCL's kernels hold processors that the call wants. kernels: measured calls for the workload at hand, used instead of the rates where they
-    are given; calls between them are interpolated. messages: likewise, for messages between ranks of one node.
+    message_s: for each of them. blocking: share of the time of a message, waiting for the peer included, that is added
+    to a kernel call beside it, since NCCL's kernels hold processors that the call wants. kernels: measured calls for
+    the workload at hand, used instead of the rates where they are given; calls between them are interpolated.
+    messages: likewise, for messages between ranks of one node.
     """
 
     forward_tflops: float
@@ -153,9 +156,24 @@ class Costs:
         rate = self.backward_tflops if backward else self.forward_tflops
         return self.call_s + workload.flops(attend, backward) / (rate * 1e12)
 
-    def message_seconds(self, num_bytes: float) -> float:
-        """Time of one message of a ring shift, as measured."""
-        return _interpolate(num_bytes, [m.num_bytes for m in self.messages], [m.seconds for m in self.messages])
+    def message_seconds(self, num_bytes: float, peers: int = 1) -> float:
+        """Time of exchanging `num_bytes` with each of so many other ranks, as measured."""
+        counts = sorted(self._exchanges)
+        times = []
+        for count in counts:
+            samples = self._exchanges[count]
+            times.append(_interpolate(num_bytes, [m.num_bytes for m in samples], [m.seconds for m in samples]))
+        if peers <= counts[0] or len(counts) == 1:
+            return times[0]
+        return _interpolate(peers, counts, times)
+
+    @cached_property
+    def _exchanges(self) -> dict[int, list[MessageSample]]:
+        """By number of peers."""
+        grouped: dict[int, list[MessageSample]] = {}
+        for sample in sorted(self.messages):
+            grouped.setdefault(sample.peers, []).append(sample)
+        return grouped
 
     @cached_property
     def _tables(self) -> dict[tuple[bool, bool, int], _Table]:

@@ -79,6 +79,15 @@ def simulate(
         return _Run(plan, cluster, workload, costs or Costs.of_device(cluster.device), timeline).result()
 
 
+class _Sized(NamedTuple):
+    """A message with its bytes and its way."""
+
+    size: float
+    route: Route
+    source: int
+    destination: int
+
+
 class _Run:
     def __init__(self, plan: Plan, cluster: Cluster, workload: Workload, costs: Costs, timeline: bool) -> None:
         self.plan, self.cluster, self.workload, self.costs = plan, cluster, workload, costs
@@ -91,6 +100,7 @@ class _Run:
         self.used: dict[Resource, float] = {}  # seconds at full rate
         self.spans: list[Span] | None = [] if timeline else None
         self._routes: dict[tuple[int, int], Route] = {}
+        self._rates: dict[str, float] = {}
         self._calls: dict[tuple[int, int, bool, int], float] = {}
         self._single = [_is_single(plan, rank) for rank in range(n)]
 
@@ -182,14 +192,14 @@ class _Run:
         if not moves:
             return done
         load: dict[Resource, float] = {}
-        sized = []
+        sized: list[_Sized] = []
         for block, source, destination, _ in moves:
             route = self._route(source, destination)
             size = self.workload.block_bytes(block)
-            sized.append((size, route, source, destination))
+            sized.append(_Sized(size, route, source, destination))
             for resource in route.resources:
                 load[resource] = load.get(resource, 0.0) + size
-        slowest = {resource: size / (self.cluster.capacity(resource) * GIB) for resource, size in load.items()}
+        slowest = {resource: size / self._capacity(resource) for resource, size in load.items()}
         for resource, seconds in slowest.items():
             self.used[resource] = self.used.get(resource, 0.0) + seconds
         count = [0] * self.plan.n
@@ -199,11 +209,7 @@ class _Run:
             count[destination] += 1
             both = max(ready[source], ready[destination])
             start[source], start[destination] = max(start[source], both), max(start[destination], both)
-        wire = [0.0] * self.plan.n
-        for size, route, source, destination in sized:
-            seconds = max(slowest[resource] for resource in route.resources)
-            seconds = self._measured(seconds, size, route, source, destination)
-            wire[source], wire[destination] = max(wire[source], seconds), max(wire[destination], seconds)
+        wire = self._wire(sized, slowest)
         for rank in range(self.plan.n):
             if count[rank]:
                 fixed = self.costs.step_s + self.costs.message_s * count[rank]
@@ -212,12 +218,34 @@ class _Run:
                     self.spans.append(Span(rank, "transfer", start[rank], done[rank], f"step {t}", t))
         return done
 
-    def _measured(self, seconds: float, size: float, route: Route, source: int, destination: int) -> float:
-        """With the latency; or, where messages were measured, the time of one as large as this one seems in traffic."""
-        inside = self.cluster.node_of(source) == self.cluster.node_of(destination)
-        if self.costs.messages and inside:
-            return self.costs.message_seconds(seconds * route.gibps * GIB)
-        return max(seconds, size / (route.gibps * GIB)) + route.latency_s
+    def _wire(self, sized: list[_Sized], slowest: dict[Resource, float]) -> list[float]:
+        """How long every rank's messages of a step are on their way.
+
+        By the rates of the links they share; or, where messages between ranks of a node were measured, by the bytes
+        and the number of ranks that each exchanges messages with.
+        """
+        wire = [0.0] * self.plan.n
+        peers: list[dict[int, float]] = [{} for _ in range(2 * self.plan.n)]  # bytes to others, then from them
+        for size, route, source, destination in sized:
+            if self.costs.messages and self.cluster.node_of(source) == self.cluster.node_of(destination):
+                for table, other in ((peers[source], destination), (peers[self.plan.n + destination], source)):
+                    table[other] = table.get(other, 0.0) + size
+                continue
+            shared = max(slowest[resource] for resource in route.resources)
+            seconds = max(shared, size / (route.gibps * GIB)) + route.latency_s
+            wire[source], wire[destination] = max(wire[source], seconds), max(wire[destination], seconds)
+        for i, table in enumerate(peers):
+            if table:
+                seconds = self.costs.message_seconds(max(table.values()), len(table))
+                for rank in (i % self.plan.n, *table):
+                    wire[rank] = max(wire[rank], seconds)
+        return wire
+
+    def _capacity(self, resource: Resource) -> float:
+        """Bytes per second; all resources of a kind are alike."""
+        if resource.kind not in self._rates:
+            self._rates[resource.kind] = self.cluster.capacity(resource) * GIB
+        return self._rates[resource.kind]
 
     def _route(self, source: int, destination: int) -> Route:
         if (source, destination) not in self._routes:

@@ -142,3 +142,38 @@ def test_a_bound_that_no_group_fits_is_refused(capsys: pytest.CaptureFixture[str
     words = ("parallelism=cp4", "parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=1")
     said = plan(capsys, *words, code=2)
     assert "max_buffer_tokens" in said and said.count("\n") == 1
+
+
+def test_a_named_cluster_prices_the_plan_and_draws_its_time_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("parallelism=cp4", "data.seq_length=4096", "parallelism.cluster=h200_x8")
+    picture = tmp_path / "time.png"
+    out = plan(capsys, *words, "--timeline", str(picture))
+    priced = out.split("simulated on h200_x8", 1)[1]
+    for word in ("  time  ", "  computing  ", "  waiting  ", "  busiest link  ", "  memory  "):
+        assert word in priced
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    said = plan(capsys, *SMALL, "--timeline", str(picture), code=2)
+    assert "expected parallelism.cluster=NAME beside it" in said
+
+
+def test_all_modes_are_ranked_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("parallelism=cp4", "data.seq_length=4096", "parallelism.cluster=h200_x8")
+    picture = tmp_path / "modes.png"
+    out = plan(capsys, *words, "--compare", str(picture))
+    for mode in ("ring", "zigzag", "striped", "helper", "double_ring", "tasp", "all_gather", "usp (inner_size=2)"):
+        assert f"\n  {mode} " in out
+    assert "ulysses" in out and picture.read_bytes().startswith(b"\x89PNG")
+    assert plan(capsys, *words, "--compare").count("\n") == out.count("\n") - 2
+    assert "expected parallelism.cluster=NAME" in plan(capsys, *SMALL, "--compare", code=2)
+
+
+def test_auto_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("parallelism=cp4", "parallelism.schedule=auto", "parallelism.cluster=h200_x8")
+    assert "expected a mode. Name one, or rank all of them with --compare" in plan(capsys, *words, code=2)
+
+
+def test_a_cluster_without_so_many_ranks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = plan(capsys, "parallelism.context_parallel_size=12", "parallelism.cluster=dgx_h100_x4", code=2)
+    assert "ranks=12: expected 1..8 or a multiple of 8" in said

@@ -30,7 +30,7 @@ def test_the_promised_recipes_are_there() -> None:
     assert set(GROUPS["model"]) >= {"tiny", "llama3_8b", "llama3_70b", "gpt2"}
     assert set(GROUPS["parallelism"]) >= {"single", "cp2", "cp4", "cp8", "tp2_cp4"}
     assert set(GROUPS["experiment"]) >= {"demo", "llama3_8b_128k_cp8_h200"}
-    assert set(GROUPS["recompute"]) >= {"none", "layer"}
+    assert set(GROUPS["recompute"]) >= {"none", "layer", "attention_output", "attention_output+offload"}
     assert set(GROUPS["reduction"]) >= {"none", "int8", "int6", "int4", "int4_down8", "auto"}
     assert not [path for path in RECIPES.rglob("*") if path.is_file() and path.suffix != ".yaml"]
 

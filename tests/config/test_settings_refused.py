@@ -198,7 +198,7 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (["optim.decay_steps=5"], "optim.warmup_steps=10", "fewer steps than the decay (5"),
         (["train.precision=fp16"], "train.precision=fp16", "one of fp32, bf16"),
         (["train.device=tpu"], "train.device=tpu", "one of auto, cpu, cuda"),
-        (["recompute.mode=full"], "recompute.mode=full", "one of none, layer"),
+        (["recompute.mode=full"], "recompute.mode=full", "one of none, layer, attention_output"),
         (["reduction.down_projection=int5"], "reduction.down_projection=int5", "one of none, int8, int6, int4, auto"),
         (["reduction.output_projection=fp8"], "reduction.output_projection=fp8", "one of none, int8, int6, int4"),
         (["reduction.group_size=48"], "reduction.group_size=48", "one of 32, 64, 128"),

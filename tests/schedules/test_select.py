@@ -91,7 +91,7 @@ def test_pictures_of_a_time_line_and_of_all_modes(tmp_path: Path) -> None:
 @pytest.fixture
 def calibration() -> Calibration:
     kernels = (KernelSample(64, 64, True, False, 1, 1e-3), KernelSample(64, 128, False, True, 2, 2e-3))
-    costs = Costs(1.0, 2.0, kernels=kernels, messages=(MessageSample(8, 1e-5),))
+    costs = Costs(1.0, 2.0, kernels=kernels, messages=(MessageSample(8, 1, 1e-5),))
     cluster = Cluster("two", 2, 4, Mesh(100.0), Network(1, 1.0))
     return Calibration("NVIDIA H200", "cudnn", cluster, GQA, costs, {"date": "2026-01-01"})
 
@@ -113,7 +113,7 @@ def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 99}'])
 def test_what_is_no_calibration_is_refused(tmp_path: Path, content: str, calibration: Calibration) -> None:
     path = tmp_path / "c.json"
-    with pytest.raises(ValueError, match="expected a calibration. Run `megatron-longctx bench calibrate`"):
+    with pytest.raises(ValueError, match=r"expected a calibration\. Run `megatron-longctx bench calibrate`"):
         load_calibration(path)
     path.write_text(content)
     with pytest.raises(ValueError, match=r"expected a calibration of version 1 .*Run `bench calibrate` again"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -101,7 +102,7 @@ def test_time_lines_add_up(schedule: str, backward: bool) -> None:
     for rank in range(n):
         computing = [span for span in found.spans if span.rank == rank and span.lane == "compute"]
         assert sum(span.stop - span.start for span in computing) == pytest.approx(found.compute_s[rank])
-        assert all(a.stop <= b.start + 1e-12 for a, b in zip(computing, computing[1:], strict=False))
+        assert all(a.stop <= b.start + 1e-12 for a, b in itertools.pairwise(computing))
         total = found.compute_s[rank] + found.exposed_s[rank] + found.idle_s[rank]
         assert total == pytest.approx(found.seconds)
     quiet = simulate(plan, cluster, WORK)
@@ -131,7 +132,7 @@ def test_measured_kernels_and_messages_count_where_there_are_any() -> None:
     measured = replace(
         costs(1.0),
         kernels=(KernelSample(TOKENS, TOKENS, False, False, 1, 7.0),),
-        messages=(MessageSample(1, 11.0), MessageSample(BLOCK_BYTES, 11.0)),
+        messages=(MessageSample(1, 1, 11.0), MessageSample(BLOCK_BYTES, 1, 11.0)),
     )
     assert simulate(plan, mesh(2, 1.0), WORK, measured).seconds == pytest.approx(11.0 + 7.0)
 

@@ -24,6 +24,7 @@ SCHEDULE, BOUND = "parallelism.schedule", "parallelism.max_buffer_tokens"
 RING, ZIGZAG, GATHER = {SCHEDULE: "ring"}, {SCHEDULE: "zigzag"}, {SCHEDULE: "all_gather"}
 BOUNDED = {SCHEDULE: "all_gather", BOUND: 25}
 SHARDED, UNSHARDED = {"optim.distributed": True}, {"optim.distributed": False}
+KEPT, OFFLOADED = {"recompute.mode": "attention_output"}, {"recompute.mode": "attention_output+offload"}
 OVERLAP = {"parallelism.overlap_grad_reduce": True, "parallelism.overlap_param_gather": True}
 
 # What the single rank trains; every case names one of these and adds its parallel sizes. Masked losses (one token
@@ -92,6 +93,9 @@ CASES = [
     Case("pp2 cp2 uneven", "mha uneven", 4, {PP: 2, CP: 2}),
     Case("gpt2 tp2 cp2", "gpt2", 4, {TP: 2, CP: 2}),
     Case("gpt2 pp2 cp2", "gpt2", 4, {PP: 2, CP: 2}),
+    Case("tp2 cp2 attention_output", "mix", 4, {TP: 2, CP: 2, **SHARDED, **KEPT}),
+    Case("pp2 cp2 attention_output", "mix", 4, {PP: 2, CP: 2, **SHARDED, **OFFLOADED}),
+    Case("dp2 cp2 attention_output", "mix", 4, {CP: 2, **SHARDED, **OVERLAP, **KEPT, SCHEDULE: "helper"}),
     Case("tp2 dp2 cp2", "mix", 8, {TP: 2, CP: 2, **SHARDED}),
     Case("tp2 dp2 cp2 unsharded", "mix", 8, {TP: 2, CP: 2, **RING, **UNSHARDED}),
     Case("tp2 pp2 cp2", "mix", 8, {TP: 2, PP: 2, CP: 2, **SHARDED}),

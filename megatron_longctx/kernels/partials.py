@@ -1,0 +1,114 @@
+"""Several partial results brought together in one pass over memory: outputs merged by their log-sum-exp, gradients added.
+
+A step-by-step merge reads and writes fp32 accumulators for every partial; here every partial is read once, sums live in
+registers, and only the result is written.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_longctx.kernels.merge import merge_into_torch
+
+logger = logging.getLogger(__name__)
+
+MOST = 4
+"""Most partials of one call: what a kernel's arguments hold."""
+
+
+class Partial(NamedTuple):
+    """What covers rows `start..` and heads `first_head..` of a result `[s, b, h, d]`: `value` `[t, b, g, d]`; `lse`
+    `[t, b, g]` where it is an output."""
+
+    start: int
+    first_head: int
+    value: Tensor
+    lse: Tensor | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.value.shape[0]
+
+    @property
+    def last_head(self) -> int:
+        return self.first_head + self.value.shape[2]
+
+
+@torch.no_grad()
+def merge_partials(partials: Sequence[Partial], out: Tensor, lse: Tensor) -> None:
+    """Write the merge of up to `MOST` partial outputs; where there is none, (0, -inf).
+
+    Args:
+        partials: over disjoint key sets; 0 wherever their lse is -inf. fp32 or lower, or all fp64.
+        out: `[s, b, h, d]`, any strides and float dtype; may be one of the partials' own memory.
+        lse: `[s, b, h]` fp32 (fp64 for fp64 partials), any strides.
+
+    Raises:
+        ValueError: too many partials.
+    """
+    _check(partials)
+    if out.numel() == 0:
+        return
+    fused = _fused() if _fusable(partials, out) and lse.dtype == torch.float32 else None
+    if fused is not None:
+        fused(partials, out, lse)
+        return
+    total = torch.zeros(out.shape, dtype=lse.dtype, device=out.device)
+    total_lse = torch.full(lse.shape, -torch.inf, dtype=lse.dtype, device=lse.device)
+    for part in partials:
+        rows, heads = slice(part.start, part.stop), slice(part.first_head, part.last_head)
+        assert part.lse is not None
+        merge_into_torch(total[rows, :, heads], total_lse[rows, :, heads], part.value, part.lse)
+    out.copy_(total)
+    lse.copy_(total_lse)
+
+
+@torch.no_grad()
+def sum_partials(partials: Sequence[Partial], out: Tensor) -> None:
+    """Write the sum of up to `MOST` partials, added in fp32 (fp64 where out is); 0 where there is none.
+
+    Args:
+        out: `[s, b, h, d]`, any strides and float dtype; may be one of the partials' own memory.
+
+    Raises:
+        ValueError: too many partials.
+    """
+    _check(partials)
+    if out.numel() == 0:
+        return
+    fused = _fused() if _fusable(partials, out) else None
+    if fused is not None:
+        fused(partials, out, None)
+        return
+    double = out.dtype == torch.float64 or any(part.value.dtype == torch.float64 for part in partials)
+    total = torch.zeros(out.shape, dtype=torch.float64 if double else torch.float32, device=out.device)
+    for part in partials:
+        total[part.start : part.stop, :, part.first_head : part.last_head] += part.value
+    out.copy_(total)
+
+
+def _check(partials: Sequence[Partial]) -> None:
+    if len(partials) > MOST:
+        raise ValueError(f"{len(partials)} partials: expected {MOST} at most. Bring some together first.")
+
+
+def _fusable(partials: Sequence[Partial], out: Tensor) -> bool:
+    """CUDA, up to fp32, heads whose elements lie side by side."""
+    tensors = (out, *(part.value for part in partials))
+    return all(x.is_cuda and x.stride(-1) == 1 and x.dtype != torch.float64 for x in tensors)
+
+
+@functools.cache
+def _fused() -> Callable[[Sequence[Partial], Tensor, Tensor | None], None] | None:
+    try:
+        from megatron_longctx.kernels.partials_triton import combine_triton
+    except ImportError as error:
+        logger.warning("merging attention in plain PyTorch, which is slower: triton cannot be imported (%s)", error)
+        return None
+    return combine_triton

@@ -1,0 +1,122 @@
+"""`merge_partials` and `sum_partials` as one fused kernel: every partial is read once, the result is written once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_longctx.kernels.partials import Partial
+
+# Elements of the result that one program handles.
+_TILE = 2048
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _lse_of(lse, start, stop, first, last, s_stride, b_stride, h_stride, s, b, h, inside):  # type: ignore[no-untyped-def]
+    """A partial's lse at each row; -inf outside of what it covers."""
+    covered = inside & (s >= start) & (s < stop) & (h >= first) & (h < last)
+    at = lse + (s - start) * s_stride + b * b_stride + (h - first) * h_stride
+    return tl.load(at, mask=covered, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _value_of(value, start, stop, first, last, s_stride, b_stride, h_stride, s, b, h, col, inside):  # type: ignore[no-untyped-def]
+    """A partial's rows; 0 outside of what it covers."""
+    covered = (s >= start) & (s < stop) & (h >= first) & (h < last)
+    at = value + ((s - start) * s_stride + b * b_stride + (h - first) * h_stride)[:, None] + col[None, :]
+    return tl.load(at, mask=inside & covered[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    out, lse, num_rows, batch, heads, head_dim, out_s, out_b, out_h, lse_s, lse_b, lse_h,
+    v0, l0, start0, stop0, first0, last0, vs0, vb0, vh0, ls0, lb0, lh0,
+    v1, l1, start1, stop1, first1, last1, vs1, vb1, vh1, ls1, lb1, lh1,
+    v2, l2, start2, stop2, first2, last2, vs2, vb2, vh2, ls2, lb2, lh2,
+    v3, l3, start3, stop3, first3, last3, vs3, vb3, vh3, ls3, lb3, lh3,
+    MERGE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    # A row is one head of one token. 64-bit, because a million tokens of many heads pass 2**31 elements.
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    h = row % heads
+    b = (row // heads) % batch
+    s = row // (heads * batch)
+    col = tl.arange(0, COLS)
+    tile = inside[:, None] & (col < head_dim)[None, :]
+    total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    if MERGE:
+        a0 = _lse_of(l0, start0, stop0, first0, last0, ls0, lb0, lh0, s, b, h, inside)
+        a1, a2, a3 = a0, a0, a0
+        most = a0
+        if COUNT > 1:
+            a1 = _lse_of(l1, start1, stop1, first1, last1, ls1, lb1, lh1, s, b, h, inside)
+            most = tl.maximum(most, a1)
+        if COUNT > 2:
+            a2 = _lse_of(l2, start2, stop2, first2, last2, ls2, lb2, lh2, s, b, h, inside)
+            most = tl.maximum(most, a2)
+        if COUNT > 3:
+            a3 = _lse_of(l3, start3, stop3, first3, last3, ls3, lb3, lh3, s, b, h, inside)
+            most = tl.maximum(most, a3)
+        base = tl.where(most == -float("inf"), 0.0, most)  # where nothing is, -inf minus -inf would be NaN
+        w0 = tl.exp(a0 - base)
+        total += w0[:, None] * _value_of(v0, start0, stop0, first0, last0, vs0, vb0, vh0, s, b, h, col, tile)
+        weights = w0
+        if COUNT > 1:
+            w1 = tl.exp(a1 - base)
+            total += w1[:, None] * _value_of(v1, start1, stop1, first1, last1, vs1, vb1, vh1, s, b, h, col, tile)
+            weights += w1
+        if COUNT > 2:
+            w2 = tl.exp(a2 - base)
+            total += w2[:, None] * _value_of(v2, start2, stop2, first2, last2, vs2, vb2, vh2, s, b, h, col, tile)
+            weights += w2
+        if COUNT > 3:
+            w3 = tl.exp(a3 - base)
+            total += w3[:, None] * _value_of(v3, start3, stop3, first3, last3, vs3, vb3, vh3, s, b, h, col, tile)
+            weights += w3
+        empty = weights == 0
+        total = total / tl.where(empty, 1.0, weights)[:, None]
+        merged = tl.where(empty, -float("inf"), base + tl.log(tl.where(empty, 1.0, weights)))
+        # Every warp loads the few lse values for itself: a fast warp must not overwrite what a slow one has yet to read.
+        tl.debug_barrier()
+        tl.store(lse + s * lse_s + b * lse_b + h * lse_h, merged, mask=inside)
+    else:
+        total += _value_of(v0, start0, stop0, first0, last0, vs0, vb0, vh0, s, b, h, col, tile)
+        if COUNT > 1:
+            total += _value_of(v1, start1, stop1, first1, last1, vs1, vb1, vh1, s, b, h, col, tile)
+        if COUNT > 2:
+            total += _value_of(v2, start2, stop2, first2, last2, vs2, vb2, vh2, s, b, h, col, tile)
+        if COUNT > 3:
+            total += _value_of(v3, start3, stop3, first3, last3, vs3, vb3, vh3, s, b, h, col, tile)
+    at = out + (s * out_s + b * out_b + h * out_h)[:, None] + col[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=tile)
+
+
+def combine_triton(partials: Sequence[Partial], out: Tensor, lse: Tensor | None) -> None:
+    """`merge_partials` (with `lse`) or `sum_partials` (without) of 0 to 4 partials. Arguments are not checked."""
+    s, batch, heads, head_dim = out.shape
+    if not partials:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-torch.inf)
+        return
+    cols = triton.next_power_of_2(head_dim)
+    rows = max(1, _TILE // cols)
+    num_rows = s * batch * heads
+    arguments: list[Tensor | int] = []
+    for part in (*partials, *(partials[:1] * (4 - len(partials)))):
+        part_lse = part.value if part.lse is None else part.lse
+        arguments += [part.value, part_lse, part.start, part.stop, part.first_head, part.last_head]
+        arguments += [*part.value.stride()[:3], *part_lse.stride()[:3]]
+    into = out if lse is None else lse
+    strides = (*out.stride()[:3], *into.stride()[:3])
+    # The launch goes to the current device, which need not be the tensors'. A CPU tensor's index, -1, changes nothing.
+    with torch.cuda.device(out.get_device()):
+        _combine_kernel[(triton.cdiv(num_rows, rows),)](
+            out, into, num_rows, batch, heads, head_dim, *strides, *arguments,
+            MERGE=lse is not None, COUNT=len(partials), ROWS=rows, COLS=cols,
+        )  # fmt: skip

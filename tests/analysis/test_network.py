@@ -1,0 +1,69 @@
+"""The emulated network: its links are limited, modes run over it and are right; skipped where it is not permitted."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx.schedules.cost import Workload
+from megatron_longctx.topology import Cluster, Mesh, Network, Switch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+emulate = importlib.import_module("analysis.network.emulate")
+job = importlib.import_module("analysis.network.job")
+report = importlib.import_module("analysis.network.report")
+run = importlib.import_module("analysis.network.run")
+
+
+@pytest.fixture
+def permitted() -> None:
+    reason = emulate.reason_not_possible()
+    if reason is not None:
+        pytest.skip(f"no network can be emulated here: {reason}")
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        Cluster("mesh3", 1, 3, Mesh(0.02)),
+        Cluster("nodes2x2", 2, 2, Mesh(0.1), Network(1, 0.02)),
+    ],
+    ids=lambda cluster: cluster.name,
+)
+def test_links_are_limited_and_modes_are_right(permitted: None, cluster: Cluster) -> None:
+    modes = (job.Mode("zigzag"), job.Mode("tasp"))
+    outcome = run.run(
+        job.Job(cluster, modes, length=64, workload=Workload(8, 8, 64, element_bytes=4), repeats=1), timeout=120
+    )
+    low, high = outcome.links
+    assert 0.5 < low <= high < 1.2  # of the described rate; loopback is some hundred times as fast
+    assert [found.mode for found in outcome.found] == ["zigzag", "tasp"]
+    for found in outcome.found:
+        assert found.error < 1e-5 and found.forward_s > 0 and found.predicted_backward_s > 0
+
+
+def test_a_failing_rank_ends_the_job_with_what_it_said(permitted: None) -> None:
+    bad = job.Job(Cluster("mesh2", 1, 2, Mesh(1.0)), (job.Mode("spiral"),), 16, Workload(1, 1, 8, element_bytes=4))
+    with pytest.raises(RuntimeError, match=r"(?s)mesh2: a rank failed.*spiral"):
+        run.run(bad, timeout=60)
+
+
+def test_links_that_are_not_emulated_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected a mesh inside each node"):
+        emulate.build(Cluster("switch", 1, 4, Switch(1.0, 1.0)))
+
+
+def test_reports_mark_what_was_predicted_badly(tmp_path: Path) -> None:
+    found = [
+        job.Found("mesh", "zigzag", True, 4.0, 4.0, 4.0, 4.0, 1e-7),
+        job.Found("mesh", "tasp", True, 1.0, 1.0, 1.0, 2.0, 1e-7),
+        job.Found("mesh", "zigzag", False, 2.0, 2.0, 2.0, 2.0, 1e-7),
+    ]
+    rows = report.table(found).splitlines()
+    assert "| 1.50 (!) |" in rows[2] and "tasp" in rows[2] and "(!)" not in rows[3]
+    assert "| mesh, causal | tasp |  | 4.00 / 4.00 |" in report.speedups(found)
+    report.draw(found, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,88 @@
+"""The `bench` verbs on CPU: what they write can be used, and results are right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx import cli
+from megatron_longctx.bench.attention import Measurement, choices, table
+from megatron_longctx.bench.command import cases
+from megatron_longctx.schedules.calibration import load_calibration
+from megatron_longctx.topology import load_cluster
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "megatron_longctx"
+
+
+def test_calibrate_leaves_what_auto_goes_by(cache: Path, tmp_path: Path) -> None:
+    settings = ["parallelism=cp2", "train.device=cpu", "attention.kernel=cpu"]
+    words = ["--ranks", "2", "--device", "cpu", "--max-tokens", "64", "--cluster", str(tmp_path / "here.yaml")]
+    assert cli.main(["bench", "calibrate", *settings, *words]) == 0
+    (path,) = cache.glob("*.json")
+    found = load_calibration(path)
+    assert found.kernel == "cpu" and found.cluster.n == 2 and load_cluster(tmp_path / "here.yaml") == found.cluster
+    costs = found.costs
+    assert costs.forward_tflops > 0 and costs.merge_gibps > 0 and 0 <= costs.blocking <= 1
+    assert {(s.causal, s.backward, s.parts) for s in costs.kernels} >= {(True, False, 1), (False, True, 2)}
+    assert all(sample.seconds > 0 for sample in (*costs.kernels, *costs.messages))
+
+
+def test_attention_measures_predicts_and_checks(tmp_path: Path) -> None:
+    out = tmp_path / "modes.json"
+    words = "--device cpu --lengths 96 --heads 4:2 --head-dim 16 --dtype fp32 --iterations 2 --check --ranks 2"
+    assert cli.main(["bench", "attention", *words.split(), "--modes", "zigzag,ulysses", "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    by_name = {m["name"]: m for m in data["measurements"]}
+    assert set(by_name) == {"one device, equal FLOPs", "zigzag", "ulysses"}
+    for name in ("zigzag", "ulysses"):
+        m = by_name[name]
+        assert m["forward_s"] > 0 and m["backward_s"] > 0 and m["predicted_forward_s"] > 0
+        assert set(m["errors"]) == {"out", "dq", "dk", "dv"} and max(m["errors"].values()) < 1e-5
+    assert data["auto"][0]["auto"] in ("zigzag", "ulysses") and data["environment"]["commit"]
+    assert "| 96 | 4:2 | zigzag |" in out.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["links", "--out", "here.txt"], "expected a .yaml file"),
+        (["links", "--ranks", "1", "--out", "here.yaml"], "--ranks=1: expected 2 or more"),
+        (["attention", "--modes", "zigzag,spiral", "--out", "x.json"], "--modes=spiral: expected all, or of"),
+        (["attention", "--heads", "3:2", "--out", "x.json"], "--heads=3:2: expected query heads that are a multiple"),
+        (["attention", "--heads", "3", "--out", "x.json"], "expected like 32:8,32:32 and 32768,65536"),
+        (["attention", "--out", "gone/x.json"], "--out=gone/x.json: expected a file in a folder that exists"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["bench", *words, "--device", "cpu"]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cases_are_all_pairs() -> None:
+    found = cases("64,128", "4:2,4:4", 16, "bf16")
+    assert [(c.length, c.num_kv_heads, c.element_bytes) for c in found] == [
+        (64, 2, 2),
+        (128, 2, 2),
+        (64, 4, 2),
+        (128, 4, 2),
+    ]
+    assert found[0].flops == 3.5 * 4 * (64 * 65 / 2) * 4 * 16
+
+
+def test_the_choice_is_judged_by_what_was_measured() -> None:
+    def measured(name: str, seconds: float, predicted: float) -> Measurement:
+        return Measurement(name, 64, "4:2", seconds, seconds, predicted_forward_s=predicted, predicted_backward_s=0.0)
+
+    found = [measured("a", 1.0, 9.0), measured("b", 1.5, 2.0), Measurement("c", 64, "4:2", reason="no")]
+    assert choices(found) == [{"length": 64, "heads": "4:2", "auto": "b", "best": "a", "slower": 0.5}]
+    assert "not possible: no" in table(found)

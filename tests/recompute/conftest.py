@@ -1,0 +1,17 @@
+"""What the tests of this room share."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+# Worker functions of these tests are pickled by module name: spawned ranks must find `tests` on their path.
+ROOT = str(Path(__file__).resolve().parents[2])
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks spawned by the test see no CUDA device, so that it checks the same thing on every machine."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
