@@ -82,8 +82,7 @@ def measure(job: Job, timeout: float = 900.0) -> list[Found]:
         if done.returncode:
             said = "\n".join(path.read_text()[-1500:] for path in sorted(folder.glob("*.log")))
             raise RuntimeError(f"a rank failed.\n{said}")
-        found: list[Found] = pickle.loads((folder / "found").read_bytes())
-        return found
+        return [Found(**each) for each in json.loads((folder / "found").read_text())]
 
 
 def _inside(folder: Path) -> int:
@@ -112,7 +111,7 @@ def _rank(folder: Path, rank: int) -> int:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.cluster.n, timeout=limit)
     found = [each for tokens in job.tokens for operation in OPERATIONS for each in _cases(job, tokens, operation)]
     if rank == 0:
-        (folder / "found").write_bytes(pickle.dumps(found))
+        (folder / "found").write_text(json.dumps([asdict(each) for each in found]))
     dist.barrier()
     dist.destroy_process_group()
     return 0
