@@ -121,6 +121,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     attention.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     attention.add_argument("--modes", default="all", help="all, or names separated by commas")
     attention.add_argument("--kernel", default="auto")
+    attention.add_argument("--transport", choices=("auto", "peer", "p2p"), default="auto", help="how blocks travel")
     attention.add_argument("--iterations", type=int, default=10)
     attention.add_argument("--check", action="store_true", help="also compare results with one device's")
     attention.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="results; a .md goes beside it")
@@ -156,10 +157,10 @@ def _bench(arguments: argparse.Namespace) -> None:
         command.run_links(where, arguments.out)
     elif arguments.what == "calibrate":
         config = compose_config(arguments.settings)
-        where = command.Where(where.ranks, where.device, config.attention.kernel)
+        where = command.Where(where.ranks, where.device, config.attention.kernel, config.attention.transport)
         command.run_calibrate(where, Workload.of(config), arguments.max_tokens, arguments.cluster)
     else:
-        where = command.Where(where.ranks, where.device, arguments.kernel)
+        where = command.Where(where.ranks, where.device, arguments.kernel, arguments.transport)
         cases = command.cases(arguments.lengths, arguments.heads, arguments.head_dim, arguments.dtype)
         command.run_attention(where, cases, arguments.modes, arguments.iterations, arguments.check, arguments.out)
 

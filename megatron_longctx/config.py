@@ -11,6 +11,7 @@ from typing import Any
 
 SCHEDULES = ("ring", "zigzag", "striped", "helper", "double_ring", "tasp", "all_gather", "ulysses", "usp")
 OUTER_SCHEDULES = ("ring", "zigzag", "helper", "double_ring", "tasp", "all_gather")
+TRANSPORTS = ("auto", "peer", "p2p")
 KERNELS = ("auto", "cudnn", "flash_attn", "flash", "cpu", "reference")
 RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
 REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
@@ -90,6 +91,9 @@ class ParallelismConfig:
 class AttentionConfig:
     kernel: str = "auto"  # auto | cudnn | flash_attn | flash | cpu | reference
     deterministic: bool = False
+    # How blocks travel: peer (pulled out of peers' memory by the copy engine), p2p (batched messages of NCCL or gloo),
+    # auto (peer where all ranks of the group can, else p2p, saying why)
+    transport: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -356,6 +360,7 @@ def validate(config: Config) -> None:
     _validate_model(config.model)
     _validate_parallelism(config)
     _one_of("attention.kernel", config.attention.kernel, KERNELS)
+    _one_of("attention.transport", config.attention.transport, TRANSPORTS)
     _one_of("recompute.mode", config.recompute.mode, RECOMPUTES)
     _validate_reduction(config.reduction)
     _validate_training(config)

@@ -1,6 +1,7 @@
 """Where results of several kernel calls come together, in fp32 (fp64 for fp64 inputs).
 
-A single result that covers everything is handed through untouched, so one rank alone pays nothing.
+Partials wait, in the precision they were computed in, until a few of them can be brought together in one pass over
+memory. A single result that covers everything is handed through untouched, so one rank alone pays nothing.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import merge_into
+from ..kernels import MOST_PARTIALS, Partial, merge_partials, sum_partials
 
 _ALL = slice(None)
 
@@ -23,85 +24,129 @@ class MergedOutput:
 
     def __init__(self, q: Tensor) -> None:
         self._q = q
-        self._only: tuple[Tensor, Tensor] | None = None
+        self._waiting: list[Partial] = []
+        self._borrowed = False
         self._merged: tuple[Tensor, Tensor] | None = None
 
     def add(self, start: int, out: Tensor, lse: Tensor, heads: slice = _ALL, borrowed: bool = False) -> None:
-        """Merge a partial of the queries `start..start+len(out)-1`; a `borrowed` one is read now and never kept."""
-        if self._merged is None and self._only is None and out.shape == self._q.shape and not borrowed:
-            self._only = (out, lse)
-            return
-        acc_out, acc_lse = self._accumulators()
-        stop = start + out.shape[0]
-        merge_into(acc_out[start:stop, :, heads], acc_lse[start:stop, :, heads], out, lse)
+        """Merge a partial of the queries `start..start+len(out)-1`; a `borrowed` one lasts until `settle`."""
+        if len(self._waiting) == MOST_PARTIALS:
+            self._fold()
+        self._waiting.append(Partial(start, heads.start or 0, out, lse))
+        self._borrowed |= borrowed
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """(out in q's dtype, lse); queries without any key give (0, -inf)."""
-        if self._only is not None and self._merged is None:
-            return self._only
-        out, lse = self._accumulators()
-        return out.to(self._q.dtype), lse
+    def settle(self) -> None:
+        """Read what is borrowed: afterwards its memory may be used again."""
+        if self._borrowed:
+            self._fold()
 
-    def _accumulators(self) -> tuple[Tensor, Tensor]:
+    def finish(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """(out in q's dtype, lse), written to `into` if given; queries without any key give (0, -inf)."""
+        if into is None and len(self._waiting) == 1 and not self._borrowed:
+            (only,) = self._waiting
+            if only.value.shape == self._q.shape and only.value.dtype == self._q.dtype and only.lse is not None:
+                return only.value, only.lse
+        out, lse = into or (torch.empty(self._q.shape, dtype=self._q.dtype, device=self._q.device), self._new_lse())
+        merge_partials(self._waiting, out, lse)
+        return out, lse
+
+    def _fold(self) -> None:
         if self._merged is None:
-            s, b, h, _ = self._q.shape
             dtype = accumulation_dtype(self._q.dtype)
-            # Heads before tokens in memory: the order in which kernels want their lse.
-            lse = torch.empty((b, h, s), dtype=dtype, device=self._q.device).permute(2, 0, 1)
-            if self._only is not None:
-                out = self._only[0].to(dtype=dtype, memory_format=torch.contiguous_format, copy=True)
-                lse.copy_(self._only[1])
-            else:
-                out = torch.zeros(self._q.shape, dtype=dtype, device=self._q.device)
-                lse.fill_(-torch.inf)
-            self._merged = (out, lse)
-        return self._merged
+            self._merged = torch.empty(self._q.shape, dtype=dtype, device=self._q.device), self._new_lse()
+        merge_partials(self._waiting, *self._merged)
+        self._waiting = [Partial(0, 0, *self._merged)]
+        self._borrowed = False
+
+    def _new_lse(self) -> Tensor:
+        """Heads before tokens in memory: the order in which kernels want it."""
+        s, b, h, _ = self._q.shape
+        dtype = accumulation_dtype(self._q.dtype)
+        return torch.empty((b, h, s), dtype=dtype, device=self._q.device).permute(2, 0, 1)
 
 
 class Sum:
-    """Partial gradients of `like` `[s, ...]`, added up."""
+    """Partial gradients of `like` `[s, b, h, d]`, added up."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
-        self._only: Tensor | None = None
+        self._waiting: list[Partial] = []
+        self._borrowed = False
         self._sum: Tensor | None = None
 
     def add(self, start: int, part: Tensor, heads: slice = _ALL, borrowed: bool = False) -> None:
-        """Add a share of the gradient of rows `start..start+len(part)-1`; a `borrowed` one is read now, never kept."""
-        if self._sum is None and self._only is None and part.shape == self._like.shape and not borrowed:
-            self._only = part
-            return
-        self._accumulator()[start : start + part.shape[0]][..., heads, :] += part
+        """Add a share of the gradient of rows `start..start+len(part)-1`; a `borrowed` one lasts until `settle`."""
+        if len(self._waiting) == MOST_PARTIALS:
+            self._fold()
+        self._waiting.append(Partial(start, heads.start or 0, part))
+        self._borrowed |= borrowed
 
-    def finish(self) -> Tensor:
-        """The gradient in `like`'s dtype."""
-        if self._only is not None and self._sum is None:
-            return self._only
-        return self._accumulator().to(self._like.dtype)
+    def settle(self) -> None:
+        """Read what is borrowed: afterwards its memory may be used again."""
+        if self._borrowed:
+            self._fold()
 
-    def _accumulator(self) -> Tensor:
+    def finish(self, into: Tensor | None = None) -> Tensor:
+        """The gradient in `like`'s dtype, written to `into` if given."""
+        if into is None and len(self._waiting) == 1 and not self._borrowed:
+            (only,) = self._waiting
+            if only.value.shape == self._like.shape and only.value.dtype == self._like.dtype:
+                return only.value
+        if into is None:
+            into = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
+        sum_partials(self._waiting, into)
+        return into
+
+    def empty_pair(self) -> Tensor:
+        """Room for this and one more like it, side by side in each row: `[s, 2, b, h, d]`."""
+        s, *row = self._like.shape
+        return torch.empty((s, 2, *row), dtype=self._like.dtype, device=self._like.device)
+
+    def _fold(self) -> None:
         if self._sum is None:
             dtype = accumulation_dtype(self._like.dtype)
-            if self._only is not None:
-                self._sum = self._only.to(dtype=dtype, memory_format=torch.contiguous_format, copy=True)
-            else:
-                self._sum = torch.zeros(self._like.shape, dtype=dtype, device=self._like.device)
-        return self._sum
+            self._sum = torch.empty(self._like.shape, dtype=dtype, device=self._like.device)
+        sum_partials(self._waiting, self._sum)
+        self._waiting = [Partial(0, 0, self._sum)]
+        self._borrowed = False
 
 
 class Gathering:
-    """A result for another rank, from its first part to the message that takes it along."""
+    """A result for another rank, from its first part to the message that takes it along.
 
-    def __init__(self, total: MergedOutput | Sum) -> None:
-        self._total = total
+    Args:
+        totals: one, or the two of keys and values, which lie together token by token as they travel.
+    """
+
+    def __init__(self, *totals: MergedOutput | Sum) -> None:
+        self._totals = totals
         self.fields: tuple[Tensor, ...] = ()
 
     def add(self, start: int, *fields: Tensor) -> None:
-        """Merge what was computed for the rows from `start` on."""
-        self._total.add(start, *fields)  # type: ignore[arg-type]
+        """Merge what was computed for the rows from `start` on: (out, lse), (dq) or (dk, dv)."""
+        if len(self._totals) == 1:
+            self._totals[0].add(start, *fields)  # type: ignore[arg-type]
+            return
+        for total, part in zip(self._totals, fields, strict=True):
+            total.add(start, part)  # type: ignore[call-arg, arg-type]
 
-    def close(self) -> None:
-        """Make `fields` ready to be sent, contiguous and in the precision of the inputs."""
-        total = self._total.finish()
-        self.fields = tuple(field.contiguous() for field in (total if isinstance(total, tuple) else (total,)))
-        del self._total
+    def close(self, rooms: tuple[Tensor, ...] | None) -> None:
+        """Make `fields` ready to be sent, contiguous and in the precision of the inputs.
+
+        Args:
+            rooms: where they shall lie; None for anywhere.
+        """
+        if len(self._totals) == 2:
+            first, second = (total for total in self._totals if isinstance(total, Sum))
+            packed = rooms[0] if rooms else first.empty_pair()
+            first.finish(packed[:, 0])
+            second.finish(packed[:, 1])
+            self.fields = (packed,)
+        else:
+            (total,) = self._totals
+            if isinstance(total, MergedOutput):
+                self.fields = total.finish((rooms[0], rooms[1]) if rooms else None)
+            else:
+                self.fields = (total.finish(rooms[0] if rooms else None),)
+            self.fields = tuple(field.contiguous() for field in self.fields)
+        del self._totals

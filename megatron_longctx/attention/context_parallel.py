@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import BufferPool, P2PTransport
+from ..comm import BufferPool, P2PTransport, PeerTransport, choose_transport
 from ..kernels import KernelRequest, choose
 from ..layout import Layout
 from ..schedules import DEFAULT_OPTIONS, Kind, Plan, PlanOptions, build_plan, check_heads
@@ -34,6 +34,7 @@ class ContextParallelAttention:
         kernel: a name in `kernels.PROVIDERS`, or `auto`.
         options: what the schedule may be told besides.
         deterministic: ask for kernels whose results are bit-identical from run to run.
+        transport: auto, peer or p2p (see `comm.choose_transport`).
 
     Raises:
         ValueError: an unknown schedule or options it refuses (a kernel that cannot serve is refused by the first call,
@@ -48,6 +49,7 @@ class ContextParallelAttention:
         kernel: str = "auto",
         options: PlanOptions = DEFAULT_OPTIONS,
         deterministic: bool = False,
+        transport: str = "auto",
     ) -> None:
         self._group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -56,9 +58,10 @@ class ContextParallelAttention:
         self._kernel = kernel
         self._options = options
         self._deterministic = deterministic
+        self._transport = transport
         self._programs: dict[tuple[int, bool], tuple[Program, Program]] = {}
         self._engines: dict[KernelRequest, Engine] = {}
-        self._links: dict[torch.device, tuple[P2PTransport | None, BufferPool]] = {}
+        self._links: dict[torch.device, tuple[P2PTransport | PeerTransport | None, BufferPool]] = {}
         self.plan(0)
 
     def plan(self, length: int, causal: bool = True) -> Plan:
@@ -111,8 +114,7 @@ class ContextParallelAttention:
         Args and errors as for a call.
         """
         (program, _), engine = self._prepare(q, k, v, length, causal)
-        _, result = _forward(program, engine, (q, k, v), q.shape[-1] ** -0.5 if scale is None else scale)
-        return result
+        return _forward(program, engine, (q, k, v), q.shape[-1] ** -0.5 if scale is None else scale)
 
     def _prepare(
         self, q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool
@@ -149,8 +151,9 @@ class ContextParallelAttention:
         if request not in self._engines:
             kernel = choose(self._kernel, request)
             if q.device not in self._links:
-                transport = P2PTransport(self._group, q.device) if self._group is not None and self.world > 1 else None
-                self._links[q.device] = (transport, BufferPool(q.device))
+                group = self._group if self.world > 1 else None
+                links = None if group is None else choose_transport(self._transport, group, q.device)
+                self._links[q.device] = (links, BufferPool(q.device))
             self._engines[request] = Engine(kernel, *self._links[q.device])
         return self._engines[request]
 
@@ -158,7 +161,7 @@ class ContextParallelAttention:
 class Attend(torch.autograd.Function):
     """Runs a rank's (forward, backward) programs.
 
-    Keeps q, the packed k and v, out and lse; other ranks' blocks are fetched again in backward, not kept.
+    Keeps q, k, v, out and lse; other ranks' blocks are fetched again in backward, not kept.
     """
 
     @staticmethod
@@ -173,37 +176,24 @@ class Attend(torch.autograd.Function):
         result: AttentionResult | None = None,
     ) -> Tensor:
         program, ctx.program = pair
-        if result is None:
-            kv, (out, lse) = _forward(program, engine, (q, k, v), scale)
-        else:
-            kv, out, lse = _packed(engine, k, v), result.out.detach(), result.lse
+        result = _forward(program, engine, (q, k, v), scale) if result is None else result
+        out = result.out.detach()
         ctx.engine, ctx.scale = engine, scale
-        ctx.save_for_backward(q, out, lse, *kv)
+        ctx.save_for_backward(q, k, v, out, result.lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out,) = grads
-        q, out, lse, *kv = ctx.saved_tensors
-        home = {Kind.Q_GRAD: (q, out, grad_out, lse), Kind.KV: tuple(kv)}
+        q, k, v, out, lse = ctx.saved_tensors
+        home = {Kind.Q_GRAD: (q, out, grad_out, lse), Kind.KV: (k, v)}
         run = BackwardPass(ctx.program, ctx.engine, home, ctx.scale)
         run.run()
-        gradients = [total.finish() for total in run.dkv]
-        dk, dv = gradients if len(gradients) == 2 else gradients[0].unbind(1)
-        return run.dq.finish(), dk, dv, None, None, None, None
+        return run.dq.finish(), run.dk.finish(), run.dv.finish(), None, None, None, None
 
 
-def _packed(engine: Engine, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Keys and values as they travel: k and v of a span are one message, so they lie together token by token."""
-    return (k, v) if engine.transport is None else (torch.stack((k, v), dim=1),)
-
-
-def _forward(
-    program: Program, engine: Engine, qkv: tuple[Tensor, Tensor, Tensor], scale: float
-) -> tuple[tuple[Tensor, ...], AttentionResult]:
-    """The packed keys and values, and the result."""
+def _forward(program: Program, engine: Engine, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> AttentionResult:
     q, k, v = qkv
-    kv = _packed(engine, k, v)
-    run = ForwardPass(program, engine, {Kind.Q: (q,), Kind.KV: kv}, scale)
+    run = ForwardPass(program, engine, {Kind.Q: (q,), Kind.KV: (k, v)}, scale)
     run.run()
-    return kv, AttentionResult(*run.output.finish())
+    return AttentionResult(*run.output.finish())

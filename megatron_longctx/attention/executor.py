@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..comm import BufferPool, Exchange, P2PTransport
+from ..comm import BufferPool, Exchange, P2PTransport, PeerTransport
 from ..kernels import AttentionKernel
 from ..schedules import ALL_HEADS, RESULTS, Block, Heads, Kind
 from .accumulate import Gathering, MergedOutput, Sum
+from .post import DirectPost, Fields, PeerPost, Post, outbox_of
 from .program import HOME, Away, Call, Place, Program, ProgramStep, Receive, Slot
-
-Fields = tuple[Tensor, ...]
-"""The tensors of one kind of block, all with tokens first. KV is one tensor `[t, 2, b, g, d]`."""
-
 
 _HOME_OF = {Kind.OUT: Kind.Q, Kind.DQ: Kind.Q_GRAD, Kind.DKV: Kind.KV} | {
     kind: kind for kind in (Kind.Q, Kind.KV, Kind.Q_GRAD)
@@ -45,21 +42,31 @@ def head_slice(num_heads: int, part: Heads) -> slice:
 
 @dataclass(frozen=True)
 class Engine:
-    """What a program runs on. `transport` is None for a group of one rank."""
+    """What programs run on. `transport` is None for a group of one rank. `posts`: by program and shapes, once made."""
 
     kernel: AttentionKernel
-    transport: P2PTransport | None
+    transport: P2PTransport | PeerTransport | None
     pool: BufferPool
+    posts: dict[Hashable, tuple[Program, Post]] = field(default_factory=dict)
 
 
 class _Pass(ABC):
-    """One run of a program. Subclasses say what a kernel call computes and where arrived results go."""
+    """One run of a program. Subclasses say what a kernel call computes and where arrived results go.
+
+    Args:
+        home: this rank's own tensors; KV is `(k, v)`, which are packed into one where there are other ranks.
+    """
 
     def __init__(self, program: Program, engine: Engine, home: dict[Kind, Fields], scale: float) -> None:
         self._program = program
         self._engine = engine
-        self._home = home
+        self._home = dict(home)
+        self._kv = home[Kind.KV]
         self._scale = scale
+        self._post: Post | None = None
+        if engine.transport is not None:
+            k, _ = self._kv
+            self._home[Kind.KV] = (k.new_empty(()).expand(k.shape[0], 2, *k.shape[1:]),)  # its shape, until packed
         self._slots: list[Fields] = []
         self._to_send: dict[tuple[Kind, Heads], Fields] = {}
         self._outgoing: dict[int, Gathering] = {}
@@ -75,33 +82,69 @@ class _Pass(ABC):
         self._slots = [
             self._slot(name, slot) for name, slot in zip(self._program.slot_names, self._program.slots, strict=True)
         ]
+        post = self._post = self._find_post(transport)
         # Copied before the mark that the messages wait for, never between it and the sending.
-        places = (send.place for step in self._program.steps for send in step.sends)
-        own = {(place.kind, place.heads) for place in places if place is not None and place.slot == HOME}
-        self._to_send = {
-            (kind, heads): tuple(
-                self._of_heads(field, kind, heads, ALL_HEADS).contiguous() for field in self._home[kind]
-            )
-            for kind, heads in own
-        }
+        post.begin()
+        self._pack(post)
         begin = transport.now()
         exchange: Exchange | None = None
         arrived: tuple[Receive, ...] = ()
         marks: list[torch.cuda.Event | None] = []
-        for step in self._program.steps:
+        for t, step in enumerate(self._program.steps):
             if exchange is not None:
-                transport.wait(exchange)
+                post.wait(exchange)
             sends, receives = self._messages(step)
             after = (begin, marks[step.after]) if step.after >= 0 else (begin,)
-            exchange = transport.start(sends, receives, after)
+            exchange = post.start(t, sends, receives, after)
             self._merge(arrived)
+            self.settle()
             for call in step.calls:
                 self.attend(call)
             marks.append(transport.now())
             arrived = step.receives
         if exchange is not None:
-            transport.wait(exchange)
+            post.wait(exchange)
         self._merge(arrived)
+
+    def _find_post(self, transport: P2PTransport | PeerTransport) -> Post:
+        """The one for this program and these shapes; made, by all ranks together, when it is first needed."""
+        if not isinstance(transport, PeerTransport):
+            return DirectPost(transport)
+        shapes = tuple(field.shape[1:] for fields in self._home.values() for field in fields)
+        key = (id(self._program), shapes)
+        if key not in self._engine.posts:
+            outbox = outbox_of(self._program, self._row_bytes)
+            post = PeerPost(transport.mailbox(outbox), outbox)
+            self._engine.posts[key] = (self._program, post)  # kept together: an id is only good for what is alive
+        return self._engine.posts[key][1]
+
+    def _row_bytes(self, kind: Kind, parts: int) -> list[int]:
+        return [
+            field[0:1].numel() * field.element_size()
+            for field in (self._of_heads(f, kind, Heads(0, parts), ALL_HEADS) for f in self.rows_like(kind, 1))
+        ]
+
+    def _pack(self, post: Post) -> None:
+        """Put this rank's own tensors where they are sent from."""
+        places = (send.place for step in self._program.steps for send in step.sends)
+        own = {(place.kind, place.heads) for place in places if place is not None and place.slot == HOME}
+        whole = post.room(("home", Kind.KV, ALL_HEADS, 0), *_like(self._home[Kind.KV][0])) if (
+            Kind.KV, ALL_HEADS) in own else None  # fmt: skip
+        self._home[Kind.KV] = (torch.stack(self._kv, dim=1, out=whole),)
+        for kind, heads in own:
+            if (kind, heads) == (Kind.KV, ALL_HEADS):
+                self._to_send[kind, heads] = self._home[Kind.KV]
+                continue
+            fields = []
+            for i, each in enumerate(self._home[kind]):
+                part = self._of_heads(each, kind, heads, ALL_HEADS)
+                room = post.room(("home", kind, heads, i), *_like(part))
+                fields.append(part.contiguous() if room is None else room.copy_(part))
+            self._to_send[kind, heads] = tuple(fields)
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Read the results that have arrived, before their memory is used again."""
 
     @abstractmethod
     def attend(self, call: Call) -> None:
@@ -170,12 +213,24 @@ class _Pass(ABC):
             self._outgoing[away.result] = self.gathering(whole)
         self._outgoing[away.result].add(away.block.start - whole.start, *fields)
         if away.complete:
-            self._outgoing[away.result].close()
+            assert self._post is not None
+            rooms = []
+            for i, like in enumerate(self._result_like(whole)):
+                room = self._post.room(("result", away.result, i), *_like(like))
+                if room is not None:
+                    rooms.append(room)
+            self._outgoing[away.result].close(tuple(rooms) or None)
 
-    def _rows_of(self, block: Block) -> Tensor:
-        """A tensor of no memory with the shape of a result's first field."""
-        like = self._of_heads(self.row_like(block.kind)[0], block.kind, block.heads, ALL_HEADS)
-        return torch.empty((), dtype=like.dtype, device=like.device).expand(block.tokens, *like.shape[1:])
+    def _result_like(self, block: Block) -> Fields:
+        """Tensors of no memory with the shapes of a result's fields."""
+        return tuple(
+            self._of_heads(field, block.kind, block.heads, ALL_HEADS)
+            for field in self.rows_like(block.kind, block.tokens)
+        )
+
+    def rows_like(self, kind: Kind, tokens: int) -> Fields:
+        """Tensors of no memory with the shapes of so many rows of `kind`."""
+        return tuple(field.new_empty(()).expand(tokens, *field.shape[1:]) for field in self.row_like(kind))
 
     def _slot(self, name: int, slot: Slot) -> Fields:
         part = Heads(0, slot.parts)
@@ -202,7 +257,7 @@ class _Pass(ABC):
 
 
 class ForwardPass(_Pass):
-    """home: Q `(q,)`, KV `(kv,)` or, for a rank alone, `(k, v)`."""
+    """home: Q `(q,)`, KV `(k, v)`."""
 
     def __init__(self, program: Program, engine: Engine, home: dict[Kind, Fields], scale: float) -> None:
         super().__init__(program, engine, home, scale)
@@ -227,13 +282,16 @@ class ForwardPass(_Pass):
         out, lse = fields
         self.output.add(block.start, out, lse, self.heads_of(Kind.OUT, block.heads), borrowed=True)
 
+    def settle(self) -> None:
+        self.output.settle()
+
     def gathering(self, block: Block) -> Gathering:
-        return Gathering(MergedOutput(self._rows_of(block)))
+        return Gathering(MergedOutput(self._result_like(block)[0]))
 
     def row_like(self, kind: Kind) -> Fields:
         if kind is Kind.OUT:
             lse_dtype = torch.float64 if self._q.dtype == torch.float64 else torch.float32
-            return self._q, self._q.new_empty(self._q.shape[:3], dtype=lse_dtype)
+            return self._q, self._q.new_empty((), dtype=lse_dtype).expand(self._q.shape[:3])
         return self._home[kind]
 
 
@@ -243,7 +301,7 @@ class BackwardPass(_Pass):
     def __init__(self, program: Program, engine: Engine, home: dict[Kind, Fields], scale: float) -> None:
         super().__init__(program, engine, home, scale)
         self.dq = Sum(home[Kind.Q_GRAD][0])
-        self.dkv = tuple(Sum(field) for field in home[Kind.KV])
+        self.dk, self.dv = (Sum(field) for field in home[Kind.KV])
 
     def attend(self, call: Call) -> None:
         q, out, grad_out, lse = self.queries(call)
@@ -267,23 +325,34 @@ class BackwardPass(_Pass):
         for key in call.attend.keys:
             part = slice(offset, offset + key.tokens)
             offset += key.tokens
-            heads = self.heads_of(Kind.DKV, key.heads)
             if key.home != self._program.rank:
-                self.keep_for_others(next(away), (torch.stack((dk[part], dv[part]), dim=1),))
-            elif len(self.dkv) == 2:
-                self.dkv[0].add(key.start, dk[part], heads)
-                self.dkv[1].add(key.start, dv[part], heads)
-            else:
-                self.dkv[0].add(key.start, torch.stack((dk[part], dv[part]), dim=1), heads)
+                self.keep_for_others(next(away), (dk[part], dv[part]))
+                continue
+            heads = self.heads_of(Kind.DKV, key.heads)
+            self.dk.add(key.start, dk[part], heads)
+            self.dv.add(key.start, dv[part], heads)
 
     def merge(self, block: Block, fields: Fields) -> None:
-        total = self.dq if block.kind is Kind.DQ else self.dkv[0]
-        total.add(block.start, fields[0], self.heads_of(block.kind, block.heads), borrowed=True)
+        heads = self.heads_of(block.kind, block.heads)
+        if block.kind is Kind.DQ:
+            self.dq.add(block.start, fields[0], heads, borrowed=True)
+            return
+        self.dk.add(block.start, fields[0][:, 0], heads, borrowed=True)
+        self.dv.add(block.start, fields[0][:, 1], heads, borrowed=True)
+
+    def settle(self) -> None:
+        for total in (self.dq, self.dk, self.dv):
+            total.settle()
 
     def gathering(self, block: Block) -> Gathering:
-        return Gathering(Sum(self._rows_of(block)))
+        like = self._result_like(block)[0]
+        return Gathering(Sum(like)) if block.kind is Kind.DQ else Gathering(Sum(like[:, 0]), Sum(like[:, 1]))
 
     def row_like(self, kind: Kind) -> Fields:
         if kind is Kind.DQ:
             return (self._home[Kind.Q_GRAD][0],)
         return self._home[Kind.KV if kind is Kind.DKV else kind]
+
+
+def _like(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype

@@ -79,7 +79,7 @@ class Measurement:
         return None if self.forward_s is None or self.backward_s is None else self.forward_s + self.backward_s
 
 
-def modes(group: dist.ProcessGroup, kernel: str, names: Sequence[str]) -> list[Contender]:
+def modes(group: dist.ProcessGroup, kernel: str, transport: str, names: Sequence[str]) -> list[Contender]:
     """This package's modes as contenders; usp with every group size."""
     n = dist.get_world_size(group)
     found = []
@@ -89,8 +89,9 @@ def modes(group: dist.ProcessGroup, kernel: str, names: Sequence[str]) -> list[C
             sizes = [k for k in range(2, n) if n % k == 0]
             choices = [(f"usp (inner_size={k})", PlanOptions(inner_size=k)) for k in sizes]
         for label, options in choices:
-            attention = ContextParallelAttention(group, schedule=name, kernel=kernel, options=options)
-
+            attention = ContextParallelAttention(
+                group, schedule=name, kernel=kernel, options=options, transport=transport
+            )
             found.append(Contender(label, _calls_of(attention), name, options))
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm import P2PTransport
+from ..comm import Exchange, Outbox, P2PTransport, PeerTransport, Sent, choose_transport, transport_name
 from ..kernels import AttentionKernel, KernelRequest, choose, merge_into
 from ..metrics.environment import environment
 from ..schedules.calibration import Calibration
@@ -44,7 +44,7 @@ def calibrate(
     group: dist.ProcessGroup,
     device: torch.device,
     workload: Workload,
-    kernel: str = "auto",
+    choice: tuple[str, str] = ("auto", "auto"),
     effort: Effort | None = None,
 ) -> Calibration:
     """Measure; every rank of `group` calls this, all at once, and gets the same answer.
@@ -52,20 +52,24 @@ def calibrate(
     Args:
         group: two ranks or more; gloo with a CPU device, NCCL with this rank's CUDA device.
         workload: heads and element size of the kernel calls.
-        kernel: a name in `kernels.PROVIDERS`, or `auto`.
+        choice: kernel (a name in `kernels.PROVIDERS`, or `auto`) and transport (auto, peer or p2p).
 
     Raises:
         ValueError: one rank only, or a kernel that cannot serve.
     """
     effort = effort or Effort.of(device)
+    kernel, transport = choice
     chosen = choose(kernel, _request(workload, device))
     cluster = measured_cluster(group, device)
-    messages, message_s = _messages(group, device)
+    links = choose_transport(transport, group, device)
+    messages, message_s = _messages(links)
     costs = kernel_costs(group, device, workload, kernel, effort)
-    blocking = _blocking(group, device, workload, chosen) if device.type == "cuda" else 0.0
+    blocking = _blocking(links, workload, chosen) if device.type == "cuda" else 0.0
     costs = replace(costs, message_s=message_s, messages=messages, blocking=blocking)
     facts = environment()
-    return Calibration(str(facts["device"]), chosen.name, cluster, replace(workload, batch=1), costs, facts)
+    return Calibration(
+        str(facts["device"]), chosen.name, transport_name(links), cluster, replace(workload, batch=1), costs, facts
+    )
 
 
 def kernel_costs(
@@ -105,55 +109,69 @@ def measured_cluster(group: dist.ProcessGroup, device: torch.device) -> Cluster:
     return to_cluster(measure_links(group, device, sizes=sizes), "measured", Device(name, memory_gib=memory))
 
 
-def _messages(group: dist.ProcessGroup, device: torch.device) -> tuple[tuple[MessageSample, ...], float]:
+class _Exchanges:
+    """Every rank sends `size` bytes to each of the ranks `shifts` further, and receives as many."""
+
+    def __init__(self, links: P2PTransport | PeerTransport, size: int, shifts: Sequence[int]) -> None:
+        self._links = links
+        rank, n = links.rank, links.world
+        self._peers = [(rank + by) % n for by in shifts]
+        into = torch.empty(size * len(shifts), dtype=torch.uint8, device=links.device)
+        self._receives = [(into[i * size : (i + 1) * size], (rank - by) % n) for i, by in enumerate(shifts)]
+        if isinstance(links, PeerTransport):
+            sends = tuple(Sent(peer, i * size, size) for i, peer in enumerate(self._peers))
+            self._mailbox = links.mailbox(Outbox({}, size * len(shifts), (sends,)))
+        else:
+            out = torch.zeros_like(into)
+            self._sends = [(out[i * size : (i + 1) * size], peer) for i, peer in enumerate(self._peers)]
+
+    def start(self) -> Exchange:
+        """As in a plan's step: the message is issued first, and may start when the call before it is done."""
+        if isinstance(self._links, PeerTransport):
+            self._mailbox.begin()
+            return self._mailbox.start(0, (), self._receives, [self._links.now()])
+        return self._links.start(self._sends, self._receives, [self._links.now()])
+
+    def wait(self, exchange: Exchange) -> None:
+        (self._mailbox if isinstance(self._links, PeerTransport) else self._links).wait(exchange)
+
+    def seconds(self, beside: Callable[[], object] | None = None) -> float:
+        """Of an exchange, alone or with something issued after its start."""
+
+        def once() -> None:
+            exchange = self.start()
+            if beside is not None:
+                beside()
+            self.wait(exchange)
+
+        return float(_agreed(self._links.group, lambda: [_steady_seconds(once, self._links.device)])[0])
+
+
+def _messages(links: P2PTransport | PeerTransport) -> tuple[tuple[MessageSample, ...], float]:
     """Times of sending to the next rank and to all others at once, by size; what each further message costs."""
-    transport = P2PTransport(group, device)
-    rank, n = transport.rank, transport.world
-    sizes: tuple[int, ...] = _CUDA_MESSAGES if device.type == "cuda" else _CPU_MESSAGES
-    out = torch.zeros(sizes[-1], dtype=torch.uint8, device=device)
-    into = torch.zeros_like(out)
-
-    def send(size: int, shifts: Sequence[int]) -> None:
-        sends = [(out[i * size : (i + 1) * size], (rank + by) % n) for i, by in enumerate(shifts)]
-        receives = [(into[i * size : (i + 1) * size], (rank - by) % n) for i, by in enumerate(shifts)]
-        transport.wait(transport.start(sends, receives))
-
-    def seconds(size: int, shifts: Sequence[int]) -> float:
-        return float(_agreed(group, lambda: [_steady_seconds(lambda: send(size, shifts), device)])[0])
-
-    samples = [MessageSample(size, 1, seconds(size, [1])) for size in sizes]
-    if n > 2:
-        sizes = tuple(size for size in sizes if size * (n - 1) <= out.numel())
-        samples += [MessageSample(size, n - 1, seconds(size, range(1, n))) for size in sizes]
+    sizes: tuple[int, ...] = _CUDA_MESSAGES if links.device.type == "cuda" else _CPU_MESSAGES
+    others = links.world - 1
+    samples = [MessageSample(size, 1, _Exchanges(links, size, [1]).seconds()) for size in sizes]
+    if others > 1:
+        small = tuple(size for size in sizes if size * others <= sizes[-1])
+        samples += [MessageSample(s, others, _Exchanges(links, s, range(1, others + 1)).seconds()) for s in small]
     many = 8
-    more = (seconds(1024, [1] * many) - seconds(1024, [1])) / (2 * (many - 1))  # a shift is a send and a receive
-    return tuple(samples), max(more, 0.0)
+    more = _Exchanges(links, 1024, [1] * many).seconds() - _Exchanges(links, 1024, [1]).seconds()
+    return tuple(samples), max(more / (2 * (many - 1)), 0.0)  # each is a send and a receive
 
 
-def _blocking(group: dist.ProcessGroup, device: torch.device, workload: Workload, kernel: AttentionKernel) -> float:
-    """Share of a message's time that is added to the kernel calls it runs beside."""
-    transport = P2PTransport(group, device)
-    rank, n = transport.rank, transport.world
-    request = _request(workload, device)
-    q = _random(8192, workload.num_heads, request, device)
-    k, v = (_random(8192, workload.num_kv_heads, request, device) for _ in range(2))
-    out = torch.zeros(2**27, dtype=torch.uint8, device=device)
-    into = torch.zeros_like(out)
+def _blocking(links: P2PTransport | PeerTransport, workload: Workload, kernel: AttentionKernel) -> float:
+    """Share of a message's time that is added to the kernel call that runs beside it."""
+    request = _request(workload, links.device)
+    q = _random(8192, workload.num_heads, request, links.device)
+    k, v = (_random(8192, workload.num_kv_heads, request, links.device) for _ in range(2))
 
-    def step(message: bool, call: bool) -> None:
-        # As in a plan's step: the message is issued first, and may start when the call before it is done.
-        after = [transport.now()]
-        under_way = transport.start([(out, (rank + 1) % n)], [(into, (rank - 1) % n)], after) if message else None
-        if call:
-            kernel.forward(q, k, v, causal=False, scale=1.0)
-        if under_way is not None:
-            transport.wait(under_way)
+    def call() -> object:
+        return kernel.forward(q, k, v, causal=False, scale=1.0)
 
-    def seconds(message: bool, call: bool) -> float:
-        return float(_agreed(group, lambda: [_steady_seconds(lambda: step(message, call), device)])[0])
-
-    both, call, message = seconds(True, True), seconds(False, True), seconds(True, False)
-    return min(1.0, max(0.0, (both - call) / message))
+    exchanges = _Exchanges(links, 2**27, [1])
+    alone = float(_agreed(links.group, lambda: [_steady_seconds(call, links.device)])[0])
+    return min(1.0, max(0.0, (exchanges.seconds(call) - alone) / exchanges.seconds()))
 
 
 def _steady_seconds(work: Callable[[], object], device: torch.device, repeats: int = 12) -> float:

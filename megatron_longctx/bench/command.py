@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from ..comm import choose_transport, transport_name
 from ..comm.local_ranks import run_ranks
 from ..config import refuse
 from ..metrics.environment import environment
@@ -30,11 +31,12 @@ _TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Where:
-    """ranks: how many to start here. device: cpu or cuda. kernel: of the attention calls."""
+    """ranks: how many to start here. device: cpu or cuda. kernel, transport: of the attention calls."""
 
     ranks: int
     device: str
     kernel: str = "auto"
+    transport: str = "auto"
 
     @classmethod
     def of(cls, ranks: int | None, device: str, kernel: str = "auto") -> Where:
@@ -57,8 +59,8 @@ class Where:
 
 def run_calibrate(where: Where, workload: Workload, max_tokens: int | None, cluster_file: Path | None) -> Path:
     """`bench calibrate`: measure and keep; returns the file."""
-    found: Calibration = _start(where, _calibrate, workload, where.kernel, max_tokens)[0]
-    path = calibration_path(found.device, where.ranks, workload)
+    found: Calibration = _start(where, _calibrate, workload, where, max_tokens)[0]
+    path = calibration_path(found.device, where.ranks, workload, found.transport)
     save_calibration(found, path)
     if cluster_file is not None:
         save_cluster(found.cluster, cluster_file)
@@ -113,7 +115,7 @@ def run_attention(
             raise refuse("--modes", name, f"all, or of {', '.join(attention.ALL_MODES)}", "Separate names by commas.")
     if not out.parent.is_dir():
         raise refuse("--out", out, "a file in a folder that exists", "Make the folder first.")
-    found, calibrations = _start(where, _attention, tuple(cases), names, iterations, check, where.kernel)[0]
+    found, calibrations = _start(where, _attention, tuple(cases), names, iterations, check, where)[0]
     chosen = attention.choices(found)
     facts = environment()
     data = {
@@ -122,7 +124,7 @@ def run_attention(
         "iterations": iterations,
         "environment": facts,
         "calibrations": {
-            heads: {"kernel": c.kernel, "cluster": c.cluster.name, "merge_gibps": c.costs.merge_gibps,
+            heads: {"kernel": c.kernel, "transport": c.transport, "merge_gibps": c.costs.merge_gibps,
                     "messages": c.costs.messages, "message_s": c.costs.message_s, "blocking": c.costs.blocking}
             for heads, c in calibrations.items()
         },
@@ -177,34 +179,36 @@ def _links(rank: int) -> Cluster:
     return measured_cluster(_group(), _device())
 
 
-def _calibrate(rank: int, workload: Workload, kernel: str, max_tokens: int | None) -> Calibration:
+def _calibrate(rank: int, workload: Workload, where: Where, max_tokens: int | None) -> Calibration:
     device = _device()
-    return calibrate(_group(), device, workload, kernel, Effort.of(device, max_tokens))
+    return calibrate(_group(), device, workload, (where.kernel, where.transport), Effort.of(device, max_tokens))
 
 
 def _attention(
-    rank: int, cases: tuple[attention.Case, ...], names: tuple[str, ...], iterations: int, check: bool, kernel: str
+    rank: int, cases: tuple[attention.Case, ...], names: tuple[str, ...], iterations: int, check: bool, where: Where
 ) -> tuple[list[attention.Measurement], dict[str, Calibration]]:
     device, group = _device(), _group()
     calibrations = {}
     for case in cases:
         heads = f"{case.num_heads}:{case.num_kv_heads}"
         if heads not in calibrations:
-            calibrations[heads] = _kept_or_measured(rank, group, device, case.workload, kernel)
-    bench = attention.Bench(group, device, kernel, iterations, check)
-    return bench.run(cases, attention.modes(group, kernel, names), calibrations), calibrations
+            calibrations[heads] = _kept_or_measured(rank, group, device, case.workload, where)
+    bench = attention.Bench(group, device, where.kernel, iterations, check)
+    contenders = attention.modes(group, where.kernel, where.transport, names)
+    return bench.run(cases, contenders, calibrations), calibrations
 
 
 def _kept_or_measured(
-    rank: int, group: dist.ProcessGroup, device: torch.device, workload: Workload, kernel: str
+    rank: int, group: dist.ProcessGroup, device: torch.device, workload: Workload, where: Where
 ) -> Calibration:
     """The calibration in the cache if rank 0 has one, else a new one, which it keeps."""
-    path = calibration_path(str(environment()["device"]), dist.get_world_size(group), workload)
+    transport = transport_name(choose_transport(where.transport, group, device))
+    path = calibration_path(str(environment()["device"]), dist.get_world_size(group), workload, transport)
     answer: list[Calibration | None] = [load_calibration(path) if rank == 0 and path.is_file() else None]
     dist.broadcast_object_list(answer, src=0, group=group, device=device)
     if answer[0] is not None:
         return answer[0]
-    found = calibrate(group, device, workload, kernel)
+    found = calibrate(group, device, workload, (where.kernel, where.transport))
     if rank == 0:
         save_calibration(found, path)
     return found

@@ -5,9 +5,10 @@ k and v `[t, b, g, d]` with g KV heads dividing h query heads (never expanded), 
 log).
 
 - `choose("auto", KernelRequest(...))` gives an `AttentionKernel`; `available(...)` says why the others were not taken.
-- `kernel.forward` gives one block's (out, lse); `merge_into` joins results over disjoint keys.
+- `kernel.forward` gives one block's (out, lse); `merge_partials` joins results over disjoint keys, several in one pass,
+  `merge_into` one after another.
+- `kernel.backward` takes the GLOBAL (out, lse) and gives one block's share of the gradients; `sum_partials` adds them.
 - `quantize` (a module) packs tensors into 8 or 4 bits for messages, unpacks and sums them.
-- `kernel.backward` takes the GLOBAL (out, lse) and gives one block's share of the gradients; shares add up.
 
 To add a provider: one new file with a subclass of `AttentionKernel` (`name`, `why_not`, `_forward`, `_backward`; the
 base class checks shapes and handles blocks without queries or keys), one entry in `registry.PROVIDERS`, a place in
@@ -17,15 +18,21 @@ base class checks shapes and handles blocks without queries or keys), one entry 
 
 from megatron_longctx.kernels.interface import AttentionKernel, KernelRequest
 from megatron_longctx.kernels.merge import merge_into, merge_into_torch
+from megatron_longctx.kernels.partials import MOST as MOST_PARTIALS
+from megatron_longctx.kernels.partials import Partial, merge_partials, sum_partials
 from megatron_longctx.kernels.registry import AUTO_ORDER, PROVIDERS, available, choose
 
 __all__ = [
     "AUTO_ORDER",
+    "MOST_PARTIALS",
     "PROVIDERS",
     "AttentionKernel",
     "KernelRequest",
+    "Partial",
     "available",
     "choose",
     "merge_into",
     "merge_into_torch",
+    "merge_partials",
+    "sum_partials",
 ]

@@ -1,4 +1,4 @@
-"""Several partial results brought together in one pass over memory: outputs merged by their log-sum-exp, gradients added.
+"""Several partial results brought together in one pass over memory: outputs merged by their lse, gradients added.
 
 A step-by-step merge reads and writes fp32 accumulators for every partial; here every partial is read once, sums live in
 registers, and only the result is written.

@@ -15,15 +15,15 @@ from megatron_longctx.kernels.partials import Partial
 _TILE = 2048
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _lse_of(lse, start, stop, first, last, s_stride, b_stride, h_stride, s, b, h, inside):  # type: ignore[no-untyped-def]
+@triton.jit
+def _lse_of(lse, start, stop, first, last, s_stride, b_stride, h_stride, s, b, h, inside):  # type: ignore
     """A partial's lse at each row; -inf outside of what it covers."""
     covered = inside & (s >= start) & (s < stop) & (h >= first) & (h < last)
     at = lse + (s - start) * s_stride + b * b_stride + (h - first) * h_stride
     return tl.load(at, mask=covered, other=-float("inf")).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _value_of(value, start, stop, first, last, s_stride, b_stride, h_stride, s, b, h, col, inside):  # type: ignore[no-untyped-def]
     """A partial's rows; 0 outside of what it covers."""
     covered = (s >= start) & (s < stop) & (h >= first) & (h < last)
@@ -81,7 +81,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         empty = weights == 0
         total = total / tl.where(empty, 1.0, weights)[:, None]
         merged = tl.where(empty, -float("inf"), base + tl.log(tl.where(empty, 1.0, weights)))
-        # Every warp loads the few lse values for itself: a fast warp must not overwrite what a slow one has yet to read.
+        # Every warp loads the few lse values for itself: none may overwrite what a slower one has yet to read.
         tl.debug_barrier()
         tl.store(lse + s * lse_s + b * lse_b + h * lse_h, merged, mask=inside)
     else:
@@ -108,7 +108,7 @@ def combine_triton(partials: Sequence[Partial], out: Tensor, lse: Tensor | None)
     rows = max(1, _TILE // cols)
     num_rows = s * batch * heads
     arguments: list[Tensor | int] = []
-    for part in (*partials, *(partials[:1] * (4 - len(partials)))):
+    for part in (*partials, *([partials[0]] * (4 - len(partials)))):
         part_lse = part.value if part.lse is None else part.lse
         arguments += [part.value, part_lse, part.start, part.stop, part.first_head, part.last_head]
         arguments += [*part.value.stride()[:3], *part_lse.stride()[:3]]

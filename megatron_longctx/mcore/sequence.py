@@ -69,5 +69,6 @@ def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
         kernel=config.attention.kernel,
         options=PlanOptions.of(par),
         deterministic=config.attention.deterministic,
+        transport=config.attention.transport,
     )
     return ShardedSequence(attention, config.data.seq_length)

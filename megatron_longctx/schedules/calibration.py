@@ -12,7 +12,7 @@ from typing import Any
 from ..topology import Cluster, as_data, cluster_from
 from .cost import Costs, KernelSample, MessageSample, Workload
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Calibration:
 
     device: str
     kernel: str
+    transport: str
     cluster: Cluster
     workload: Workload
     costs: Costs
@@ -32,11 +33,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_longctx"
 
 
-def calibration_path(device: str, ranks: int, workload: Workload, folder: Path | None = None) -> Path:
-    """The file for so many ranks of a device; the batch is no part of it."""
+def calibration_path(device: str, ranks: int, workload: Workload, transport: str, folder: Path | None = None) -> Path:
+    """The file for so many ranks of a device and how blocks travel (peer or p2p); the batch is no part of it."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")
     shape = f"{workload.num_heads}x{workload.num_kv_heads}x{workload.head_dim}-{workload.element_bytes}bytes"
-    return (folder or cache_folder()) / f"{name}-{ranks}ranks-{shape}.json"
+    return (folder or cache_folder()) / f"{name}-{ranks}ranks-{transport}-{shape}.json"
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
@@ -46,6 +47,7 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
         "version": _VERSION,
         "device": calibration.device,
         "kernel": calibration.kernel,
+        "transport": calibration.transport,
         "cluster": as_data(calibration.cluster),
         "workload": asdict(calibration.workload),
         "costs": asdict(calibration.costs),
@@ -72,6 +74,7 @@ def load_calibration(path: Path) -> Calibration:
         return Calibration(
             device=data["device"],
             kernel=data["kernel"],
+            transport=data["transport"],
             cluster=cluster_from(data["cluster"]),
             workload=Workload(**data["workload"]),
             costs=Costs(**costs),

@@ -57,7 +57,12 @@ def settled(config: Config, folder: Path | None = None) -> Config:
 def _figures(config: Config, folder: Path | None) -> tuple[Cluster, Costs | None, str]:
     par = config.parallelism
     device = "cpu" if config.train.device == "cpu" else str(environment()["device"])
-    path = calibration_path(device, par.context_parallel_size, Workload.of(config), folder)
+    wanted = config.attention.transport
+    transports = ("p2p",) if config.train.device == "cpu" else (("peer", "p2p") if wanted == "auto" else (wanted,))
+    paths = [
+        calibration_path(device, par.context_parallel_size, Workload.of(config), name, folder) for name in transports
+    ]
+    path = next((path for path in paths if path.is_file()), paths[0])
     if path.is_file():
         calibration = load_calibration(path)
         return calibration.cluster, calibration.costs, str(path)

@@ -42,6 +42,8 @@ def test_a_borrowed_partial_is_never_kept(tensors):
     lent = out.clone(), lse.clone()
     output.add(0, *lent, borrowed=True)
     total.add(0, lent[0], borrowed=True)
+    output.settle()
+    total.settle()
     for tensor in lent:
         tensor.fill_(torch.nan)
     found_out, found_lse = output.finish()
@@ -79,23 +81,23 @@ def test_queries_without_keys(tensors):
 
 def test_many_small_parts_lose_nothing_in_bf16():
     """4096 parts of 2^-8 beside a 1: summed in bf16, every one of them would be rounded away."""
-    like = torch.zeros(2, 3, dtype=torch.bfloat16)
+    like = torch.zeros(2, 1, 1, 3, dtype=torch.bfloat16)
     total = Sum(like)
-    total.add(0, torch.ones(2, 3, dtype=torch.bfloat16))
+    total.add(0, torch.ones_like(like))
     for _ in range(4096):
-        total.add(1, torch.full((1, 3), 2.0**-9, dtype=torch.bfloat16))
+        total.add(1, torch.full((1, 1, 1, 3), 2.0**-9, dtype=torch.bfloat16))
     found = total.finish()
     assert found.dtype == torch.bfloat16
-    assert found.tolist() == [[1.0] * 3, [9.0] * 3]
+    assert found.squeeze().tolist() == [[1.0] * 3, [9.0] * 3]
 
 
 def test_a_single_share_is_handed_through_and_never_written_to():
-    like = torch.zeros(3, 2)
-    share = torch.ones(3, 2)
+    like = torch.zeros(3, 1, 1, 2)
+    share = torch.ones_like(like)
     total = Sum(like)
     total.add(0, share)
     assert total.finish() is share
-    total.add(1, torch.ones(2, 2))
-    assert total.finish().tolist() == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
+    total.add(1, torch.ones(2, 1, 1, 2))
+    assert total.finish().squeeze().tolist() == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
     assert (share == 1).all()
     assert (Sum(like).finish() == 0).all()

@@ -77,12 +77,14 @@ def compare(
     return []
 
 
-def _every_case(rank: int, n: int, kernels: list[str], device_type: str = "cuda") -> list[str]:
+def _every_case(rank: int, n: int, kernels: list[str], transport: str, device_type: str = "cuda") -> list[str]:
     """What is wrong, in words. Every rank computes the references itself, from the same seeds."""
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
     wrong = []
     attentions = {
-        (schedule, kernel): ContextParallelAttention(dist.group.WORLD, schedule=schedule, kernel=kernel)
+        (schedule, kernel): ContextParallelAttention(
+            dist.group.WORLD, schedule=schedule, kernel=kernel, transport=transport
+        )
         for schedule, kernel in product(MODES, kernels)
     }
     for case in CASES:
@@ -158,8 +160,9 @@ def _many_iterations(rank: int, attention: ContextParallelAttention, schedule: s
     return wrong
 
 
+@pytest.mark.parametrize("transport", ["p2p", "peer"])
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
-def test_as_good_as_one_gpu_and_the_same_every_time(n):
+def test_as_good_as_one_gpu_and_the_same_every_time(n, transport):
     if torch.cuda.device_count() < n:
         pytest.skip(f"needs {n} CUDA devices, found {torch.cuda.device_count()}")
     reasons = {name: PROVIDERS[name]().why_not(request("GQA")) for name in ("cudnn", "flash")}
@@ -167,6 +170,8 @@ def test_as_good_as_one_gpu_and_the_same_every_time(n):
     if not kernels:
         pytest.skip(f"no kernel: {reasons}")
     wrong = [
-        line for lines in run_distributed(_every_case, n, n, kernels, backend="nccl", timeout=240) for line in lines
+        line
+        for lines in run_distributed(_every_case, n, n, kernels, transport, backend="nccl", timeout=240)
+        for line in lines
     ]
     assert not wrong, "\n".join(wrong)

@@ -26,7 +26,12 @@ def test_calibrate_leaves_what_auto_goes_by(cache: Path, tmp_path: Path) -> None
     assert cli.main(["bench", "calibrate", *settings, *words]) == 0
     (path,) = cache.glob("*.json")
     found = load_calibration(path)
-    assert found.kernel == "cpu" and found.cluster.n == 2 and load_cluster(tmp_path / "here.yaml") == found.cluster
+    assert (
+        found.kernel == "cpu"
+        and found.transport == "p2p"
+        and found.cluster.n == 2
+        and load_cluster(tmp_path / "here.yaml") == found.cluster
+    )
     costs = found.costs
     assert costs.forward_tflops > 0 and costs.merge_gibps > 0 and 0 <= costs.blocking <= 1
     assert {(s.causal, s.backward, s.parts) for s in costs.kernels} >= {(True, False, 1), (False, True, 2)}

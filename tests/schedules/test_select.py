@@ -93,21 +93,21 @@ def calibration() -> Calibration:
     kernels = (KernelSample(64, 64, True, False, 1, 1e-3), KernelSample(64, 128, False, True, 2, 2e-3))
     costs = Costs(1.0, 2.0, kernels=kernels, messages=(MessageSample(8, 1, 1e-5),))
     cluster = Cluster("two", 2, 4, Mesh(100.0), Network(1, 1.0))
-    return Calibration("NVIDIA H200", "cudnn", cluster, GQA, costs, {"date": "2026-01-01"})
+    return Calibration("NVIDIA H200", "cudnn", "peer", cluster, GQA, costs, {"date": "2026-01-01"})
 
 
 def test_a_calibration_is_read_back_as_written(tmp_path: Path, calibration: Calibration) -> None:
-    path = calibration_path(calibration.device, 8, GQA, tmp_path / "cache")
-    assert path.name == "NVIDIA-H200-8ranks-32x8x128-2bytes.json"
+    path = calibration_path(calibration.device, 8, GQA, "peer", tmp_path / "cache")
+    assert path.name == "NVIDIA-H200-8ranks-peer-32x8x128-2bytes.json"
     save_calibration(calibration, path)
     assert load_calibration(path) == calibration
     assert [file.name for file in path.parent.iterdir()] == [path.name]
-    assert calibration_path("NVIDIA H200", 8, replace(GQA, batch=4), tmp_path / "cache") == path
+    assert calibration_path("NVIDIA H200", 8, replace(GQA, batch=4), "peer", tmp_path / "cache") == path
 
 
 def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert calibration_path("cpu", 2, GQA).parent == tmp_path / "megatron_longctx"
+    assert calibration_path("cpu", 2, GQA, "p2p").parent == tmp_path / "megatron_longctx"
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 99}'])
@@ -116,7 +116,7 @@ def test_what_is_no_calibration_is_refused(tmp_path: Path, content: str, calibra
     with pytest.raises(ValueError, match=r"expected a calibration\. Run `megatron-longctx bench calibrate`"):
         load_calibration(path)
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"expected a calibration of version 1 .*Run `bench calibrate` again"):
+    with pytest.raises(ValueError, match=r"expected a calibration of version 2 .*Run `bench calibrate` again"):
         load_calibration(path)
     save_calibration(calibration, path)
     data = json.loads(path.read_text())

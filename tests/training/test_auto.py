@@ -44,8 +44,8 @@ def test_a_named_cluster_is_enough_and_the_ranking_is_logged(tmp_path: Path, cap
 def test_a_calibration_is_taken_before_a_cluster(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = config("parallelism=cp4", "parallelism.schedule=auto", "parallelism.cluster=h200_x8")
     workload = Workload.of(asked)
-    slow = Calibration("cpu", "cpu", Cluster("slow", 1, 4, Mesh(0.01)), workload, Costs(0.1, 0.1))
-    path = calibration_path("cpu", 4, workload, tmp_path)
+    slow = Calibration("cpu", "cpu", "p2p", Cluster("slow", 1, 4, Mesh(0.01)), workload, Costs(0.1, 0.1))
+    path = calibration_path("cpu", 4, workload, "p2p", tmp_path)
     save_calibration(slow, path)
     with caplog.at_level(logging.INFO):
         settled(asked, tmp_path)

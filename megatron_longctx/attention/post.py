@@ -1,0 +1,111 @@
+"""How a pass hands its messages to the transport: sent from where they lie, or published in memory that peers read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import Exchange, Mailbox, Outbox, OutboxBuilder, P2PTransport, Sent
+from ..schedules import Kind
+from .program import HOME, Program
+
+Fields = tuple[Tensor, ...]
+"""The tensors of one kind of block, all with tokens first. KV is one tensor `[t, 2, b, g, d]`."""
+
+
+class Post(ABC):
+    """Messages of one pass. `sends` and `receives` are (tensor, peer) in the order of the plan's moves."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Start the pass on the caller's stream."""
+
+    @abstractmethod
+    def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Where the tensor of this name has to lie to be sent; None for anywhere."""
+
+    @abstractmethod
+    def start(
+        self, step: int, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], after: Sequence[Any]
+    ) -> Exchange:
+        """Start a step's messages once the marks `after` are reached."""
+
+    @abstractmethod
+    def wait(self, exchange: Exchange) -> None:
+        """Make the caller's stream wait until the messages are in."""
+
+
+class DirectPost(Post):
+    """Point-to-point messages; tensors are sent from where they lie."""
+
+    def __init__(self, transport: P2PTransport) -> None:
+        self._transport = transport
+
+    def begin(self) -> None:
+        pass
+
+    def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        return None
+
+    def start(
+        self, step: int, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], after: Sequence[Any]
+    ) -> Exchange:
+        return self._transport.start(sends, receives, after)
+
+    def wait(self, exchange: Exchange) -> None:
+        self._transport.wait(exchange)
+
+
+class PeerPost(Post):
+    """Messages that peers read where they were published."""
+
+    def __init__(self, mailbox: Mailbox, outbox: Outbox) -> None:
+        self._mailbox = mailbox
+        self._passed = [[message.passed for message in messages] for messages in outbox.sends]
+
+    def begin(self) -> None:
+        self._mailbox.begin()
+
+    def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        return self._mailbox.region(name, shape, dtype)
+
+    def start(
+        self, step: int, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], after: Sequence[Any]
+    ) -> Exchange:
+        passed = [tensor for (tensor, _), yes in zip(sends, self._passed[step], strict=True) if yes]
+        return self._mailbox.start(step, passed, receives, after)
+
+    def wait(self, exchange: Exchange) -> None:
+        self._mailbox.wait(exchange)
+
+
+def outbox_of(program: Program, row_bytes: Callable[[Kind, int], Sequence[int]]) -> Outbox:
+    """Where all that a program sends lies; names are those that the executor asks a `Post` for room by.
+
+    Args:
+        row_bytes: of a kind and the number of parts its heads are in, the bytes of a token by field.
+    """
+    builder = OutboxBuilder()
+    sends = []
+    for t, step in enumerate(program.steps):
+        messages = []
+        for j, (_, place, peer, result) in enumerate(step.sends):
+            if place is None:
+                block = program.outgoing[result]
+                for i, size in enumerate(row_bytes(block.kind, block.heads.parts)):
+                    total = block.tokens * size
+                    messages.append(Sent(peer, builder.region(("result", result, i), total), total))
+                continue
+            for i, size in enumerate(row_bytes(place.kind, place.heads.parts)):
+                total = (place.stop - place.start) * size
+                if place.slot == HOME:
+                    whole = builder.region(("home", place.kind, place.heads, i), program.num_tokens * size)
+                    messages.append(Sent(peer, whole + place.start * size, total))
+                else:
+                    messages.append(Sent(peer, builder.region(("passed", t, j, i), total), total, passed=True))
+        sends.append(tuple(messages))
+    return Outbox(dict(builder.regions), builder.num_bytes, tuple(sends))

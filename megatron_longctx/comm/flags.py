@@ -1,0 +1,69 @@
+"""Flags in device memory that streams set and wait for without a kernel: the driver's stream memory operations.
+
+A kernel that spins until a peer is ready needs a processor, and there is none while long attention kernels fill the
+device; a stream's own wait needs none. Flags are 0 or 1 and go back to 0 by the one who waited, so that the same
+operations serve every pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+_WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
+_EQUAL = 1
+
+
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams: its largest member is six 64-bit words."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("alias", ctypes.c_uint64),
+        ("padding", ctypes.c_uint64),
+    )
+
+
+class FlagOperations:
+    """A batch of operations on flags, prepared once and issued to a stream with one call of the driver."""
+
+    def __init__(self, operations: Sequence[tuple[int, int, int]]) -> None:
+        self._count = len(operations)
+        self._array = (_Operation * max(1, self._count))()
+        for place, (operation, address, value) in zip(self._array, operations, strict=False):
+            place.operation, place.address, place.value = operation, address, value
+            place.flags = _EQUAL if operation == _WAIT_VALUE_32 else 0
+
+    @classmethod
+    def set(cls, addresses: Sequence[int]) -> FlagOperations:
+        """Set every flag; what the stream has written before is visible to whoever sees it."""
+        return cls([(_WRITE_VALUE_32, address, 1) for address in addresses])
+
+    @classmethod
+    def take(cls, addresses: Sequence[int]) -> FlagOperations:
+        """Wait until every flag is set, and clear them."""
+        waits = [(_WAIT_VALUE_32, address, 1) for address in addresses]
+        return cls(waits + [(_WRITE_VALUE_32, address, 0) for address in addresses])
+
+    def issue(self, stream: Any) -> None:
+        """Append to a CUDA stream.
+
+        Raises:
+            RuntimeError: the driver refused.
+        """
+        if self._count:
+            code = _driver().cuStreamBatchMemOp_v2(
+                ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint(self._count), self._array, ctypes.c_uint(0)
+            )
+            if code:
+                raise RuntimeError(f"cuStreamBatchMemOp returned CUDA error {code} for {self._count} operations")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

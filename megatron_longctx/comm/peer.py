@@ -1,0 +1,290 @@
+"""Messages over peer memory: senders publish, receivers pull through the copy engine, and no processor is taken.
+
+What a pass sends lies in memory that its peers can read (symmetric memory). A sender sets a flag with the receiver once
+its data is complete; the receiver's stream waits for the flag, copies just the rows it needs, and sets a flag back.
+There are two such memories, used by passes in turn, so that a pass never waits for the readers of the one before it.
+Figures and the traps this avoids: every message of a NCCL ring takes processors from the kernels beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .flags import FlagOperations
+from .p2p import Exchange
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 256
+_READY, _DONE = 0, 1
+
+
+class Sent(NamedTuple):
+    """A message: `num_bytes` from `offset` of the sender's memory on, for rank `peer` of the group. `passed`: it is
+    copied there when it is sent, since it has come from another rank; anything else was published before."""
+
+    peer: int
+    offset: int
+    num_bytes: int
+    passed: bool = False
+
+
+@dataclass(frozen=True)
+class Outbox:
+    """Where all that a pass sends lies in the sender's memory: offsets of named regions, messages by step."""
+
+    regions: dict[Hashable, int]
+    num_bytes: int
+    sends: tuple[tuple[Sent, ...], ...]
+
+
+@dataclass
+class OutboxBuilder:
+    """Lays regions out one after the other."""
+
+    regions: dict[Hashable, int] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def region(self, name: Hashable, num_bytes: int) -> int:
+        """The offset of a region, which is new or known by its name."""
+        if name not in self.regions:
+            self.regions[name] = self.num_bytes
+            self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return self.regions[name]
+
+
+class PeerTransport:
+    """Peer memory among the ranks of one process group, all of which construct it together.
+
+    Args:
+        group: ranks whose GPUs can read each other's memory.
+        device: this rank's CUDA device.
+
+    Raises:
+        RuntimeError: symmetric memory cannot be set up; see `why_no_peers`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.signals = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.generation = 0
+        self._capacity = self._steps = 0
+        self._halves: list[Any] = []
+        self._flags: Any = None
+        self._turn = 0
+        self._unread: list[FlagOperations | None] = [None, None]
+        self._reserve(2**20, 4)  # here, where it can be refused; it grows when a pass needs more
+
+    def now(self) -> torch.cuda.Event:
+        """A mark after all work issued so far by the caller's stream."""
+        event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
+        return event
+
+    def mailbox(self, outbox: Outbox) -> Mailbox:
+        """Make known to all ranks what each will send; all of them call this in the same order.
+
+        Waits for the other ranks: once for every new kind of pass, never again.
+        """
+        every: list[Any] = [None] * self.world
+        dist.all_gather_object(every, (outbox.num_bytes, outbox.sends), group=self.group)
+        capacity = max(self._capacity, *(num_bytes for num_bytes, _ in every))
+        steps = max(self._steps, *(len(sends) for _, sends in every))
+        if capacity > self._capacity or steps > self._steps:
+            self._reserve(capacity, steps)
+        return Mailbox(self, outbox, [sends for _, sends in every])
+
+    def begin(self, unread: FlagOperations) -> int:
+        """Start a pass: once all have read what lies there, half `turn` is this pass's. Returns the turn.
+
+        Args:
+            unread: takes the flags by which the peers will say that they have read this pass's messages.
+        """
+        self._turn = 1 - self._turn
+        before = self._unread[self._turn]
+        if before is not None:
+            before.issue(torch.cuda.current_stream(self.device))
+        self._unread[self._turn] = unread
+        return self._turn
+
+    def bytes_of(self, turn: int, rank: int) -> Tensor:
+        """All of a rank's memory, as seen from here."""
+        found: Tensor = self._halves[turn].get_buffer(rank, (self._capacity,), torch.uint8)
+        return found
+
+    def flag(self, owner: int, turn: int, step: int, other: int, kind: int) -> int:
+        """Address of the flag that rank `other` sets with rank `owner`."""
+        index = ((turn * self._steps + step) * self.world + other) * 2 + kind
+        return int(self._flags.buffer_ptrs[owner]) + 4 * index
+
+    def _reserve(self, capacity: int, steps: int) -> None:
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)  # nobody reads what is given back here
+        self._halves = []
+        self._capacity, self._steps = capacity, steps
+        self._halves = [self._shared(max(1, capacity)) for _ in range(2)]
+        self._flags = self._shared(2 * steps * self.world * 2 * 4)
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)  # every flag is 0
+        self._unread = [None, None]
+        self.generation += 1
+
+    def _shared(self, num_bytes: int) -> Any:
+        symmetric = _symmetric_memory()
+        tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        handle = symmetric.rendezvous(tensor, self.group)
+        tensor.zero_()
+        return handle
+
+
+class Mailbox:
+    """One kind of pass over peer memory: `begin`, fill the regions, `start` and `wait` step by step."""
+
+    def __init__(self, transport: PeerTransport, outbox: Outbox, sends: Sequence[Sequence[Sequence[Sent]]]) -> None:
+        self._transport, self._outbox = transport, outbox
+        me = transport.rank
+        self._steps = len(outbox.sends)
+        # What each peer sends here, in its order, by step.
+        self._incoming = [
+            {peer: [m for m in every[t] if m.peer == me] for peer, every in enumerate(sends) if t < len(every)}
+            for t in range(self._steps)
+        ]
+        self._generation = -1
+        self._turn = 0
+
+    def begin(self) -> None:
+        """Start a pass on the caller's stream."""
+        if self._generation != self._transport.generation:
+            self._prepare()
+        self._turn = self._transport.begin(self._unread[1 - self._transport._turn])
+
+    def region(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A region as a tensor, to be filled on the caller's stream before the step that sends it."""
+        size = dtype.itemsize
+        for extent in shape:
+            size *= extent
+        offset = self._outbox.regions[name]
+        return self._mine[self._turn][offset : offset + size].view(dtype).view(tuple(shape))
+
+    def start(
+        self, step: int, passed: Sequence[Tensor], receives: Sequence[tuple[Tensor, int]], after: Sequence[Any]
+    ) -> Exchange:
+        """Start a step's messages.
+
+        Args:
+            passed: what has come from other ranks and goes on, in the order of the messages.
+            receives: (contiguous tensor, peer), in the order of the plan.
+            after: marks that messages wait for.
+        """
+        transport, turn = self._transport, self._turn
+        stream = transport.stream
+        ready, ready_passed = self._ready[turn][step]
+        for event in after:
+            transport.signals.wait_event(event)
+            stream.wait_event(event)
+        ready.issue(transport.signals)
+        with torch.cuda.stream(stream):
+            if passed:
+                waiting = iter(passed)
+                for message in self._outbox.sends[step]:
+                    if message.passed:
+                        room = self._mine[turn][message.offset : message.offset + message.num_bytes]
+                        room.copy_(_as_bytes(next(waiting)))
+                ready_passed.issue(stream)
+            left = {peer: iter(messages) for peer, messages in self._incoming[step].items()}
+            for peer, take, done in self._arrivals[turn][step]:
+                take.issue(stream)
+                for tensor, source in receives:
+                    if source == peer:
+                        message = next(left[peer])
+                        _as_bytes(tensor).copy_(
+                            self._theirs[turn][peer][message.offset : message.offset + message.num_bytes]
+                        )
+                done.issue(stream)
+            return Exchange(arrived=stream.record_event() if receives else None)
+
+    def wait(self, exchange: Exchange) -> None:
+        """Make the caller's stream wait until the messages are in."""
+        if exchange.arrived is not None:
+            torch.cuda.current_stream(self._transport.device).wait_event(exchange.arrived)
+
+    def _prepare(self) -> None:
+        """Views and flag operations for the memory as it is now."""
+        transport, me = self._transport, self._transport.rank
+        peers = range(transport.world)
+        self._mine = [transport.bytes_of(turn, me) for turn in range(2)]
+        self._theirs = [[transport.bytes_of(turn, peer) for peer in peers] for turn in range(2)]
+        self._ready, self._arrivals, self._unread = [], [], []
+        for turn in range(2):
+            ready, arrivals, unread = [], [], []
+            for t, messages in enumerate(self._outbox.sends):
+                passing = sorted({m.peer for m in messages if m.passed})  # their flag waits for all that goes there
+                others = sorted({m.peer for m in messages} - set(passing))
+                ready.append(
+                    tuple(FlagOperations.set([transport.flag(p, turn, t, me, _READY) for p in group])
+                          for group in (others, passing))
+                )  # fmt: skip
+                unread += [transport.flag(me, turn, t, peer, _DONE) for peer in (*others, *passing)]
+                arrivals.append(
+                    [
+                        (
+                            peer,
+                            FlagOperations.take([transport.flag(me, turn, t, peer, _READY)]),
+                            FlagOperations.set([transport.flag(peer, turn, t, me, _DONE)]),
+                        )
+                        for peer, incoming in self._nearest_first(t)
+                        if incoming
+                    ]
+                )
+            self._ready.append(ready)
+            self._arrivals.append(arrivals)
+            self._unread.append(FlagOperations.take(unread))
+        self._generation = transport.generation
+
+    def _nearest_first(self, step: int) -> list[tuple[int, list[Sent]]]:
+        """Every rank begins with another peer, so that they do not all read from the same one."""
+        world, me = self._transport.world, self._transport.rank
+        return sorted(self._incoming[step].items(), key=lambda item: (item[0] - me) % world)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _symmetric_memory() -> Any:
+    # Pulls need no multicast, and systems without NVLink SHARP fail when it is set up.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory
+
+
+def why_no_peers(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks of `group` cannot read each other's memory, alike on all of them; None where they can."""
+    facts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(facts, _facts(device), group=group)
+    if any(fact is None for fact in facts):
+        return "not all ranks have a CUDA device"
+    if len({host for host, _ in facts}) > 1:
+        return "they are on several hosts"
+    indices = [index for _, index in facts]
+    for a in indices:
+        for b in indices:
+            if a != b and not torch.cuda.can_device_access_peer(a, b):
+                return f"GPU {a} cannot read the memory of GPU {b}"
+    return None
+
+
+def _facts(device: torch.device) -> tuple[str, int] | None:
+    if device.type != "cuda":
+        return None
+    return os.uname().nodename, torch.cuda.current_device() if device.index is None else device.index

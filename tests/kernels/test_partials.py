@@ -1,0 +1,114 @@
+"""Several partials in one pass: values, gaps, and the fused kernel under Triton's interpreter."""
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_longctx.kernels import MOST_PARTIALS, Partial, merge_partials, sum_partials
+
+S, B, H, D = 9, 2, 4, 8
+
+
+def partials(count, dtype=torch.float32, head_dim=D, seed=0):
+    """All rows, the back, part of the heads, and the middle, with strides as kernels give them."""
+    gen = torch.Generator().manual_seed(seed)
+    found = []
+    for start, stop, first, last in [(0, S, 0, H), (5, S, 0, H), (0, S, 1, 3), (2, 7, 2, H)][:count]:
+        t, g = stop - start, last - first
+        value = torch.randn(B, g, t, head_dim, generator=gen).to(dtype).permute(2, 0, 1, 3)
+        lse = (torch.randn(B, g, t, generator=gen) * 3).permute(2, 0, 1)
+        lse[0] = -torch.inf
+        value[0] = 0
+        found.append(Partial(start, first, value, lse))
+    return found
+
+
+def expected_merge(parts, head_dim=D):
+    """In fp64, by the definition."""
+    weights = torch.zeros(S, B, H, dtype=torch.float64)
+    total = torch.zeros(S, B, H, head_dim, dtype=torch.float64)
+    for part in parts:
+        rows, heads = slice(part.start, part.stop), slice(part.first_head, part.last_head)
+        weight = part.lse.double().exp()
+        weights[rows, :, heads] += weight
+        total[rows, :, heads] += weight[..., None] * part.value.double()
+    return torch.where(weights[..., None] > 0, total / weights[..., None], 0.0), weights.log()
+
+
+def expected_sum(parts, head_dim=D):
+    total = torch.zeros(S, B, H, head_dim, dtype=torch.float64)
+    for part in parts:
+        total[part.start : part.stop, :, part.first_head : part.last_head] += part.value.double()
+    return total
+
+
+@pytest.mark.parametrize("count", range(MOST_PARTIALS + 1))
+def test_partials_come_together(count):
+    parts = partials(count)
+    out, lse = torch.full((S, B, H, D), torch.nan), torch.full((S, B, H), torch.nan)
+    merge_partials(parts, out, lse)
+    wanted, wanted_lse = expected_merge(parts)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-6, atol=1e-6)
+    total = torch.full((S, B, H, D), torch.nan)
+    sum_partials(parts, total)
+    torch.testing.assert_close(total.double(), expected_sum(parts), rtol=1e-6, atol=1e-6)
+
+
+def test_the_result_may_lie_where_a_partial_did():
+    parts = partials(3)
+    wanted, wanted_lse = expected_merge(parts)
+    merge_partials(parts, parts[0].value, parts[0].lse)
+    torch.testing.assert_close(parts[0].value.double(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(parts[0].lse.double(), wanted_lse, rtol=1e-6, atol=1e-6)
+
+
+def test_fp64_stays_fp64():
+    parts = [part._replace(value=part.value.double(), lse=part.lse.double()) for part in partials(2)]
+    out, lse = torch.empty(S, B, H, D, dtype=torch.float64), torch.empty(S, B, H, dtype=torch.float64)
+    merge_partials(parts, out, lse)
+    torch.testing.assert_close(out, expected_merge(parts)[0], rtol=1e-12, atol=1e-12)
+    sum_partials(parts, out)
+    torch.testing.assert_close(out, expected_sum(parts), rtol=1e-12, atol=1e-12)
+
+
+def test_more_than_fit_are_refused():
+    with pytest.raises(ValueError, match=r"5 partials: expected 4 at most"):
+        sum_partials([*partials(4), partials(1)[0]], torch.empty(S, B, H, D))
+
+
+def compare_fused_with_torch() -> None:
+    """Run in a process of its own, whose environment switches Triton's interpreter on."""
+    from megatron_longctx.kernels.partials_triton import combine_triton
+
+    cases = itertools.product(range(MOST_PARTIALS + 1), (8, 20, 128), (torch.float32, torch.bfloat16, torch.float16))
+    for count, head_dim, dtype in cases:
+        parts = partials(count, dtype, head_dim, seed=count)
+        # The result as it occurs: one of two tensors packed row by row, lse heads first in memory.
+        out = torch.full((S, 2, B, H, head_dim), torch.nan)[:, 1]
+        lse = torch.full((B, H, S), torch.nan).permute(2, 0, 1)
+        combine_triton(parts, out, lse)
+        wanted, wanted_lse = expected_merge(parts, head_dim)
+        torch.testing.assert_close(out.double(), wanted, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(lse.double(), wanted_lse, rtol=2e-6, atol=2e-6)
+        combine_triton(parts, out, None)
+        torch.testing.assert_close(out.double(), expected_sum(parts, head_dim), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_fused_kernel_equals_the_definition_under_the_interpreter():
+    # The switch is read while triton is imported, so it needs a fresh process.
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    compare_fused_with_torch()
