@@ -94,6 +94,9 @@ class AttentionConfig:
     # How blocks travel: peer (pulled out of peers' memory by the copy engine), p2p (batched messages of NCCL or gloo),
     # auto (peer where all ranks of the group can, else p2p, saying why)
     transport: str = "auto"
+    # In inference keys and values travel between context-parallel ranks as 8-bit integers, with a scale for every token
+    # and head: half the bytes of bf16, and not exact. Training is not touched.
+    kv_int8: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ..kernels import KernelRequest, choose
 from ..layout import Layout
 from ..schedules import DEFAULT_OPTIONS, Kind, Plan, PlanOptions, build_plan, check_heads
 from .executor import BackwardPass, Engine, ForwardPass
+from .int8 import Int8ForwardPass
 from .program import Program, programs
 
 
@@ -35,6 +36,8 @@ class ContextParallelAttention:
         options: what the schedule may be told besides.
         deterministic: ask for kernels whose results are bit-identical from run to run.
         transport: auto, peer or p2p (see `comm.choose_transport`).
+        kv_int8: in calls with `inference`, keys and values travel, and are attended, as 8-bit integers with a scale for
+            every token and head. One rank alone sends nothing and stays exact.
 
     Raises:
         ValueError: an unknown schedule or options it refuses (a kernel that cannot serve is refused by the first call,
@@ -50,6 +53,7 @@ class ContextParallelAttention:
         options: PlanOptions = DEFAULT_OPTIONS,
         deterministic: bool = False,
         transport: str = "auto",
+        kv_int8: bool = False,
     ) -> None:
         self._group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -59,6 +63,7 @@ class ContextParallelAttention:
         self._options = options
         self._deterministic = deterministic
         self._transport = transport
+        self._kv_int8 = kv_int8
         self._programs: dict[tuple[int, bool], tuple[Program, Program]] = {}
         self._engines: dict[KernelRequest, Engine] = {}
         self._links: dict[torch.device, tuple[P2PTransport | PeerTransport | None, BufferPool]] = {}
@@ -82,6 +87,7 @@ class ContextParallelAttention:
         causal: bool = True,
         scale: float | None = None,
         result: AttentionResult | None = None,
+        inference: bool = False,
     ) -> Tensor:
         """Attend, differentiably in q, k and v.
 
@@ -93,15 +99,25 @@ class ContextParallelAttention:
             scale: factor of the scores; default `d ** -0.5`.
             result: what `forward` gave for these very inputs; it is returned as it is, differentiably, and nothing is
                 computed or sent before backward.
+            inference: nothing will be differentiated; only then `kv_int8` has an effect.
 
         Returns:
             `[s, b, h, d]` in q's dtype.
 
         Raises:
-            ValueError: shapes that do not fit each other or the layout, or no kernel that can serve them.
+            ValueError: shapes that do not fit each other or the layout, no kernel that can serve them, or gradients
+                asked of 8-bit keys and values.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         prepared = self._prepare(q, k, v, length, causal)
+        if inference and self._kv_int8 and self.world > 1:
+            if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+                raise ValueError(
+                    "attention.kv_int8=True: expected an inference call without gradients. Call under torch.no_grad(), "
+                    "or set attention.kv_int8=false."
+                )
+            (program, _), engine = prepared
+            return _forward(program, engine, (q, k, v), scale, Int8ForwardPass).out
         out: Tensor = Attend.apply(q, k, v, *prepared, scale, result)  # type: ignore[no-untyped-call]
         return out
 
@@ -192,8 +208,14 @@ class Attend(torch.autograd.Function):
         return run.dq.finish(), run.dk.finish(), run.dv.finish(), None, None, None, None
 
 
-def _forward(program: Program, engine: Engine, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> AttentionResult:
+def _forward(
+    program: Program,
+    engine: Engine,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    kind: type[ForwardPass] = ForwardPass,
+) -> AttentionResult:
     q, k, v = qkv
-    run = ForwardPass(program, engine, {Kind.Q: (q,), Kind.KV: (k, v)}, scale)
+    run = kind(program, engine, {Kind.Q: (q,), Kind.KV: (k, v)}, scale)
     run.run()
     return AttentionResult(*run.output.finish())

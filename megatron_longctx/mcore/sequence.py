@@ -70,5 +70,6 @@ def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
         options=PlanOptions.of(par),
         deterministic=config.attention.deterministic,
         transport=config.attention.transport,
+        kv_int8=config.attention.kv_int8,
     )
     return ShardedSequence(attention, config.data.seq_length)
