@@ -2,8 +2,8 @@
 
 Trains a small GPT over two tensor-parallel ranks on the sources of Python's standard library (or goes on with the run
 of an earlier call), then takes its perplexity on the library's tests, which it has not seen, with the sums of its
-row-parallel layers quantized in every way. Writes `perplexity_reductions.json`, `.md` (a table) and `.png`.
-Flash Communication, tables 4 and 6, are the pattern.
+row-parallel layers quantized in every way; and, over two context-parallel ranks, with 8-bit keys and values. Writes
+`perplexity_reductions.json`, `.md` (tables) and `.png`. Flash Communication, tables 4 and 6, are the pattern.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_longctx.comm.local_ranks import run_ranks
 from megatron_longctx.compose import compose_config
@@ -97,6 +98,40 @@ def _rank(rank: int, config: Config, num_windows: int) -> list[list[float]]:
     return losses
 
 
+def _kv_rank(rank: int, config: Config, num_windows: int) -> list[list[float]]:
+    """The trained model over context-parallel ranks: the mean loss of every window, with exact and 8-bit K and V."""
+    from megatron_longctx.mcore import model
+    from megatron_longctx.mcore.sequence import build_sequence
+    from megatron_longctx.mcore.tokenizer import build_tokenizer
+    from megatron_longctx.training.loop import Trainer
+    from megatron_longctx.training.signals import StopRequest
+
+    trainer = Trainer(config, RunFolder.of(config), StopRequest())  # loads what was trained
+    assert trainer.step == config.train.steps
+    weights = trainer.models[0].module.state_dict()
+    length = config.data.seq_length
+    windows = held_out(build_tokenizer(config.data.tokenizer, None), length, num_windows)
+    losses = []
+    for kv_int8 in (False, True):
+        changed = replace(config, attention=replace(config.attention, kv_int8=kv_int8))
+        sequence = build_sequence(changed, trainer.groups.cp)
+        megatron = model.transformer_config(changed)
+        gpt = model.build_model(changed, megatron, trainer.groups, sequence, trainer.vocab_size)
+        gpt.load_state_dict(weights)
+        gpt.eval()
+        sums = torch.zeros(num_windows, dtype=torch.float64)
+        with torch.no_grad():
+            for first, batch in zip(range(0, num_windows, 8), windows.split(8), strict=True):
+                whole = {"tokens": batch[:, :-1], "labels": batch[:, 1:]}
+                whole["position_ids"] = torch.arange(length).expand(len(batch), -1)
+                mine = sequence.shard_batch(whole)
+                found = gpt(mine["tokens"], mine["position_ids"], None, labels=mine["labels"])
+                sums[first : first + len(batch)] = found.double().sum(1)
+        dist.all_reduce(sums)
+        losses.append((sums / length).tolist())
+    return losses
+
+
 def held_out(tokenizer: Any, length: int, num_windows: int) -> torch.Tensor:
     """`[num_windows, length + 1]` tokens of the standard library's tests, which `prepare("stdlib")` leaves out.
 
@@ -118,10 +153,24 @@ def findings(losses: Sequence[Sequence[float]]) -> list[Found]:
     """From each setting's losses of the same windows, the first without quantizing."""
     found = []
     for reduction, each in zip(settings(), losses, strict=True):
-        more = [a - b for a, b in zip(each, losses[0], strict=True)]
-        noise = statistics.stdev(more) / math.sqrt(len(more))
-        found.append(Found(reduction, math.exp(statistics.fmean(each)), statistics.fmean(more), noise))
+        found.append(Found(reduction, math.exp(statistics.fmean(each)), *paired(each, losses[0])))
     return found
+
+
+def paired(losses: Sequence[float], of: Sequence[float]) -> tuple[float, float]:
+    """How much more the mean of `losses` is than that `of` the same windows, and its standard error."""
+    more = [a - b for a, b in zip(losses, of, strict=True)]
+    return statistics.fmean(more), statistics.stdev(more) / math.sqrt(len(more))
+
+
+def kv_table(losses: Sequence[Sequence[float]]) -> str:
+    """Markdown, of what `_kv_rank` gives."""
+    exact, rounded = losses
+    more, noise = paired(rounded, exact)
+    rows = ["| keys and values | perplexity | loss more by (nats) |", "|---|---|---|"]
+    rows.append(f"| exact | {math.exp(statistics.fmean(exact)):.4f} | |")
+    rows.append(f"| 8-bit | {math.exp(statistics.fmean(rounded)):.4f} | {more:+.5f} ± {noise:.5f} |")
+    return "\n".join(rows)
 
 
 def table(found: Sequence[Found]) -> str:
@@ -175,6 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = environment()
     RunFolder.of(config).path.mkdir(parents=True, exist_ok=True)
     losses = run_ranks(_rank, RANKS, config, args.windows, timeout=3600.0, threads=args.threads)[0]
+    par = replace(config.parallelism, tensor_parallel_size=1, context_parallel_size=RANKS)
+    sharded = replace(config, parallelism=par)
+    kv = run_ranks(_kv_rank, RANKS, sharded, args.windows, timeout=3600.0, threads=args.threads)[0]
     found = findings(losses)
     tokens = args.windows * config.data.seq_length
     about = (
@@ -183,10 +235,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about += f"{config.train.global_batch_size} bytes of source text; perplexity per byte on {tokens:,} unseen bytes. "
     about += "Differences are paired over windows, with their standard error."
     stem = args.out / "perplexity_reductions"
-    stem.with_suffix(".md").write_text(f"{about}\n\n{table(found)}\n")
+    text = f"{about}\n\n{table(found)}\n\n{RANKS} context-parallel ranks, zigzag:\n\n{kv_table(kv)}\n"
+    stem.with_suffix(".md").write_text(text)
     data = {"what": "perplexity with quantized sums", "environment": facts, "config": config.as_dict()}
     rows = [{**asdict(f), "reduction": asdict(f.reduction)} for f in found]
-    stem.with_suffix(".json").write_text(json.dumps({**data, "tokens": tokens, "found": rows}, indent=1) + "\n")
+    stem.with_suffix(".json").write_text(
+        json.dumps({**data, "tokens": tokens, "found": rows, "kv_losses": kv}, indent=1) + "\n"
+    )
     draw(found, stem.with_suffix(".png"))
     print(stem.with_suffix(".md").read_text())
     return 0

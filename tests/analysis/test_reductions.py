@@ -59,6 +59,8 @@ def test_perplexities_are_paired_with_the_unquantized(tmp_path: Path) -> None:
     rows = perplexity.table(found).splitlines()
     assert len(rows) == 2 + len(settings) and rows[2].startswith("| none |  |  | 7.3891 |")
     assert "| int4 output projection, none down projection | 128 | asymmetric |" in rows[-2]
+    kv = perplexity.kv_table([plain, [x + 0.5 for x in plain]])
+    assert kv.endswith("| exact | 7.3891 | |\n| 8-bit | 12.1825 | +0.50000 ± 0.00000 |")
     perplexity.draw(found, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
