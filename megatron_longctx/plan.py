@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .config import Config, refuse
-from .schedules import Costs, Kind, Plan, PlanOptions, Workload, build_plan, describe, seal, transpose
+from .schedules import Costs, Kind, Plan, PlanOptions, Workload, backward_plan, build_plan, describe
 from .schedules.draw import draw
 from .schedules.draw_timeline import draw_modes, draw_timeline
 from .schedules.select import Problem, rank_modes, table
@@ -36,7 +36,7 @@ def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures) ->
     if pictures.timeline and cluster is None:
         raise refuse("--timeline", pictures.timeline, "parallelism.cluster=NAME beside it", _REMEDY)
     plan = _configured(config, causal)
-    plan = seal(transpose(plan)) if backward else plan
+    plan = backward_plan(plan) if backward else plan
     workload = Workload.of(config)
     print(describe(plan, {kind: workload.token_bytes(kind) for kind in (Kind.KV, Kind.DKV)}))
     if cluster is not None:

@@ -122,13 +122,20 @@ class Gathering:
         self._totals = totals
         self.fields: tuple[Tensor, ...] = ()
 
+    @classmethod
+    def of(cls, fields: tuple[Tensor, ...]) -> Gathering:
+        """What is complete and ready to be sent already."""
+        made = cls()
+        made.fields = fields
+        return made
+
     def add(self, start: int, *fields: Tensor) -> None:
         """Merge what was computed for the rows from `start` on: (out, lse), (dq) or (dk, dv)."""
         if len(self._totals) == 1:
             self._totals[0].add(start, *fields)  # type: ignore[arg-type]
             return
         for total, part in zip(self._totals, fields, strict=True):
-            total.add(start, part)  # type: ignore[call-arg, arg-type]
+            total.add(start, part)
 
     def close(self, rooms: tuple[Tensor, ...] | None) -> None:
         """Make `fields` ready to be sent, contiguous and in the precision of the inputs.

@@ -205,7 +205,7 @@ class Attend(torch.autograd.Function):
         home = {Kind.Q_GRAD: (q, out, grad_out, lse), Kind.KV: (k, v)}
         run = BackwardPass(ctx.program, ctx.engine, home, ctx.scale)
         run.run()
-        return run.dq.finish(), run.dk.finish(), run.dv.finish(), None, None, None, None
+        return *run.gradients(), None, None, None, None
 
 
 def _forward(

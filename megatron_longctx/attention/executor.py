@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -101,9 +101,14 @@ class _Pass(ABC):
                 self.attend(call)
             marks.append(transport.now())
             arrived = step.receives
+        self.finish_early(arrived)
         if exchange is not None:
             post.wait(exchange)
         self._merge(arrived)
+
+    @abstractmethod
+    def finish_early(self, arriving: tuple[Receive, ...]) -> None:
+        """Do what can be done beside the last messages, which bring `arriving`."""
 
     def _find_post(self, transport: P2PTransport | PeerTransport) -> Post:
         """The one for this program and these shapes; made, by all ranks together, when it is first needed."""
@@ -298,6 +303,9 @@ class ForwardPass(_Pass):
     def settle(self) -> None:
         self.output.settle()
 
+    def finish_early(self, arriving: tuple[Receive, ...]) -> None:
+        pass
+
     def gathering(self, block: Block) -> Gathering:
         return Gathering(MergedOutput(self._result_like(block)[0]))
 
@@ -315,6 +323,15 @@ class BackwardPass(_Pass):
         super().__init__(program, engine, home, scale)
         self.dq = Sum(home[Kind.Q_GRAD][0])
         self.dk, self.dv = (Sum(field) for field in home[Kind.KV])
+        self._dq_done: Tensor | None = None
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), after `run`."""
+        return self.dq.finish() if self._dq_done is None else self._dq_done, self.dk.finish(), self.dv.finish()
+
+    def finish_early(self, arriving: tuple[Receive, ...]) -> None:
+        if not any(receive.block.kind is Kind.DQ for receive in arriving):
+            self._dq_done = self.dq.finish()
 
     def attend(self, call: Call) -> None:
         q, out, grad_out, lse = self.queries(call)
@@ -322,8 +339,10 @@ class BackwardPass(_Pass):
         dq, dk, dv = self._engine.kernel.backward(
             grad_out, q, k, v, out, lse, causal=call.attend.causal, scale=self._scale
         )
-        away = iter(call.away)  # in the order of `results_away`: keys first
-        self._add_keys(call, dk, dv, away)
+        # In the order of `results_away`: keys first.
+        keys_away = sum(key.home != self._program.rank for key in call.attend.keys)
+        self._add_keys(call, dk, dv, call.away[:keys_away])
+        away = iter(call.away[keys_away:])
         offset = 0
         for query in call.attend.queries:
             part = dq[offset : offset + query.tokens]
@@ -333,17 +352,37 @@ class BackwardPass(_Pass):
             else:
                 self.keep_for_others(next(away), (part,))
 
-    def _add_keys(self, call: Call, dk: Tensor, dv: Tensor, away: Iterator[Away]) -> None:
+    def _add_keys(self, call: Call, dk: Tensor, dv: Tensor, away: tuple[Away, ...]) -> None:
+        if len(away) == len(call.attend.keys) and all(each.whole for each in away) and self._send_all(dk, dv, away):
+            return
+        left = iter(away)
         offset = 0
         for key in call.attend.keys:
             part = slice(offset, offset + key.tokens)
             offset += key.tokens
             if key.home != self._program.rank:
-                self.keep_for_others(next(away), (dk[part], dv[part]))
+                self.keep_for_others(next(left), (dk[part], dv[part]))
                 continue
             heads = self.heads_of(Kind.DKV, key.heads)
             self.dk.add(key.start, dk[part], heads)
             self.dv.add(key.start, dv[part], heads)
+
+    def _send_all(self, dk: Tensor, dv: Tensor, away: tuple[Away, ...]) -> bool:
+        """Pack a call's gradients, which are all that their homes get from it, in one go. False where rooms do not
+        lie side by side."""
+        assert self._post is not None
+        names = [("result", each.result, 0) for each in away]
+        if not self._post.joined(names):
+            return False
+        tokens, *row = dk.shape
+        room = self._post.room(names[0], (tokens, 2, *row), dk.dtype)
+        packed = torch.stack((dk, dv), dim=1, out=room)
+        offset = 0
+        for each in away:
+            part = packed[offset : offset + each.block.tokens]
+            offset += each.block.tokens
+            self._outgoing[each.result] = Gathering.of((part,))
+        return True
 
     def merge(self, block: Block, fields: Fields) -> None:
         heads = self.heads_of(block.kind, block.heads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ class Post(ABC):
         """Where the tensor of this name has to lie to be sent; None for anywhere."""
 
     @abstractmethod
+    def joined(self, names: Sequence[Hashable]) -> bool:
+        """Whether the rooms of these names may be one tensor, in this order."""
+
+    @abstractmethod
     def start(
         self, step: int, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], after: Sequence[Any]
     ) -> Exchange:
@@ -51,6 +56,9 @@ class DirectPost(Post):
     def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         return None
 
+    def joined(self, names: Sequence[Hashable]) -> bool:
+        return True
+
     def start(
         self, step: int, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], after: Sequence[Any]
     ) -> Exchange:
@@ -66,12 +74,16 @@ class PeerPost(Post):
     def __init__(self, mailbox: Mailbox, outbox: Outbox) -> None:
         self._mailbox = mailbox
         self._passed = [[message.passed for message in messages] for messages in outbox.sends]
+        self._next = outbox.adjacent
 
     def begin(self) -> None:
         self._mailbox.begin()
 
     def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         return self._mailbox.region(name, shape, dtype)
+
+    def joined(self, names: Sequence[Hashable]) -> bool:
+        return all(self._next.get(a) == b for a, b in pairwise(names))
 
     def start(
         self, step: int, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], after: Sequence[Any]
@@ -108,4 +120,4 @@ def outbox_of(program: Program, row_bytes: Callable[[Kind, int], Sequence[int]])
                 else:
                     messages.append(Sent(peer, builder.region(("passed", t, j, i), total), total, passed=True))
         sends.append(tuple(messages))
-    return Outbox(dict(builder.regions), builder.num_bytes, tuple(sends))
+    return builder.build(tuple(sends))

@@ -18,10 +18,9 @@ from ..schedules import (
     Plan,
     Stay,
     assign,
+    backward_plan,
     results_away,
-    seal,
     stays,
-    transpose,
 )
 
 HOME = -1
@@ -70,12 +69,14 @@ class Receive(NamedTuple):
 class Away(NamedTuple):
     """A result computed for another rank: part of the program's outgoing result number `result`.
 
-    `complete`: nothing more is to come for that, so that it can be made ready to be sent.
+    `complete`: nothing more is to come for that, so that it can be made ready to be sent. `whole`: nor was there
+    anything before.
     """
 
     block: Block
     result: int
     complete: bool
+    whole: bool
 
 
 class Call(NamedTuple):
@@ -119,7 +120,7 @@ class Program:
 
 def programs(plan: Plan, rank: int) -> tuple[Program, Program]:
     """(forward, backward) programs of `rank` for a forward plan."""
-    return compile_program(plan, rank), compile_program(seal(transpose(plan)), rank)
+    return compile_program(plan, rank), compile_program(backward_plan(plan), rank)
 
 
 def compile_program(plan: Plan, rank: int) -> Program:
@@ -174,7 +175,9 @@ class _Outgoing:
             if move.source == rank and move.block.kind in RESULTS and move.block.origin == rank
         ]
         self.number = {key: i for i, key in enumerate(sent)}
+        self.blocks = [block for block, _ in sent]
         self.complete: dict[int, tuple[int, int, int]] = {}  # (step, call, place in the call) of the last part
+        self.parts: dict[int, list[Block]] = {}
         self._taken: dict[tuple[int, int], list[tuple[Block, int]]] = {}
         by_home: dict[tuple[Kind, int], list[tuple[Block, int]]] = {}
         for block, t in sent:
@@ -187,11 +190,17 @@ class _Outgoing:
                     key = next((b, u) for b, u in candidates if u > t and b.contains(part))
                     parts.append((part, self.number[key]))
                     self.complete[self.number[key]] = (t, i, j)
+                    self.parts.setdefault(self.number[key], []).append(part)
 
     def away(self, t: int, i: int) -> tuple[Away, ...]:
         """The results of call i of step t."""
         return tuple(
-            Away(block, number, self.complete[number] == (t, i, j))
+            Away(
+                block,
+                number,
+                self.complete[number] == (t, i, j),
+                self.parts[number] == [self.blocks[number]] == [block],
+            )
             for j, (block, number) in enumerate(self._taken[t, i])
         )
 

@@ -39,11 +39,13 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Outbox:
-    """Where all that a pass sends lies in the sender's memory: offsets of named regions, messages by step."""
+    """Where all that a pass sends lies in the sender's memory: offsets of named regions, messages by step. `adjacent`:
+    by region, the one that follows it without a gap."""
 
     regions: dict[Hashable, int]
     num_bytes: int
     sends: tuple[tuple[Sent, ...], ...]
+    adjacent: dict[Hashable, Hashable] = field(default_factory=dict)
 
 
 @dataclass
@@ -52,13 +54,21 @@ class OutboxBuilder:
 
     regions: dict[Hashable, int] = field(default_factory=dict)
     num_bytes: int = 0
+    _adjacent: dict[Hashable, Hashable] = field(default_factory=dict)
+    _full: Hashable = None
 
     def region(self, name: Hashable, num_bytes: int) -> int:
         """The offset of a region, which is new or known by its name."""
         if name not in self.regions:
             self.regions[name] = self.num_bytes
+            if self._full is not None:
+                self._adjacent[self._full] = name
             self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            self._full = name if num_bytes % _ALIGNMENT == 0 else None
         return self.regions[name]
+
+    def build(self, sends: tuple[tuple[Sent, ...], ...]) -> Outbox:
+        return Outbox(self.regions, self.num_bytes, sends, self._adjacent)
 
 
 class PeerTransport:

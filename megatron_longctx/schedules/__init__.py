@@ -1,6 +1,6 @@
 """Parallelism modes as plans. Each mode is a small pure function from a layout to a `Plan`.
 
-`build_plan("zigzag", n, length)` builds, seals and caches one; `transpose` derives its backward; `verify` proves
+`build_plan("zigzag", n, length)` builds, seals and caches one; `backward_plan` derives its backward; `verify` proves
 either; `describe` prints it and `draw` draws it. To add a mode, write its function in a file of its own, enter it in
 `SCHEDULES` and in `config.SCHEDULES`: the executor runs it unchanged.
 """
@@ -8,6 +8,7 @@ either; `describe` prints it and `draw` draws it. To add a mode, write its funct
 from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads, layout_name, seal
 from .cost import Costs, KernelSample, MessageSample, Workload
 from .describe import describe, moved_tokens
+from .hide import backward_plan
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step
 from .residency import Stay, assign, buffer_need, stays
 from .transpose import transpose
@@ -33,6 +34,7 @@ __all__ = [
     "Step",
     "Workload",
     "assign",
+    "backward_plan",
     "buffer_need",
     "build_plan",
     "check_heads",

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..topology import Cluster
-from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads, seal
+from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads
 from .cost import GIB, Costs, Workload
+from .hide import backward_plan
 from .simulate import Simulation, simulate
-from .transpose import transpose
 
 _MOST_MESSAGES = 400_000
 """Plans with more messages than this take too long to build to be candidates."""
@@ -128,9 +128,10 @@ def _candidates(problem: Problem, cluster: Cluster) -> Iterator[tuple[str, PlanO
             yield from ((schedule, replace(options, inner_size=k)) for k in sorted(sizes) if n % k == 0)
         else:
             yield schedule, options
-            if schedule == "all_gather" and problem.max_bytes is not None and n > 2:
+            if schedule == "all_gather" and n > 2:  # in two groups, or more where memory is bounded
                 tokens = -(-problem.length // n)
-                yield from ((schedule, replace(options, max_buffer_tokens=k * tokens)) for k in (4, 2, 1))
+                groups = (n - 1, 4, 2, 1) if problem.max_bytes is not None else (n - 1,)
+                yield from ((schedule, replace(options, max_buffer_tokens=k * tokens)) for k in groups)
 
 
 def _price(
@@ -142,7 +143,7 @@ def _price(
         raise ValueError(f"its {messages} messages take too long to plan; fewer ranks or nodes would not")
     plan = build_plan(schedule, n, problem.length, problem.causal, options)
     forward = simulate(plan, cluster, workload, costs, timeline=timeline)
-    backward = simulate(seal(transpose(plan)), cluster, workload, costs, timeline=timeline)
+    backward = simulate(backward_plan(plan), cluster, workload, costs, timeline=timeline)
     most = max(forward.peak_bytes, backward.peak_bytes)
     if problem.max_bytes is not None and most > problem.max_bytes:
         raise ValueError(f"needs {most / GIB:.2f} GiB of {problem.max_bytes / GIB:.2f} GiB")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..config import refuse
 from ..topology import Cluster, Resource, Route
 from .cost import GIB, Costs, Workload
-from .plan import RESULTS, Attend, Kind, Move, Plan
+from .plan import RESULTS, Attend, Heads, Kind, Move, Plan
 from .residency import assign, collector_paused, stays
 
 
@@ -102,6 +102,11 @@ class _Run:
         self._routes: dict[tuple[int, int], Route] = {}
         self._rates: dict[str, float] = {}
         self._calls: dict[tuple[int, int, bool, int], float] = {}
+        self._parts: list[set[tuple[Kind, Heads]]] = [set() for _ in range(n)]
+        for step in plan.steps:
+            for block, source, _, _ in step.moves:
+                if block.home == source and block.heads.parts > 1:
+                    self._parts[source].add((block.kind, block.heads))
         self._single = [_is_single(plan, rank) for rank in range(n)]
 
     def result(self) -> Simulation:
@@ -150,9 +155,11 @@ class _Run:
         )
 
     def _pack(self, rank: int) -> None:
-        """Forward packs keys and values into one tensor, which a rank alone does not need."""
-        if self.plan.n > 1 and not self.plan.backward:
-            size = 2 * self.plan.layout.num_tokens(rank) * self.workload.token_bytes(Kind.KV)
+        """Keys and values are packed into one tensor, and parts of the heads are copied together to be sent."""
+        if self.plan.n > 1:
+            size = self.workload.token_bytes(Kind.KV)
+            size += sum(self.workload.token_bytes(kind, heads) for kind, heads in self._parts[rank])
+            size *= 2 * self.plan.layout.num_tokens(rank)
             self._work(rank, size / (self.costs.merge_gibps * GIB), "pack", -1)
 
     def _wait(self, rank: int, t: int) -> None:

@@ -132,13 +132,13 @@ def test_queries_that_travel():
     (call,) = forward.steps[1].calls
     assert call.queries[0] == Place(Kind.Q, 0, 0, 2)
     assert call.keys == (Place(Kind.KV, HOME, 0, 4),)
-    assert call.away == (Away(Block(Kind.OUT, 1, 2, 4, 0), 0, True),)
+    assert call.away == (Away(Block(Kind.OUT, 1, 2, 4, 0), 0, True, True),)
     assert forward.outgoing == (Block(Kind.OUT, 1, 2, 4, 0),)
     assert forward.steps[2].sends == (Send(Block(Kind.OUT, 1, 2, 4, 0), None, 1, 0),)
     assert forward.steps[2].after == 1
     (call,) = backward.steps[1].calls
     assert (call.queries[0].kind, call.queries[0].slot) == (Kind.Q_GRAD, forward.slots.index(Slot(Kind.Q, 2)))
-    assert call.away == (Away(Block(Kind.DQ, 1, 2, 4, 0), 0, True),)
+    assert call.away == (Away(Block(Kind.DQ, 1, 2, 4, 0), 0, True, True),)
     assert backward.steps[2].sends == (Send(Block(Kind.DQ, 1, 2, 4, 0), None, 1, 0),)
 
 
