@@ -14,6 +14,7 @@ OUTER_SCHEDULES = ("ring", "zigzag", "helper", "double_ring", "tasp", "all_gathe
 TRANSPORTS = ("auto", "peer", "p2p")
 KERNELS = ("auto", "cudnn", "flash_attn", "flash", "cpu", "reference")
 RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
+REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 CACHE_MODES = ("auto", "pass_kv", "pass_q", "one_hop")
@@ -97,6 +98,9 @@ class AttentionConfig:
     transport: str = "auto"
     # Over peer memory, attention with at most so many tokens a rank is replayed from CUDA graphs; 0: never
     graph_tokens: int = 4096
+    # In inference keys and values travel between context-parallel ranks as 8-bit integers, with a scale for every token
+    # and head: half the bytes of bf16, and not exact. Training is not touched.
+    kv_int8: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,19 @@ class RecomputeConfig:
     # Most tokens (times sequences) of a rank that pass through an MLP at once; its activations are then not kept, but
     # computed again in backward. null: all.
     mlp_tile_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class ReductionConfig:
+    """How the outputs of row-parallel layers are summed over tensor-parallel ranks: as they are, or as integers (Flash
+    Communication), which is faster on slow links and not exact. In inference only, unless `in_training`."""
+
+    output_projection: str = "none"  # of attention: none | int8 | int6 | int4 | auto (int8 where measured faster)
+    down_projection: str = "none"  # of the MLP, whose outliers make it the harder one: the same choice
+    group_size: int = 128  # neighbouring values that share a range: 32 | 64 | 128
+    symmetric: bool = False  # ranges around zero
+    min_kib: float = 64.0  # smaller tensors are summed as they are
+    in_training: bool = False  # forward; gradients pass as through the exact sum
 
 
 @dataclass(frozen=True)
@@ -213,6 +230,7 @@ class Config:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    reduction: ReductionConfig = field(default_factory=ReductionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -328,6 +346,15 @@ def _validate_parallelism(config: Config) -> None:
         )
 
 
+def _validate_reduction(reduction: ReductionConfig) -> None:
+    _one_of("reduction.output_projection", reduction.output_projection, REDUCTIONS)
+    _one_of("reduction.down_projection", reduction.down_projection, REDUCTIONS)
+    if reduction.group_size not in (32, 64, 128):
+        raise refuse("reduction.group_size", reduction.group_size, "one of 32, 64, 128", "128 sends the fewest bytes.")
+    if not 0 <= reduction.min_kib < float("inf"):
+        raise refuse("reduction.min_kib", reduction.min_kib, "at least 0 KiB, and finite", "64 is the default.")
+
+
 def _validate_training(config: Config) -> None:
     train, optim, data = config.train, config.optim, config.data
     _one_of("train.precision", train.precision, PRECISIONS)
@@ -407,6 +434,7 @@ def validate(config: Config) -> None:
     _one_of("recompute.mode", config.recompute.mode, RECOMPUTES)
     for name in ("head_chunk_tokens", "mlp_tile_tokens"):
         _at_least(f"recompute.{name}", getattr(config.recompute, name), 1)
+    _validate_reduction(config.reduction)
     _validate_training(config)
     _validate_inference(config.inference)
     _validate_serve(config.serve)

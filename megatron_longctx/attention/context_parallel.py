@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from ..kernels import KernelRequest, choose
 from ..layout import Layout
 from ..schedules import DEFAULT_OPTIONS, Kind, Plan, PlanOptions, build_plan, check_heads
 from .executor import BackwardPass, Engine, ForwardPass
+from .int8 import Int8ForwardPass
 from .program import Program, programs
 from .replay import Replay, Tensors
 
@@ -38,6 +39,8 @@ class ContextParallelAttention:
         deterministic: ask for kernels whose results are bit-identical from run to run.
         transport: auto, peer or p2p (see `comm.choose_transport`).
         graph_tokens: over peer memory, calls with at most so many tokens a rank are replayed from CUDA graphs.
+        kv_int8: in calls with `inference`, keys and values travel, and are attended, as 8-bit integers with a scale for
+            every token and head. One rank alone sends nothing and stays exact.
 
     Raises:
         ValueError: an unknown schedule or options it refuses (a kernel that cannot serve is refused by the first call,
@@ -54,6 +57,7 @@ class ContextParallelAttention:
         deterministic: bool = False,
         transport: str = "auto",
         graph_tokens: int = 4096,
+        kv_int8: bool = False,
     ) -> None:
         self._group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -64,6 +68,7 @@ class ContextParallelAttention:
         self._deterministic = deterministic
         self._transport = transport
         self._graph_tokens = graph_tokens
+        self._kv_int8 = kv_int8
         self._programs: dict[tuple[int, bool], tuple[Program, Program]] = {}
         self._engines: dict[KernelRequest, Engine] = {}
         self._links: dict[torch.device, tuple[P2PTransport | PeerTransport | None, BufferPool]] = {}
@@ -87,6 +92,7 @@ class ContextParallelAttention:
         causal: bool = True,
         scale: float | None = None,
         result: AttentionResult | None = None,
+        inference: bool = False,
     ) -> Tensor:
         """Attend, differentiably in q, k and v.
 
@@ -98,15 +104,25 @@ class ContextParallelAttention:
             scale: factor of the scores; default `d ** -0.5`.
             result: what `forward` gave for these very inputs; it is returned as it is, differentiably, and nothing is
                 computed or sent before backward.
+            inference: nothing will be differentiated; only then `kv_int8` has an effect.
 
         Returns:
             `[s, b, h, d]` in q's dtype.
 
         Raises:
-            ValueError: shapes that do not fit each other or the layout, or no kernel that can serve them.
+            ValueError: shapes that do not fit each other or the layout, no kernel that can serve them, or gradients
+                asked of 8-bit keys and values.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         prepared = self._prepare(q, k, v, length, causal)
+        if inference and self._kv_int8 and self.world > 1:
+            if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+                raise ValueError(
+                    "attention.kv_int8=True: expected an inference call without gradients. Call under torch.no_grad(), "
+                    "or set attention.kv_int8=false."
+                )
+            (program, _), engine = prepared
+            return _forward(program, engine, (q, k, v), scale, Int8ForwardPass).out
         out: Tensor = Attend.apply(q, k, v, *prepared, scale, result)  # type: ignore[no-untyped-call]
         return out
 
@@ -209,29 +225,35 @@ def _alone(v: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return v if shared or storage.nbytes() == v.nbytes else v.contiguous()
 
 
-def _forward(program: Program, engine: Engine, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> AttentionResult:
+def _forward(
+    program: Program,
+    engine: Engine,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    kind: type[ForwardPass] = ForwardPass,
+) -> AttentionResult:
     def make(inputs: Tensors) -> ForwardPass:
         q, k, v = inputs
-        return ForwardPass(program, engine, {Kind.Q: (q,), Kind.KV: (k, v)}, scale)
+        return kind(program, engine, {Kind.Q: (q,), Kind.KV: (k, v)}, scale)
 
-    return AttentionResult(*_run(program, engine, scale, qkv, make, lambda run: run.output.finish()))
+    return AttentionResult(*_run(program, engine, (kind, scale), qkv, make, lambda run: run.output.finish()))
 
 
 def _run(
     program: Program,
     engine: Engine,
-    scale: float,
+    how: Hashable,
     inputs: Tensors,
     make: Callable[[Tensors], Any],
     results: Callable[[Any], Tensors],
 ) -> Tensors:
-    """Run a pass, from a graph where it is short."""
+    """Run a pass, from a graph where it is short; `how`: what tells it from others of its program and shapes."""
     short = 0 < program.num_tokens <= engine.graph_tokens
     if not short or not isinstance(engine.transport, PeerTransport) or torch.cuda.is_current_stream_capturing():
         run = make(inputs)
         run.run()
         return results(run)
-    key = (id(program), scale, tuple((x.shape, x.dtype) for x in inputs))
+    key = (id(program), how, tuple((x.shape, x.dtype) for x in inputs))
     if key not in engine.replays:
         engine.replays[key] = (program, Replay(make, results))  # kept together: an id is only good for what is alive
     found: Tensors = engine.replays[key][1](inputs)

@@ -70,8 +70,7 @@ class _Pass(ABC):
         self._scale = scale
         self._post: Post | None = None
         if engine.transport is not None and self._kv:
-            k, _ = self._kv
-            self._home[Kind.KV] = (k.new_empty(()).expand(k.shape[0], 2, *k.shape[1:]),)  # its shape, until packed
+            self._home[Kind.KV] = (self.kv_like(),)  # until packed
         self._slots: list[Fields] = []
         self._to_send: dict[tuple[Kind, Heads], Fields] = {}
         self._outgoing: dict[int, Gathering] = {}
@@ -149,7 +148,7 @@ class _Pass(ABC):
         if self._kv:
             sent = (Kind.KV, ALL_HEADS) in own
             room = post.room(("home", Kind.KV, ALL_HEADS, 0), *_like(self._home[Kind.KV][0])) if sent else None
-            self._home[Kind.KV] = (torch.stack(self._kv, dim=1, out=room),)
+            self._home[Kind.KV] = (self.packed_kv(room),)
         for kind, heads in own:
             if (kind, heads) == (Kind.KV, ALL_HEADS) and self._kv:
                 self._to_send[kind, heads] = self._home[Kind.KV]
@@ -206,7 +205,21 @@ class _Pass(ABC):
         fields = self.gathered(call.keys)
         if len(fields) == 2:  # a rank alone keeps them apart and copies nothing
             return fields[0], fields[1]
-        return fields[0][:, 0], fields[0][:, 1]
+        return self.unpacked_kv(fields[0])
+
+    def kv_like(self) -> Tensor:
+        """A tensor of no memory with the shape and dtype of this rank's keys and values as they travel, tokens first
+        and heads before the last dimension."""
+        k, _ = self._kv
+        return k.new_empty(()).expand(k.shape[0], 2, *k.shape[1:])
+
+    def packed_kv(self, room: Tensor | None) -> Tensor:
+        """This rank's keys and values as they travel; in `room` where there is one."""
+        return torch.stack(self._kv, dim=1, out=room)
+
+    def unpacked_kv(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """The (k, v) of some tokens and heads, for the kernel."""
+        return packed[:, 0], packed[:, 1]
 
     def heads_of(self, kind: Kind, heads: Heads) -> slice:
         """Where part `heads` lies among all heads of a kind."""

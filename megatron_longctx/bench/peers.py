@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ _OPEN = ExitStack()
 
 def peers(group: dist.ProcessGroup, kernel: str) -> list[Contender]:
     """All that can be imported here."""
-    found = [Contender("NCCL Ulysses", lambda case: _ulysses(group, kernel, case))]
+    found = [Contender("NCCL Ulysses", partial(_ulysses, group, kernel))]
     for rotation in ("allgather", "alltoall"):
-        found.append(Contender(f"torch context_parallel, {rotation}", lambda case, r=rotation: _torch(group, r, case)))
+        found.append(Contender(f"torch context_parallel, {rotation}", partial(_torch, group, rotation)))
     return found
 
 
@@ -68,7 +69,7 @@ def _ulysses(group: dist.ProcessGroup, kernel: str, case: Case) -> tuple[Call, L
 
 
 def _torch(group: dist.ProcessGroup, rotation: str, case: Case) -> tuple[Call, Layout]:
-    """torch.distributed's own, load-balanced (zigzag); it has no grouped-query form, so keys and values are repeated."""
+    """torch.distributed's own, load-balanced (zigzag). It has no grouped-query form: keys and values are repeated."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -78,14 +79,15 @@ def _torch(group: dist.ProcessGroup, rotation: str, case: Case) -> tuple[Call, L
         raise ValueError(f"{case.length} tokens: expected a multiple of {2 * n}")
     _OPEN.close()
     set_rotate_method(rotation)
-    _OPEN.enter_context(context_parallel(DeviceMesh.from_group(group, "cuda"), buffers=[], buffer_seq_dims=[]))
+    mesh, something = DeviceMesh.from_group(group, "cuda"), torch.zeros(2 * n, device="cuda")  # none is an error there
+    _OPEN.enter_context(context_parallel(mesh, buffers=[something], buffer_seq_dims=[0]))
     _OPEN.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
     repeats = case.num_heads // case.num_kv_heads
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
-        heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.permute(2, 0, 1, 3)
 
     return call, build_layout("zigzag", n, case.length)

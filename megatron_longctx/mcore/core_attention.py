@@ -124,7 +124,13 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             qkv = (query, key, value)
             out = self._tape.attend(attention, qkv, length=length, causal=causal, scale=self.softmax_scale)
         else:
-            out = attention(query, key, value, length=length, causal=causal, scale=self.softmax_scale)
+            out = attention(
+                *(query, key, value),
+                length=length,
+                causal=causal,
+                scale=self.softmax_scale,
+                inference=not self.training,
+            )
         return out.flatten(2)
 
 

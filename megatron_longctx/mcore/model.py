@@ -16,6 +16,7 @@ from torch.nn import functional
 from ..config import Config, ModelConfig
 from .head import ChunkedHeadGPT
 from .rope import ShardedRotaryEmbedding
+from .row_parallel import RowReductions
 from .sequence import ShardedSequence
 from .spec import block_spec
 
@@ -119,7 +120,13 @@ def build_model(
     gpt_class = GPTModel if chunk is None else functools.partial(ChunkedHeadGPT, chunk_tokens=chunk)
     gpt: GPTModel = gpt_class(
         config=megatron,
-        transformer_layer_spec=block_spec(megatron, sequence, transformer_engine=use_te, recompute=config.recompute),
+        transformer_layer_spec=block_spec(
+            megatron,
+            sequence,
+            transformer_engine=use_te,
+            recompute=config.recompute,
+            reductions=RowReductions.of(config.reduction),
+        ),
         vocab_size=vocab_size,
         max_sequence_length=config.data.seq_length,
         pre_process=groups.pp.rank() == 0,

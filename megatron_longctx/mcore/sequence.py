@@ -71,5 +71,6 @@ def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
         deterministic=config.attention.deterministic,
         transport=config.attention.transport,
         graph_tokens=config.attention.graph_tokens,
+        kv_int8=config.attention.kv_int8,
     )
     return ShardedSequence(attention, config.data.seq_length)

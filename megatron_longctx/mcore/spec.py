@@ -18,6 +18,7 @@ from ..recompute import DeviceStore, HostStore
 from .core_attention import ContextParallelCoreAttention
 from .norms import norm_class
 from .recompute import with_recompute
+from .row_parallel import RowReductions, with_reductions
 from .sequence import ShardedSequence
 from .tiles import with_mlp_tiles
 
@@ -60,8 +61,10 @@ def block_spec(
     *,
     transformer_engine: bool,
     recompute: RecomputeConfig = KEEP_ALL,
+    reductions: RowReductions | None = None,
 ) -> TransformerBlockSubmodules:
-    """The spec of this pipeline stage's layers: Megatron's own, local or TransformerEngine's, with our attention.
+    """The spec of this pipeline stage's layers: Megatron's own, local or TransformerEngine's, with our attention and,
+    where `reductions` says so, our sums over tensor-parallel ranks.
 
     Args:
         recompute: the mode `layer` is `config`'s own business.
@@ -88,4 +91,5 @@ def block_spec(
         layer = with_mlp_tiles(layer, recompute.mlp_tile_tokens)
     if recompute.mode.startswith("attention_output"):
         layer = with_recompute(layer, HostStore() if recompute.mode.endswith("offload") else DeviceStore())
+    layer = with_reductions(layer, reductions or RowReductions())
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=final_norm)

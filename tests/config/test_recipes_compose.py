@@ -31,6 +31,7 @@ def test_the_promised_recipes_are_there() -> None:
     assert set(GROUPS["parallelism"]) >= {"single", "cp2", "cp4", "cp8", "tp2_cp4"}
     assert set(GROUPS["experiment"]) >= {"demo", "llama3_8b_128k_cp8_h200"}
     assert set(GROUPS["recompute"]) >= {"none", "layer", "attention_output", "attention_output+offload"}
+    assert set(GROUPS["reduction"]) >= {"none", "int8", "int6", "int4", "int4_down8", "auto"}
     assert not [path for path in RECIPES.rglob("*") if path.is_file() and path.suffix != ".yaml"]
 
 
@@ -41,6 +42,13 @@ def test_every_model_with_every_parallelism_and_recompute(model: str, parallelis
         assert (config.model.name, config.recompute.mode) == (model, recompute)
         named = {"single": 1, "cp2": 2, "cp4": 4, "cp8": 8, "tp2_cp4": 8}
         assert ready(config) == named.get(parallelism, config.parallelism.model_parallel_size)
+
+
+def test_every_reduction_is_what_its_name_says() -> None:
+    for name in GROUPS["reduction"]:
+        found = compose_config([f"reduction={name}"]).reduction
+        output, down = ("int4", "int8") if name == "int4_down8" else (name, name)
+        assert (found.output_projection, found.down_projection, found.in_training) == (output, down, False)
 
 
 @pytest.mark.parametrize("experiment", GROUPS["experiment"])

@@ -199,6 +199,10 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (["train.precision=fp16"], "train.precision=fp16", "one of fp32, bf16"),
         (["train.device=tpu"], "train.device=tpu", "one of auto, cpu, cuda"),
         (["recompute.mode=full"], "recompute.mode=full", "one of none, layer, attention_output"),
+        (["reduction.down_projection=int5"], "reduction.down_projection=int5", "one of none, int8, int6, int4, auto"),
+        (["reduction.output_projection=fp8"], "reduction.output_projection=fp8", "one of none, int8, int6, int4"),
+        (["reduction.group_size=48"], "reduction.group_size=48", "one of 32, 64, 128"),
+        (["reduction.min_kib=-1"], "reduction.min_kib=-1.0", "at least 0 KiB"),
         (["logging.wandb=on"], "logging.wandb=on", "one of offline, online, disabled"),
         (["attention.kernel=triton"], "attention.kernel=triton", "one of auto, cudnn"),
         (

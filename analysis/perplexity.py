@@ -1,0 +1,251 @@
+"""What quantized sums cost a language model: `python -m analysis.perplexity [--steps 300] [--out FOLDER] [words]`.
+
+Trains a small GPT over two tensor-parallel ranks on the sources of Python's standard library (or goes on with the run
+of an earlier call), then takes its perplexity on the library's tests, which it has not seen, with the sums of its
+row-parallel layers quantized in every way; and, over two context-parallel ranks, with 8-bit keys and values. Writes
+`perplexity_reductions.json`, `.md` (tables) and `.png`. Flash Communication, tables 4 and 6, are the pattern.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_longctx.comm.local_ranks import run_ranks
+from megatron_longctx.compose import compose_config
+from megatron_longctx.config import Config, ReductionConfig
+from megatron_longctx.metrics.environment import environment
+from megatron_longctx.training.run_folder import RunFolder
+from megatron_longctx.training.text import prepare
+
+RANKS = 2
+GROUP_SIZES = (32, 64, 128)
+MODES = ("int8", "int6", "int4")
+_WORDS = (
+    *("model=tiny", "model.hidden_size=256", "model.ffn_hidden_size=768", "data.seq_length=512"),
+    *(f"parallelism.tensor_parallel_size={RANKS}", "parallelism.sequence_parallel=false"),
+    *("train.precision=fp32", "train.global_batch_size=8", "train.device=cpu"),
+    *("optim.lr=2e-3", "optim.min_lr=2e-4", "run.name=perplexity", "logging.wandb=disabled"),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """perplexity: over all tokens. more: of the mean loss than unquantized (nats), and its standard error over pairs of
+    windows."""
+
+    reduction: ReductionConfig
+    perplexity: float
+    more: float
+    noise: float
+
+    @property
+    def name(self) -> str:
+        output, down = self.reduction.output_projection, self.reduction.down_projection
+        return output if output == down else f"{output} output projection, {down} down projection"
+
+
+def settings() -> list[ReductionConfig]:
+    """None, every mode and group size, symmetric or not, and the coarsest for one kind of layer alone."""
+    found = [ReductionConfig()]
+    for symmetric in (False, True):
+        found += [ReductionConfig(m, m, size, symmetric, 0.0) for size in GROUP_SIZES for m in MODES]
+    return [*found, ReductionConfig("int4", "none", 128, False, 0.0), ReductionConfig("none", "int4", 128, False, 0.0)]
+
+
+def _rank(rank: int, config: Config, num_windows: int) -> list[list[float]]:
+    """Train, then the mean loss of every window, by setting."""
+    from megatron_longctx.mcore import model
+    from megatron_longctx.mcore.tokenizer import build_tokenizer
+    from megatron_longctx.training.loop import Trainer
+    from megatron_longctx.training.signals import StopRequest
+    from megatron_longctx.training.worker import _log_to
+
+    folder = RunFolder.of(config)
+    _log_to(folder.log, rank)
+    trainer = Trainer(config, folder, StopRequest())
+    trainer.train()
+    weights = trainer.models[0].module.state_dict()
+    windows = held_out(build_tokenizer(config.data.tokenizer, None), config.data.seq_length, num_windows)
+    positions = torch.arange(config.data.seq_length)
+    losses = []
+    for reduction in settings():
+        changed = replace(config, reduction=reduction)
+        megatron = model.transformer_config(changed)
+        gpt = model.build_model(changed, megatron, trainer.groups, trainer.sequence, trainer.vocab_size)
+        gpt.load_state_dict(weights)
+        gpt.eval()
+        means: list[float] = []
+        with torch.no_grad():
+            for batch in windows.split(8):
+                places = positions.expand(len(batch), -1)
+                found = gpt(batch[:, :-1].contiguous(), places, None, labels=batch[:, 1:].contiguous())
+                means += found.double().mean(1).tolist()
+        losses.append(means)
+        if rank == 0:
+            print(f"{reduction}: {math.exp(statistics.fmean(means)):.4f}", file=sys.stderr, flush=True)
+    return losses
+
+
+def _kv_rank(rank: int, config: Config, num_windows: int) -> list[list[float]]:
+    """The trained model over context-parallel ranks: the mean loss of every window, with exact and 8-bit K and V."""
+    from megatron_longctx.mcore import model
+    from megatron_longctx.mcore.sequence import build_sequence
+    from megatron_longctx.mcore.tokenizer import build_tokenizer
+    from megatron_longctx.training.loop import Trainer
+    from megatron_longctx.training.signals import StopRequest
+
+    trainer = Trainer(config, RunFolder.of(config), StopRequest())  # loads what was trained
+    assert trainer.step == config.train.steps
+    weights = trainer.models[0].module.state_dict()
+    length = config.data.seq_length
+    windows = held_out(build_tokenizer(config.data.tokenizer, None), length, num_windows)
+    losses = []
+    for kv_int8 in (False, True):
+        changed = replace(config, attention=replace(config.attention, kv_int8=kv_int8))
+        sequence = build_sequence(changed, trainer.groups.cp)
+        megatron = model.transformer_config(changed)
+        gpt = model.build_model(changed, megatron, trainer.groups, sequence, trainer.vocab_size)
+        gpt.load_state_dict(weights)
+        gpt.eval()
+        sums = torch.zeros(num_windows, dtype=torch.float64)
+        with torch.no_grad():
+            for first, batch in zip(range(0, num_windows, 8), windows.split(8), strict=True):
+                whole = {"tokens": batch[:, :-1], "labels": batch[:, 1:]}
+                whole["position_ids"] = torch.arange(length).expand(len(batch), -1)
+                mine = sequence.shard_batch(whole)
+                found = gpt(mine["tokens"], mine["position_ids"], None, labels=mine["labels"])
+                sums[first : first + len(batch)] = found.double().sum(1)
+        dist.all_reduce(sums)
+        losses.append((sums / length).tolist())
+    return losses
+
+
+def held_out(tokenizer: Any, length: int, num_windows: int) -> torch.Tensor:
+    """`[num_windows, length + 1]` tokens of the standard library's tests, which `prepare("stdlib")` leaves out.
+
+    Raises:
+        ValueError: a Python without its tests.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"]) / "test"
+    tokens: list[int] = []
+    for path in sorted(folder.glob("test_*.py")):
+        # From the middle of each file: the first lines are much alike.
+        text = path.read_text(encoding="utf-8", errors="replace")
+        tokens += tokenizer.tokenize(text[len(text) // 2 :])[: 4 * (length + 1)]
+        if len(tokens) >= num_windows * (length + 1):
+            return torch.tensor(tokens[: num_windows * (length + 1)]).view(num_windows, length + 1)
+    raise ValueError(f"{folder}: expected the tests of Python's standard library. Use a Python that has them.")
+
+
+def findings(losses: Sequence[Sequence[float]]) -> list[Found]:
+    """From each setting's losses of the same windows, the first without quantizing."""
+    found = []
+    for reduction, each in zip(settings(), losses, strict=True):
+        found.append(Found(reduction, math.exp(statistics.fmean(each)), *paired(each, losses[0])))
+    return found
+
+
+def paired(losses: Sequence[float], of: Sequence[float]) -> tuple[float, float]:
+    """How much more the mean of `losses` is than that `of` the same windows, and its standard error."""
+    more = [a - b for a, b in zip(losses, of, strict=True)]
+    return statistics.fmean(more), statistics.stdev(more) / math.sqrt(len(more))
+
+
+def kv_table(losses: Sequence[Sequence[float]]) -> str:
+    """Markdown, of what `_kv_rank` gives."""
+    exact, rounded = losses
+    more, noise = paired(rounded, exact)
+    rows = ["| keys and values | perplexity | loss more by (nats) |", "|---|---|---|"]
+    rows.append(f"| exact | {math.exp(statistics.fmean(exact)):.4f} | |")
+    rows.append(f"| 8-bit | {math.exp(statistics.fmean(rounded)):.4f} | {more:+.5f} ± {noise:.5f} |")
+    return "\n".join(rows)
+
+
+def table(found: Sequence[Found]) -> str:
+    """Markdown."""
+    rows = ["| sums | group | ranges | perplexity | loss more by (nats) |", "|---|---|---|---|---|"]
+    for each in found:
+        plain = each.name == "none"
+        group = "" if plain else str(each.reduction.group_size)
+        ranges = "" if plain else "symmetric" if each.reduction.symmetric else "asymmetric"
+        more = "" if plain else f"{each.more:+.5f} ± {each.noise:.5f}"
+        rows.append(f"| {each.name} | {group} | {ranges} | {each.perplexity:.4f} | {more} |")
+    return "\n".join(rows)
+
+
+def draw(found: Sequence[Found], path: Path) -> None:
+    """Perplexity by mode, a line for each group size and kind of range."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for color, size in zip(("tab:blue", "tab:green", "tab:red"), GROUP_SIZES, strict=True):
+        for symmetric in (False, True):
+            chosen = [f for f in found if (f.reduction.group_size, f.reduction.symmetric) == (size, symmetric)]
+            heights = [next(f.perplexity for f in chosen if f.name == mode) for mode in MODES]
+            label = f"groups of {size}, {'symmetric' if symmetric else 'asymmetric'}"
+            axis.plot(MODES, heights, "--" if symmetric else "-", marker="o", color=color, label=label)
+    axis.axhline(found[0].perplexity, color="0.3", linewidth=1, label="unquantized")
+    axis.set_ylabel("perplexity (per byte)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, handlelength=4)
+    axis.set_title(f"Sums of row-parallel layers, {RANKS} tensor-parallel ranks")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m analysis.perplexity", description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--windows", type=int, default=128, help="of the sequence length, to take perplexity on")
+    parser.add_argument("--threads", type=int, default=1, help="of each of the two ranks")
+    parser.add_argument("--out", type=Path, default=Path("analysis/results"), help="folder of the results")
+    parser.add_argument("words", nargs="*", help="settings of the run, after those of this analysis")
+    args = parser.parse_args(arguments)
+    if not args.out.is_dir():
+        parser.error(f"--out {args.out}: expected a folder that exists")
+    config = compose_config([*_WORDS, f"train.steps={args.steps}", *args.words])
+    if not Path(config.data.prefix + ".json").is_file():
+        prepare("stdlib", Path(config.data.prefix), "", config.data.tokenizer, config.data.tokenizer_path)
+    facts = environment()
+    RunFolder.of(config).path.mkdir(parents=True, exist_ok=True)
+    losses = run_ranks(_rank, RANKS, config, args.windows, timeout=3600.0, threads=args.threads)[0]
+    par = replace(config.parallelism, tensor_parallel_size=1, context_parallel_size=RANKS)
+    sharded = replace(config, parallelism=par)
+    kv = run_ranks(_kv_rank, RANKS, sharded, args.windows, timeout=3600.0, threads=args.threads)[0]
+    found = findings(losses)
+    tokens = args.windows * config.data.seq_length
+    about = (
+        f"{facts['date'][:10]}, commit {str(facts['commit'])[:9]}. {args.steps} steps of {config.data.seq_length} x "
+    )
+    about += f"{config.train.global_batch_size} bytes of source text; perplexity per byte on {tokens:,} unseen bytes. "
+    about += "Differences are paired over windows, with their standard error."
+    stem = args.out / "perplexity_reductions"
+    text = f"{about}\n\n{table(found)}\n\n{RANKS} context-parallel ranks, zigzag:\n\n{kv_table(kv)}\n"
+    stem.with_suffix(".md").write_text(text)
+    data = {"what": "perplexity with quantized sums", "environment": facts, "config": config.as_dict()}
+    rows = [{**asdict(f), "reduction": asdict(f.reduction)} for f in found]
+    stem.with_suffix(".json").write_text(
+        json.dumps({**data, "tokens": tokens, "found": rows, "kv_losses": kv}, indent=1) + "\n"
+    )
+    draw(found, stem.with_suffix(".png"))
+    print(stem.with_suffix(".md").read_text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Forward with keys and values as 8-bit integers until the kernel call: half the bytes of bf16 travel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
+from .executor import ForwardPass
+
+
+class Int8ForwardPass(ForwardPass):
+    """Every rank attends what `unpack_kv` gives for a token, its home included. Blocks are passed on as they came, so
+    that they are quantized once however far they go."""
+
+    def kv_like(self) -> Tensor:
+        k, _ = self._kv
+        return torch.empty((), dtype=torch.uint8, device=k.device).expand(packed_shape(k))
+
+    def packed_kv(self, room: Tensor | None) -> Tensor:
+        k, v = self._kv
+        return pack_kv(k, v, room)
+
+    def unpacked_kv(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        return unpack_kv(packed, self._q.dtype)

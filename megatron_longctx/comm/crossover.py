@@ -1,0 +1,186 @@
+"""From which size on a quantized reduction is faster than the library's own: measured once, kept in a file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..schedules.calibration import cache_folder
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1
+_SIZES = [4**k * 1024 for k in range(2, 9)]  # bytes: 16 KiB to 64 MiB
+_MARGIN = 0.95
+"""Quantized counts as faster below this share of the plain seconds: noise is no reason to lose precision."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compared: all that the answer depends on besides the links.
+
+    operation: all_reduce or reduce_scatter. hosts: how many the ranks are on.
+    """
+
+    operation: str
+    device: str
+    backend: str
+    ranks: int
+    hosts: int
+    dtype: str
+    quantizer: str
+
+    @staticmethod
+    def of(operation: str, group: dist.ProcessGroup, x: Tensor, quantizer: str) -> Case:
+        """Collective: the ranks tell each other their hosts."""
+        names: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(names, socket.gethostname(), group=group)
+        device = torch.cuda.get_device_name(x.device) if x.is_cuda else "cpu"
+        backend = dist.get_backend(group)
+        return Case(operation, device, backend, len(names), len(set(names)), str(x.dtype).split(".")[-1], quantizer)
+
+    def path(self, folder: Path | None) -> Path:
+        name = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(map(str, asdict(self).values()))).strip("-")
+        return (folder or cache_folder()) / f"crossover-{name}.json"
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Bytes of a rank's tensor from which on quantized was faster at every size measured; None: at none.
+
+    samples: (bytes, plain seconds, quantized seconds), of the slowest rank.
+    """
+
+    from_bytes: int | None
+    samples: tuple[tuple[int, float, float], ...]
+
+    @staticmethod
+    def between(samples: list[tuple[int, float, float]]) -> Crossover:
+        """The crossover of samples in rising order of bytes."""
+        won = None
+        for size, plain, quantized in reversed(samples):
+            if quantized >= plain * _MARGIN:
+                break
+            won = size
+        return Crossover(won, tuple(samples))
+
+    def __str__(self) -> str:
+        largest = self.samples[-1][0] / 2**20 if self.samples else 0.0
+        if self.from_bytes is None:
+            return f"at no size up to {largest:g} MiB"
+        plain, quantized = next((p, q) for size, p, q in self.samples if size == self.from_bytes)
+        return f"from {self.from_bytes / 2**20:g} MiB ({plain * 1e3:.3g} ms plain, {quantized * 1e3:.3g} ms quantized)"
+
+
+Reduction = Callable[[Tensor], object]
+
+
+def crossover(
+    case: Case, group: dist.ProcessGroup, device: torch.device, ways: tuple[Reduction, Reduction], folder: Path | None
+) -> Crossover:
+    """The crossover of `ways` (plain, quantized), from the file or else measured and written. All ranks call it.
+
+    The first rank's file counts for all. A file that cannot be read is measured anew, one that cannot be written is
+    only warned of.
+    """
+    first = dist.get_global_rank(group, 0)
+    known: list[Any] = [None]
+    path = case.path(folder)
+    if dist.get_rank(group) == 0:
+        known[0] = _load(path)
+    dist.broadcast_object_list(known, src=first, group=group)
+    found, source = known[0], str(path)
+    if not isinstance(found, Crossover):
+        found = _measure(getattr(torch, case.dtype), group, device, ways)
+        source = "measured now"
+        if dist.get_rank(group) == 0:
+            _save(found, case, path)
+    if dist.get_rank(group) == 0:
+        logger.info("%s of %s on %d ranks: %s is used %s; %s", *_said(case), found, source)
+    return found
+
+
+def _said(case: Case) -> tuple[str, str, int, str]:
+    return case.operation, case.dtype, case.ranks, case.quantizer
+
+
+def _measure(
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    ways: tuple[Reduction, Reduction],
+    budget_s: float = 2.0,
+) -> Crossover:
+    """Times both ways at rising sizes, until one of them takes more than `budget_s`: ranks decide by the slowest."""
+    samples: list[tuple[int, float, float]] = []
+    for size in _SIZES:
+        share = max(1, size // dtype.itemsize // dist.get_world_size(group))
+        x = torch.randn(share * dist.get_world_size(group), device=device).to(dtype)
+        plain, quantized = (_seconds(way, x, group, device, budget_s / 10) for way in ways)
+        samples.append((x.numel() * dtype.itemsize, plain, quantized))
+        if max(plain, quantized) > budget_s / 10:
+            break
+    return Crossover.between(samples)
+
+
+def _seconds(way: Reduction, x: Tensor, group: dist.ProcessGroup, device: torch.device, enough_s: float) -> float:
+    """The fastest of a few calls, on the slowest rank."""
+    best = torch.tensor(float("inf"), device=device)
+    for _ in range(6):
+        dist.barrier(group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        way(x)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took = torch.tensor(time.perf_counter() - start, device=device)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
+        best = torch.minimum(best, took)
+        if float(took) > enough_s:
+            break
+    return float(best)
+
+
+def _load(path: Path) -> Crossover | None:
+    try:
+        data = json.loads(path.read_text())
+        if data["version"] != _VERSION:
+            return None
+        return Crossover.between([(int(size), float(plain), float(fast)) for size, plain, fast in data["samples"]])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s cannot be read (%s): measuring again", path, error)
+        return None
+
+
+def _save(found: Crossover, case: Case, path: Path) -> None:
+    data = {
+        "version": _VERSION,
+        "case": asdict(case),
+        "from_bytes": found.from_bytes,
+        "samples": found.samples,
+        "torch": torch.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(data, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): it will be measured again", path, error)

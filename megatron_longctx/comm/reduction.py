@@ -1,0 +1,122 @@
+"""Which reductions are quantized: a policy for a group of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import REDUCTIONS, refuse
+from .crossover import Case, Crossover, crossover
+from .quantized import all_reduce, formats, reduce_scatter
+
+_BITS = {"int8": 8, "int6": 6, "int4": 4}
+_AUTO_BITS = 8
+# torch 2.13 gave it a new name, and warns of the old one.
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass(frozen=True)
+class ReductionPolicy:
+    """How tensors are summed over ranks.
+
+    Args:
+        mode: none; int8, int6 or int4 (`quantized.all_reduce`); or auto: int8 from the size on from which it was
+            measured to be faster on this group, else none. Coarser integers are never chosen unasked.
+        group_size: neighbours that share a range: 32, 64 or 128.
+        symmetric: ranges around zero.
+        min_kib: smaller tensors (KiB of one rank's) are never quantized.
+
+    Raises:
+        ValueError: a value that is not offered.
+    """
+
+    mode: str = "none"
+    group_size: int = 128
+    symmetric: bool = False
+    min_kib: float = 64.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in REDUCTIONS:
+            raise refuse("mode", self.mode, "one of " + ", ".join(REDUCTIONS), "Choose one of these.")
+        if not 0 <= self.min_kib < float("inf"):
+            raise refuse("min_kib", self.min_kib, "at least 0 KiB, and finite", "64 is the default.")
+        formats(torch.bfloat16, _AUTO_BITS, self.group_size)
+
+
+class Reducer:
+    """Sums over the ranks of one process group, by a policy. All ranks call the same with the same sizes.
+
+    Args:
+        group: the process group: NCCL for CUDA tensors, gloo for CPU tensors.
+        policy: what is quantized.
+        folder: where crossovers of `auto` are kept; None for the user's cache.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, policy: ReductionPolicy, folder: Path | None = None) -> None:
+        self.group, self.policy, self._folder = group, policy, folder
+        self._crossovers: dict[tuple[str, torch.dtype, torch.device], Crossover] = {}
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum, of x's shape and dtype, in a new tensor."""
+        bits = self.bits("all_reduce", x)
+        return self._plain_sum(x) if bits is None else self._quantized_sum(x, bits)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's share, along the first dimension, of the sum: `[n * s, ...]` to `[s, ...]`."""
+        bits = self.bits("reduce_scatter", x)
+        return self._plain_share(x) if bits is None else self._quantized_share(x, bits)
+
+    def bits(self, operation: str, x: Tensor) -> int | None:
+        """What `operation` (all_reduce or reduce_scatter) of `x` is quantized to; None: it is not.
+
+        With `auto` the first call for a dtype and a device measures, if no file says, and logs what it found.
+        """
+        policy, num_bytes = self.policy, x.numel() * x.element_size()
+        if policy.mode == "none" or num_bytes < policy.min_kib * 1024 or dist.get_world_size(self.group) == 1:
+            return None
+        if policy.mode != "auto":
+            return _BITS[policy.mode]
+        key = (operation, x.dtype, x.device)
+        if key not in self._crossovers:
+            self._crossovers[key] = self._crossover(operation, x)
+        start = self._crossovers[key].from_bytes
+        return _AUTO_BITS if start is not None and num_bytes >= start else None
+
+    def _crossover(self, operation: str, x: Tensor) -> Crossover:
+        policy = self.policy
+        kind = f"int{_AUTO_BITS} g{policy.group_size}{' symmetric' * policy.symmetric}"
+        case = Case.of(operation, self.group, x, kind)
+        plain, quantized = {
+            "all_reduce": (self._plain_sum, self._quantized_sum),
+            "reduce_scatter": (self._plain_share, self._quantized_share),
+        }[operation]
+        ways = (plain, lambda tensor: quantized(tensor, _AUTO_BITS))
+        with torch.no_grad():
+            return crossover(case, self.group, x.device, ways, self._folder)
+
+    def _plain_sum(self, x: Tensor) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, group=self.group)
+        return out
+
+    def _quantized_sum(self, x: Tensor, bits: int) -> Tensor:
+        policy = self.policy
+        return all_reduce(x, self.group, bits=bits, group_size=policy.group_size, symmetric=policy.symmetric)
+
+    def _plain_share(self, x: Tensor) -> Tensor:
+        n = dist.get_world_size(self.group)
+        if x.ndim == 0 or x.shape[0] % n:
+            raise refuse("x", tuple(x.shape), f"a first dimension that {n} ranks divide", "Pad it, or use all_reduce.")
+        out = x.new_empty(x.shape[0] // n, *x.shape[1:])
+        _reduce_scatter(out, x.contiguous(), group=self.group)
+        return out
+
+    def _quantized_share(self, x: Tensor, bits: int) -> Tensor:
+        policy = self.policy
+        return reduce_scatter(x, self.group, bits=bits, group_size=policy.group_size, symmetric=policy.symmetric)

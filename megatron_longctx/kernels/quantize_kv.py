@@ -1,0 +1,56 @@
+"""Keys and values as 8-bit integers on their way between ranks, with a scale for every token and head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LEVELS = 127
+_SCALE_BYTES = torch.float32.itemsize
+_SMALLEST_SCALE = 2.0**-126
+"""A scale below this has no reciprocal in fp32: such rows count as zeros."""
+
+
+def packed_shape(k: Tensor) -> tuple[int, ...]:
+    """The shape of what `pack_kv` gives for keys (and values) like `k`, `[t, b, g, d]`."""
+    return (k.shape[0], 2, *k.shape[1:-1], k.shape[-1] + _SCALE_BYTES)
+
+
+@torch.no_grad()
+def pack_kv(k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
+    """Keys and values of a span in one tensor of bytes, token by token, that may be cut along tokens and heads.
+
+    A row (a token's head) is d signed bytes, symmetric around zero, and their scale in fp32. An element is off by at
+    most half a scale, largest / 254 of its row. Rows with an infinity or a NaN come back as NaN throughout.
+
+    Args:
+        k, v: `[t, b, g, d]`, any float dtype and strides; 4 divides d.
+        out: contiguous, to be written and returned; None for a new tensor.
+
+    Returns:
+        `[t, 2, b, g, d + 4]` uint8.
+
+    Raises:
+        ValueError: a head dimension that 4 does not divide.
+    """
+    d = k.shape[-1]
+    if d % _SCALE_BYTES:
+        raise ValueError(f"head dimension {d}: expected a multiple of {_SCALE_BYTES} for 8-bit keys and values.")
+    x = torch.stack((k, v), dim=1).float()
+    scale = x.abs().amax(-1, keepdim=True) * (1 / _LEVELS)
+    finite = scale.isfinite()
+    inverse = torch.where(finite & (scale > _SMALLEST_SCALE), 1 / scale, 0.0)
+    steps = torch.where(finite, x, 0.0).mul_(inverse).round_().clamp_(-_LEVELS, _LEVELS)
+    packed = torch.empty(packed_shape(k), dtype=torch.uint8, device=x.device) if out is None else out
+    packed[..., :d].view(torch.int8).copy_(steps)
+    packed[..., d:].view(torch.float32).copy_(scale.where(finite, torch.nan))
+    return packed
+
+
+@torch.no_grad()
+def unpack_kv(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The keys and values of `pack_kv`, each `[t, b, g, d]` in `dtype`."""
+    d = packed.shape[-1] - _SCALE_BYTES
+    scale = packed[..., d:].view(torch.float32)
+    k, v = (packed[..., :d].view(torch.int8) * scale).to(dtype).unbind(1)
+    return k, v

@@ -1,0 +1,325 @@
+"""The functions of `quantize` as fused kernels: every byte is read once and written once.
+
+A program handles ROWS groups, each as two halves of HALF elements, since with 4 bits the elements i and i + HALF share
+a byte. Ends of ranges in bf16 are handled as the upper 16 bits of fp32. Arguments are not checked: call `quantize`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_longctx.kernels.quantize import SMALLEST_STEP, QuantFormat
+
+# Elements that one program handles.
+_TILE = 2048
+_SMALLEST_STEP: tl.constexpr = tl.constexpr(SMALLEST_STEP)
+_INFINITY: tl.constexpr = tl.constexpr(float("inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rounded(x, UP: tl.constexpr, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`quantize._rounded`; what is not finite may come out as anything not finite."""
+    if SHORT:
+        bits = x.to(tl.int32, bitcast=True)
+        toward_zero = bits & -65536
+        away = (bits != toward_zero) & ((x > 0) if UP else (x < 0))
+        x = tl.where(away, toward_zero + 65536, toward_zero).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_end(at, inside, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
+    if SHORT:
+        end = (tl.load(at, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        end = tl.load(at, mask=inside, other=0.0)
+    return end
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_end(at, end, inside, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
+    if SHORT:
+        tl.store(at, (end.to(tl.int32, bitcast=True) >> 16).to(tl.int16), mask=inside)
+    else:
+        tl.store(at, end, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _unpack_add(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    values,
+    ends,
+    group,
+    groups,
+    inside,
+    BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    SHORT: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Add what the groups `group` of one message hold to the two halves a and b, `[ROWS, HALF]` fp32."""
+    LEVELS: tl.constexpr = 2**BITS - 2 if SYMMETRIC else 2**BITS - 1
+    ZERO: tl.constexpr = LEVELS // 2 if SYMMETRIC else 0
+    col = tl.arange(0, HALF)
+    low = _load_end(ends + group, inside, SHORT)
+    if SYMMETRIC:
+        half_range = low
+        origin = tl.zeros_like(low)
+    else:
+        half_range = _load_end(ends + groups + group, inside, SHORT) * 0.5 - low * 0.5
+        origin = low
+    half_step = (half_range * (1 / LEVELS))[:, None]
+    at = values + group[:, None] * (HALF * 2 * BITS // 8) + col[None, :]
+    first = tl.load(at, mask=inside[:, None], other=0).to(tl.int32)
+    if BITS == 8:
+        second = tl.load(at + HALF, mask=inside[:, None], other=0).to(tl.int32)
+    else:
+        second = first >> 4
+        first = first & 15
+    half_a = (first - ZERO).to(tl.float32) * half_step
+    half_b = (second - ZERO).to(tl.float32) * half_step
+    a += (origin[:, None] + half_a) + half_a
+    b += (origin[:, None] + half_b) + half_b
+    return a, b
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pack(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    in_a,
+    in_b,
+    values,
+    ends,
+    group,
+    groups,
+    inside,
+    BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    SHORT: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Quantize the two halves, `[ROWS, HALF]` fp32 with 0 outside of in_a and in_b, into groups of one message each."""
+    LEVELS: tl.constexpr = 2**BITS - 2 if SYMMETRIC else 2**BITS - 1
+    ZERO: tl.constexpr = LEVELS // 2 if SYMMETRIC else 0
+    if SYMMETRIC:
+        high = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+        low = -high
+    else:
+        low = tl.minimum(
+            tl.min(tl.where(in_a, a, float("inf")), 1),
+            tl.min(tl.where(in_b, b, float("inf")), 1),
+        )
+        high = tl.maximum(
+            tl.max(tl.where(in_a, a, -float("inf")), 1),
+            tl.max(tl.where(in_b, b, -float("inf")), 1),
+        )
+        # A group without elements.
+        none = low > high
+        low = tl.where(none, 0.0, low)
+        high = tl.where(none, 0.0, high)
+    low = _rounded(low, False, SHORT)
+    high = _rounded(high, True, SHORT)
+    # Minima pass over NaN: elements are looked at themselves. Ends may have become infinite by rounding.
+    worst_a = tl.max(tl.where(tl.abs(a) < _INFINITY, 0, 1), 1)
+    worst_b = tl.max(tl.where(tl.abs(b) < _INFINITY, 0, 1), 1)
+    broken = (worst_a + worst_b > 0) | (tl.abs(low) == _INFINITY) | (tl.abs(high) == _INFINITY)
+    low = tl.where(broken, 0.0, low)
+    high = tl.where(broken, 0.0, high)
+
+    if SYMMETRIC:
+        half_step = high * (1 / LEVELS)
+        origin = tl.zeros_like(low)
+    else:
+        half_step = (high * 0.5 - low * 0.5) * (1 / LEVELS)
+        origin = low * 0.5
+    usable = half_step > _SMALLEST_STEP
+    inverse = tl.where(usable, 1.0 / tl.where(usable, half_step, 1.0), 0.0)[:, None]
+    steps_a = (tl.where(broken[:, None], 0.0, a) * 0.5 - origin[:, None]) * inverse + (ZERO + 0.5)
+    steps_b = (tl.where(broken[:, None], 0.0, b) * 0.5 - origin[:, None]) * inverse + (ZERO + 0.5)
+    first = tl.minimum(tl.maximum(steps_a, 0.0), LEVELS).to(tl.int32)
+    second = tl.minimum(tl.maximum(steps_b, 0.0), LEVELS).to(tl.int32)
+
+    at = values + group[:, None] * (HALF * 2 * BITS // 8) + tl.arange(0, HALF)[None, :]
+    if BITS == 8:
+        tl.store(at, first.to(tl.uint8), mask=inside[:, None])
+        tl.store(at + HALF, second.to(tl.uint8), mask=inside[:, None])
+    else:
+        tl.store(at, (first | (second << 4)).to(tl.uint8), mask=inside[:, None])
+    nan = tl.full(low.shape, float("nan"), tl.float32)
+    if SYMMETRIC:
+        _store_end(ends + group, tl.where(broken, nan, high), inside, SHORT)
+    else:
+        _store_end(ends + group, tl.where(broken, nan, low), inside, SHORT)
+        _store_end(ends + groups + group, tl.where(broken, nan, high), inside, SHORT)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantize_kernel(  # type: ignore[no-untyped-def]
+    x,
+    values,
+    ends,
+    numel,
+    num_chunks,
+    chunk,
+    groups,
+    value_row,
+    end_row,
+    BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    SHORT: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = index // groups
+    group = index % groups
+    inside = row < num_chunks
+    place = group[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    at = row[:, None] * chunk + place
+    in_a = (place < chunk) & (at < numel)
+    in_b = (place + HALF < chunk) & (at + HALF < numel)
+    a = tl.load(x + at, mask=in_a, other=0.0).to(tl.float32)
+    b = tl.load(x + at + HALF, mask=in_b, other=0.0).to(tl.float32)
+    at_values = values + (row * value_row)[:, None]
+    at_ends = ends + row * end_row
+    _pack(a, b, in_a, in_b, at_values, at_ends, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _unpack_kernel(  # type: ignore[no-untyped-def]
+    values,
+    ends,
+    out,
+    numel,
+    num_chunks,
+    chunk,
+    groups,
+    value_row,
+    end_row,
+    count,
+    BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    SHORT: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Chunk r of out is the sum of the `count` messages from r on."""
+    index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = index // groups
+    group = index % groups
+    inside = row < num_chunks
+    a = tl.zeros([ROWS, HALF], tl.float32)
+    b = tl.zeros([ROWS, HALF], tl.float32)
+    at_values = values + (row * value_row)[:, None]
+    at_ends = ends + row * end_row
+    for _ in range(count):
+        a, b = _unpack_add(a, b, at_values, at_ends, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
+        at_values += value_row
+        at_ends += end_row
+    place = group[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    at = row[:, None] * chunk + place
+    tl.store(out + at, a.to(out.dtype.element_ty), mask=(place < chunk) & (at < numel))
+    tl.store(out + at + HALF, b.to(out.dtype.element_ty), mask=(place + HALF < chunk) & (at + HALF < numel))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _requantize_kernel(  # type: ignore[no-untyped-def]
+    values,
+    ends,
+    to_values,
+    to_ends,
+    chunk,
+    groups,
+    value_row,
+    end_row,
+    count,
+    BITS: tl.constexpr,
+    TO_BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    SHORT: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = group < groups
+    a = tl.zeros([ROWS, HALF], tl.float32)
+    b = tl.zeros([ROWS, HALF], tl.float32)
+    for _ in range(count):
+        a, b = _unpack_add(a, b, values, ends, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
+        values += value_row
+        ends += end_row
+    place = group[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    in_a = place < chunk
+    in_b = place + HALF < chunk
+    # The ragged tail is whatever its group's padding unpacks to.
+    a = tl.where(in_a, a, 0.0)
+    b = tl.where(in_b, b, 0.0)
+    _pack(a, b, in_a, in_b, to_values, to_ends, group, groups, inside, TO_BITS, SYMMETRIC, SHORT, HALF)
+
+
+def quantize(x: Tensor, chunk: int, form: QuantFormat, packed: Tensor) -> None:
+    parts = _parts(packed, chunk, form)
+    groups, rows = form.groups(chunk), _rows(form)
+    grid = (triton.cdiv(groups * packed.shape[0], rows),)
+    with torch.cuda.device(x.get_device()):  # a CPU tensor's index, -1, changes nothing
+        _quantize_kernel[grid](
+            x, *parts, x.numel(), packed.shape[0], chunk, groups, *_strides(parts), **_constants(form), ROWS=rows
+        )
+
+
+def dequantize(packed: Tensor, chunk: int, form: QuantFormat, out: Tensor) -> None:
+    _unpack(packed, chunk, form, out, packed.shape[0])
+
+
+def sum_quantized(packed: Tensor, chunk: int, form: QuantFormat, out: Tensor) -> Tensor:
+    _unpack(packed, chunk, form, out, 1)
+    return out
+
+
+def _unpack(packed: Tensor, chunk: int, form: QuantFormat, out: Tensor, num_chunks: int) -> None:
+    parts = _parts(packed, chunk, form)
+    groups, rows = form.groups(chunk), _rows(form)
+    sizes = (out.numel(), num_chunks, chunk, groups, *_strides(parts), packed.shape[0] // num_chunks)
+    with torch.cuda.device(packed.get_device()):
+        _unpack_kernel[(triton.cdiv(groups * num_chunks, rows),)](*parts, out, *sizes, **_constants(form), ROWS=rows)
+
+
+def requantize_sum(packed: Tensor, chunk: int, forms: tuple[QuantFormat, QuantFormat], summed: Tensor) -> None:
+    form, to = forms
+    parts, to_parts = _parts(packed, chunk, form), _parts(summed, chunk, to)
+    groups, rows = form.groups(chunk), _rows(form)
+    if groups == 0:
+        return
+    sizes = (chunk, groups, *_strides(parts), packed.shape[0])
+    with torch.cuda.device(packed.get_device()):
+        _requantize_kernel[(triton.cdiv(groups, rows),)](
+            *parts, *to_parts, *sizes, TO_BITS=to.bits, **_constants(form), ROWS=rows
+        )
+
+
+def _parts(packed: Tensor, chunk: int, form: QuantFormat) -> tuple[Tensor, Tensor]:
+    """Values (uint8) and ends (fp32, or bf16's bits as int16) of the messages."""
+    values, ends = form.split(packed, chunk)
+    return values, ends.view(torch.int16) if form.range_dtype == torch.bfloat16 else ends
+
+
+def _strides(parts: tuple[Tensor, Tensor]) -> tuple[int, int]:
+    return parts[0].stride(0), parts[1].stride(0)
+
+
+def _rows(form: QuantFormat) -> int:
+    return _TILE // form.group_size
+
+
+def _constants(form: QuantFormat) -> dict[str, Any]:
+    return {
+        "BITS": form.bits,
+        "SYMMETRIC": form.symmetric,
+        "SHORT": form.range_dtype == torch.bfloat16,
+        "HALF": form.group_size // 2,
+    }

@@ -1,0 +1,143 @@
+"""Row-parallel layers whose sums over tensor-parallel ranks follow a policy: quantized, or as they are."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import ModuleSpec
+from torch import Tensor
+
+from ..comm.reduction import Reducer, ReductionPolicy
+from ..config import ReductionConfig, refuse
+
+
+@dataclass
+class RowReductions:
+    """The policies of a model's row-parallel layers; layers of the same group and policy share a reducer.
+
+    output_projection: of attention. down_projection: of dense MLPs. in_training: also in modules in training mode.
+    """
+
+    output_projection: ReductionPolicy = field(default_factory=ReductionPolicy)
+    down_projection: ReductionPolicy = field(default_factory=ReductionPolicy)
+    in_training: bool = False
+    _reducers: dict[tuple[dist.ProcessGroup, ReductionPolicy], Reducer] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(config: ReductionConfig) -> RowReductions:
+        """The policies that a configuration asks for."""
+        output, down = (
+            ReductionPolicy(mode, config.group_size, config.symmetric, config.min_kib)
+            for mode in (config.output_projection, config.down_projection)
+        )
+        return RowReductions(output, down, config.in_training)
+
+    def reducer(self, group: dist.ProcessGroup, policy: ReductionPolicy) -> Reducer:
+        key = (group, policy)
+        if key not in self._reducers:
+            self._reducers[key] = Reducer(group, policy)
+        return self._reducers[key]
+
+
+def with_reductions(layer: ModuleSpec, reductions: RowReductions) -> ModuleSpec:
+    """A copy of a transformer layer's spec whose output and down projections follow `reductions`.
+
+    Only layers whose policy is not `none` are replaced, by Megatron's own row-parallel layer with our sum (in a spec of
+    TransformerEngine's too: these projections are then computed by torch). Weights keep their names.
+
+    Raises:
+        ValueError: a spec without the projection that has a policy, such as the MLP of experts.
+    """
+    layer = copy.copy(layer)
+    layer.submodules = copy.copy(layer.submodules)
+    for policy, name, part, linear in (
+        (reductions.output_projection, "output_projection", "self_attention", "linear_proj"),
+        (reductions.down_projection, "down_projection", "mlp", "linear_fc2"),
+    ):
+        if policy.mode == "none":
+            continue
+        inner: Any = getattr(layer.submodules, part, None)
+        if getattr(getattr(inner, "submodules", None), linear, None) is None:
+            raise refuse(
+                f"reduction.{name}",
+                policy.mode,
+                f"none for a layer of {layer.module} without {part}.{linear}",
+                "Set it to none.",
+            )
+        params = {"reductions": reductions, "policy": policy}
+        # What is passed on the way is copied, not what is in it: other parts may hold process groups, which cannot be.
+        inner = copy.copy(inner)
+        inner.submodules = copy.copy(inner.submodules)
+        setattr(inner.submodules, linear, ModuleSpec(module=ReducedRowParallelLinear, params=params))
+        setattr(layer.submodules, part, inner)
+    return layer
+
+
+class ReducedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+    """Megatron's `RowParallelLinear`, whose output is summed by a `Reducer`: all-reduced, or reduce-scattered along the
+    sequence with sequence parallelism.
+
+    In training mode (`module.training`) it is Megatron's own layer unless `reductions.in_training`; there, gradients
+    pass as they do through the exact sum (straight through the quantizer).
+
+    Args:
+        reductions: the model's policies, which hold the reducers.
+        policy: this layer's.
+        The others: as for `RowParallelLinear`.
+
+    Raises:
+        ValueError: a layer of experts, an input that is not parallel, or CPU offloading.
+    """
+
+    def __init__(self, *args: Any, reductions: RowReductions, policy: ReductionPolicy, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for key, value in (
+            ("is_expert", self.is_expert),
+            ("input_is_parallel", not self.input_is_parallel),
+            ("cpu_offloading", self.config.cpu_offloading),
+        ):
+            if value:
+                raise refuse(key, getattr(self, key, value), "a plain parallel layer", "Set its reduction to none.")
+        self._in_training = reductions.in_training
+        self._reducer = reductions.reducer(self.tp_group, policy)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`[s, b, input / n]` to (`[s, b, output]`, bias or None); `[s / n, b, output]` with sequence parallelism."""
+        if self.training and not self._in_training:
+            output, bias = super().forward(input_)
+            return output, bias
+        partial = self._forward_impl(
+            input=input_,
+            weight=self.weight,
+            bias=None,
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
+            tp_group=None,
+            grad_output_buffer=None,
+        )
+        output = _Sum.apply(partial, self._reducer, self.sequence_parallel)  # type: ignore[no-untyped-call]
+        if self.skip_bias_add:
+            return output, self.bias
+        return (output if self.bias is None else output + self.bias), None
+
+
+class _Sum(torch.autograd.Function):
+    """The reducer's sum, with the gradient of the exact one."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, reducer: Reducer, scatter: bool) -> Tensor:
+        ctx.group, ctx.scatter = reducer.group, scatter
+        return reducer.reduce_scatter(partial) if scatter else reducer.all_reduce(partial)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.scatter:
+            grad = gather_from_sequence_parallel_region(grad, group=ctx.group)
+        return grad, None, None

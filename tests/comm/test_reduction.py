@@ -1,0 +1,125 @@
+"""Policies of reductions: what is quantized from which size on, and how `auto` finds and keeps its crossover."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_longctx.comm import crossover
+from megatron_longctx.comm.crossover import Case, Crossover
+from megatron_longctx.comm.quantized import all_reduce, reduce_scatter
+from megatron_longctx.comm.reduction import Reducer, ReductionPolicy
+from megatron_longctx.testing.distributed import run_distributed
+
+KIB = 1024
+
+
+def _policies(rank: int) -> list[str]:
+    """Above its least size a tensor is summed as the policy says, below it and with `none` exactly."""
+    group, wrong = dist.group.WORLD, []
+    x = torch.randn(8, 512, generator=torch.Generator().manual_seed(rank)).bfloat16()  # 8 KiB
+    exact = x.clone()
+    dist.all_reduce(exact)
+    share = exact.chunk(2)[rank]
+    for mode, bits in (("none", None), ("int8", 8), ("int6", 6), ("int4", 4)):
+        for min_kib in (0, 8, 8.1):
+            reducer = Reducer(group, ReductionPolicy(mode, group_size=32, min_kib=min_kib))
+            before, quantized = x.clone(), bits is not None and min_kib <= 8
+            total, part = reducer.all_reduce(x), reducer.reduce_scatter(x)
+            wanted = all_reduce(x, group, bits=bits, group_size=32) if quantized else exact
+            wanted_part = reduce_scatter(x, group, bits=bits, group_size=32) if quantized else share
+            if not (torch.equal(total, wanted) and torch.equal(part, wanted_part) and torch.equal(x, before)):
+                wrong.append(f"{mode} from {min_kib} KiB")
+            if quantized and torch.equal(total, exact):
+                wrong.append(f"{mode} from {min_kib} KiB is exact")
+    return wrong
+
+
+def test_policies_over_two_ranks() -> None:
+    assert run_distributed(_policies, 2) == [[], []]
+
+
+def _auto(rank: int, folder: Path) -> dict:
+    """`auto` measures once, says so, and then follows the file, whatever is in it."""
+    crossover._SIZES = crossover._SIZES[:4]  # up to 1 MiB
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("megatron_longctx").addHandler(handler)
+    logging.getLogger("megatron_longctx").setLevel(logging.INFO)
+    group, policy = dist.group.WORLD, ReductionPolicy("auto", min_kib=1)
+    x = torch.randn(4, 4096).bfloat16()  # 32 KiB
+    reducer = Reducer(group, policy, folder)
+    measured = [reducer.bits("all_reduce", x), reducer.bits("all_reduce", x)]
+    said = list(records)
+    files = sorted(path.name for path in folder.iterdir()) if rank == 0 else []
+    dist.barrier()
+    found = []
+    for samples in (
+        [[8 * KIB, 2.0, 1.0]],
+        [[8 * KIB, 1.0, 1.0]],
+        [[8 * KIB, 2.0, 1.0], [16 * KIB, 1.0, 2.0], [64 * KIB, 2.0, 1.0]],
+    ):
+        if rank == 0:
+            data = json.loads((folder / files[0]).read_text())
+            (folder / files[0]).write_text(json.dumps(data | {"samples": samples}))
+        dist.barrier()
+        fresh = Reducer(group, policy, folder)
+        found.append((fresh.bits("all_reduce", x), fresh.bits("all_reduce", torch.cat([x, x]))))
+    if rank == 0:
+        (folder / files[0]).write_text("{")
+    dist.barrier()
+    again = Reducer(group, policy, folder).bits("all_reduce", x)
+    total = Reducer(group, policy, folder).reduce_scatter(x)
+    return {"measured": [*measured, again], "said": said, "files": files, "found": found, "share": total.shape,
+            "records": records}  # fmt: skip
+
+
+def test_auto_measures_once_and_follows_its_file(tmp_path: Path) -> None:
+    first, second = run_distributed(_auto, 2, tmp_path)
+    assert first["measured"] == second["measured"] and first["measured"][0] == first["measured"][1]
+    assert set(first["measured"]) <= {None, 8}
+    [name] = first["files"]
+    assert name == "crossover-all-reduce-cpu-gloo-2-1-bfloat16-int8-g128.json"
+    [said] = first["said"]
+    assert said.startswith("all_reduce of bfloat16 on 2 ranks: int8 g128 is used ") and said.endswith("measured now")
+    assert second["said"] == []
+    assert first["found"] == second["found"] == [(8, 8), (None, None), (None, 8)]
+    assert first["share"] == (2, 4096)
+    assert any("cannot be read" in text for text in first["records"])
+    kept = json.loads((tmp_path / name).read_text())
+    assert kept["case"]["operation"] == "all_reduce" and len(kept["samples"]) > 1
+    assert len(list(tmp_path.iterdir())) == 2, "reduce_scatter has its own"
+
+
+def test_the_crossover_is_where_it_wins_for_good() -> None:
+    rising = [(1, 1.0, 2.0), (2, 2.0, 1.0), (4, 2.0, 1.98), (8, 4.0, 2.0), (16, 8.0, 4.0)]
+    assert Crossover.between(rising).from_bytes == 8, "1% faster is noise"
+    assert Crossover.between(rising[:3]).from_bytes is None
+    assert Crossover.between(rising[:2]).from_bytes == 2
+    assert "at no size up to" in str(Crossover.between(rising[:1]))
+    assert "4e+03 ms plain, 2e+03 ms quantized" in str(Crossover.between(rising))
+
+
+def test_files_of_different_cases_differ(tmp_path: Path) -> None:
+    case = Case("all_reduce", "NVIDIA H200", "nccl", 8, 1, "bfloat16", "int8 g128")
+    others = [
+        Case("reduce_scatter", "NVIDIA H200", "nccl", 8, 1, "bfloat16", "int8 g128"),
+        Case("all_reduce", "NVIDIA H200", "nccl", 8, 2, "bfloat16", "int8 g128"),
+        Case("all_reduce", "NVIDIA H200", "nccl", 8, 1, "bfloat16", "int8 g64"),
+    ]
+    assert len({c.path(tmp_path) for c in (case, *others)}) == 4
+
+
+def test_policies_that_are_not_offered() -> None:
+    for settings, said in (
+        ({"mode": "int5"}, r"mode=int5: expected one of none, int8, int6, int4, auto"),
+        ({"group_size": 16}, r"group_size=16: expected one of 32, 64, 128"),
+        ({"min_kib": -1}, r"min_kib=-1: expected at least 0"),
+        ({"min_kib": float("nan")}, r"min_kib=nan: expected at least 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ReductionPolicy(**settings)
