@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -136,8 +137,16 @@ class Bench:
                 if calibration is not None and contender.schedule is not None and not measured.reason:
                     _predict(measured, contender, case, calibration, dist.get_world_size(self.group))
                 found.append(measured)
+                self._say(measured)
             del truth
         return found
+
+    def _say(self, found: Measurement) -> None:
+        """A line for whoever waits for the table."""
+        if dist.get_rank(self.group) == 0:
+            percent = found.percent_of_one_device
+            said = found.reason or f"{(found.seconds or 0) * 1e3:.2f} ms, {percent or 0:.1f}% of one device"
+            print(f"  {found.length:,} tokens, {found.heads}, {found.name}: {said}", file=sys.stderr, flush=True)
 
     def _single(self, case: Case) -> Measurement:
         """One device with as many FLOPs as a rank has: 100%."""

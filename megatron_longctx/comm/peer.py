@@ -214,6 +214,9 @@ class Mailbox:
             transport.signals.wait_event(event)
             stream.wait_event(event)
         ready.issue(transport.signals)
+        # What is waited for below, peers do once they see these flags. A graph may run both streams through one queue,
+        # in which the waiting must not come first.
+        stream.wait_stream(transport.signals)
         with torch.cuda.stream(stream):
             if passed:
                 waiting = iter(passed)
