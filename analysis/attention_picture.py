@@ -1,0 +1,65 @@
+"""Draw what `megatron-longctx bench attention` has measured: `python -m analysis.attention_picture RESULT.json`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+OURS, OTHERS = ("#22667a", "#4497ab", "#8cc5d2", "#bfe0e7"), ("#8a5a3b", "#c08a5e", "#dcb88f", "#ecd7bd")
+
+
+def draw(data: dict[str, Any], path: Path) -> None:
+    """Per cent of one device at equal FLOPs, a panel a head configuration, a group a length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    measured = [
+        m for m in data["measurements"] if m["percent_of_one_device"] and not m["name"].startswith("one device")
+    ]
+    heads = list(dict.fromkeys(m["heads"] for m in measured))
+    names = list(dict.fromkeys(m["name"] for m in measured))
+    colours = {}
+    for pool, ours in ((OURS, True), (OTHERS, False)):
+        chosen = [name for name in names if any(m["name"] == name and m.get("ours", True) == ours for m in measured)]
+        colours.update({name: pool[i % len(pool)] for i, name in enumerate(chosen)})
+    figure, axes = plt.subplots(1, len(heads), figsize=(7 * len(heads), 4.4), squeeze=False, sharey=True)
+    for panel, pair in zip(axes[0], heads, strict=True):
+        lengths = sorted({m["length"] for m in measured if m["heads"] == pair})
+        width = 0.84 / len(names)
+        for i, name in enumerate(names):
+            by_length = {
+                m["length"]: m["percent_of_one_device"] for m in measured if (m["heads"], m["name"]) == (pair, name)
+            }
+            at = [k + (i - (len(names) - 1) / 2) * width for k, length in enumerate(lengths) if length in by_length]
+            panel.bar(
+                at, [by_length[n] for n in lengths if n in by_length], width * 0.94, color=colours[name], label=name
+            )
+        panel.axhline(100, color="#888888", linewidth=0.8)
+        panel.set_xticks(range(len(lengths)), [f"{length // 1024}K" for length in lengths])
+        panel.set_xlabel("tokens of the sequence")
+        panel.set_title(f"heads {pair}")
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("% of one device at equal FLOPs")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=len(labels), loc="lower center", frameon=False)
+    facts = data["environment"]
+    figure.suptitle(f"forward and backward, causal, {data['ranks']} x {facts['device']}, {facts['date'][:10]}")
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("result", type=Path)
+    result: Path = parser.parse_args().result
+    draw(json.loads(result.read_text()), result.with_suffix(".png"))
+    print(result.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
