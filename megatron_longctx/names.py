@@ -37,3 +37,4 @@ PEAK_ACTIVE_GIB: Final = "mem/peak_active_gib"
 PEAK_RESERVED_GIB: Final = "mem/peak_reserved_gib"
 
 IMBALANCE_PCT: Final = "cp/imbalance_pct"
+EXPOSED_COMM_S: Final = "cp/exposed_comm_s"

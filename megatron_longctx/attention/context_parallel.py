@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import BufferPool, P2PTransport, PeerTransport, choose_transport
+from ..comm import BufferPool, P2PTransport, PeerTransport, WaitClock, choose_transport
 from ..kernels import KernelRequest, choose
 from ..layout import Layout
 from ..schedules import DEFAULT_OPTIONS, Kind, Plan, PlanOptions, build_plan, check_heads
@@ -68,11 +68,27 @@ class ContextParallelAttention:
         self._deterministic = deterministic
         self._transport = transport
         self._graph_tokens = graph_tokens
+        self._clocks: dict[torch.device, WaitClock] | None = None
         self._kv_int8 = kv_int8
         self._programs: dict[tuple[int, bool], tuple[Program, Program]] = {}
         self._engines: dict[KernelRequest, Engine] = {}
         self._links: dict[torch.device, tuple[P2PTransport | PeerTransport | None, BufferPool]] = {}
         self.plan(0)
+
+    def measure_waiting(self) -> None:
+        """From the next call on, measure how long this rank's computation waits for messages."""
+        self._clocks = {}
+        self._engines = {}
+
+    def waited_seconds(self) -> float:
+        """What was measured since the last time this was asked; passes replayed from graphs are not in it.
+
+        Raises:
+            RuntimeError: `measure_waiting` was not called.
+        """
+        if self._clocks is None:
+            raise RuntimeError("waiting was not measured: call measure_waiting() first")
+        return sum(clock.take() for clock in self._clocks.values())
 
     def plan(self, length: int, causal: bool = True) -> Plan:
         """The forward plan for sequences of `length` tokens."""
@@ -175,7 +191,8 @@ class ContextParallelAttention:
                 group = self._group if self.world > 1 else None
                 links = None if group is None else choose_transport(self._transport, group, q.device)
                 self._links[q.device] = (links, BufferPool(q.device))
-            self._engines[request] = Engine(kernel, *self._links[q.device], self._graph_tokens)
+            clock = None if self._clocks is None else self._clocks.setdefault(q.device, WaitClock(q.device))
+            self._engines[request] = Engine(kernel, *self._links[q.device], self._graph_tokens, clock)
         return self._engines[request]
 
 

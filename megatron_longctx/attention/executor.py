@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import BufferPool, Exchange, P2PTransport, PeerTransport
+from ..comm import BufferPool, Exchange, P2PTransport, PeerTransport, WaitClock
 from ..kernels import AttentionKernel
 from ..schedules import ALL_HEADS, RESULTS, Block, Heads, Kind
 from .accumulate import Gathering, MergedOutput, Sum
@@ -43,13 +43,17 @@ def head_slice(num_heads: int, part: Heads) -> slice:
 
 @dataclass(frozen=True)
 class Engine:
-    """What programs run on. `transport` is None for a group of one rank. `graph_tokens`: passes over at most so many
-    tokens of a rank are replayed from CUDA graphs. `posts`, `replays`: by program and shapes, once made."""
+    """What programs run on.
+
+    transport: None for a group of one rank. graph_tokens: passes over at most so many tokens of a rank are replayed from
+    CUDA graphs. clock: measures the waiting for messages. posts, replays: by program and shapes, once made.
+    """
 
     kernel: AttentionKernel
     transport: P2PTransport | PeerTransport | None
     pool: BufferPool
     graph_tokens: int = 0
+    clock: WaitClock | None = None
     posts: dict[Hashable, tuple[Program, Post]] = field(default_factory=dict)
     replays: dict[Hashable, tuple[Program, Any]] = field(default_factory=dict)
 
@@ -98,7 +102,7 @@ class _Pass(ABC):
         marks: list[torch.cuda.Event | None] = []
         for t, step in enumerate(self._program.steps):
             if exchange is not None:
-                post.wait(exchange)
+                self._wait(post, exchange)
             sends, receives = self._messages(step)
             after = (begin, marks[step.after]) if step.after >= 0 else (begin,)
             exchange = post.start(t, sends, receives, after)
@@ -110,8 +114,17 @@ class _Pass(ABC):
             arrived = step.receives
         self.finish_early(arrived)
         if exchange is not None:
-            post.wait(exchange)
+            self._wait(post, exchange)
         self._merge(arrived)
+
+    def _wait(self, post: Post, exchange: Exchange) -> None:
+        clock = self._engine.clock
+        if clock is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            post.wait(exchange)
+            return
+        clock.start()
+        post.wait(exchange)
+        clock.stop()
 
     @abstractmethod
     def finish_early(self, arriving: tuple[Receive, ...]) -> None:

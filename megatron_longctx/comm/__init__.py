@@ -1,7 +1,8 @@
 """The only room that issues communication. It moves tensors between ranks and knows nothing of attention.
 
 `P2PTransport` sends and receives batches of messages on a stream of its own; `PeerTransport` lets receivers pull out of
-the senders' memory; `choose_transport` takes one of them. `BufferPool` lends the memory in which messages land.
+the senders' memory; `choose_transport` takes one of them. `BufferPool` lends the memory in which messages land;
+`WaitClock` measures how long a rank waits for them.
 """
 
 from .buffers import BufferPool
@@ -9,6 +10,7 @@ from .choose import choose_transport, transport_name
 from .collect import sum_over
 from .p2p import Exchange, P2PTransport
 from .peer import Mailbox, Outbox, OutboxBuilder, PeerTransport, Sent
+from .waiting import WaitClock
 
 __all__ = [
     "BufferPool",
@@ -19,6 +21,7 @@ __all__ = [
     "P2PTransport",
     "PeerTransport",
     "Sent",
+    "WaitClock",
     "choose_transport",
     "sum_over",
     "transport_name",

@@ -163,6 +163,7 @@ class Trainer:
             **performance(self._flops, tokens_per_step, seconds, dist.get_world_size(), self._peak),
             **_memory(),
             names.IMBALANCE_PCT: self._imbalance_pct,
+            names.EXPOSED_COMM_S: self.sequence.attention.waited_seconds(),
         }
         for sink in self.sinks:
             sink.write(record)
@@ -176,6 +177,7 @@ class Trainer:
         plan = self.sequence.attention.plan(self.sequence.length)
         pairs = [plan.pairs(rank) for rank in range(plan.n)]
         self._imbalance_pct = 100 * (max(pairs) * plan.n / sum(pairs) - 1)
+        self.sequence.attention.measure_waiting()
         environment.write(self.folder.path / "environment.json")
         return [
             JsonlSink(self.folder.metrics, self.step),

@@ -1,0 +1,49 @@
+"""How long a rank's computation has waited for messages: measured where it waits, not inferred."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class WaitClock:
+    """Adds up the time between `start` and `stop`: on CUDA as the caller's stream sees it, without the host waiting."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._spare: list[torch.cuda.Event] = []
+        self._seconds = 0.0
+        self._since = 0.0
+
+    def start(self) -> None:
+        if self._cuda:
+            begin, end = (self._event() for _ in range(2))
+            begin.record(torch.cuda.current_stream(self._device))
+            self._events.append((begin, end))
+        else:
+            self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._cuda:
+            self._events[-1][1].record(torch.cuda.current_stream(self._device))
+        else:
+            self._seconds += time.perf_counter() - self._since
+
+    def take(self) -> float:
+        """Seconds since the last call; waits for what the device has not finished."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
+        self._spare += [event for pair in self._events for event in pair]
+        self._events = []
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _event(self) -> torch.cuda.Event:
+        if self._spare:
+            return self._spare.pop()
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return event

@@ -1,0 +1,39 @@
+"""The measured waiting for messages: there is some where a peer is late, and asking starts it anew."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.references import random_qkv, shard
+
+LATE = 0.2
+
+
+def _wait_for_a_late_peer(rank: int) -> list[float]:
+    attention = ContextParallelAttention(dist.group.WORLD, schedule="zigzag")
+    with pytest.raises(RuntimeError, match=r"call measure_waiting\(\) first"):
+        attention.waited_seconds()
+    attention.measure_waiting()
+    layout = attention.layout(16)
+    q, k, v, _ = (shard(x, layout, rank) for x in random_qkv(16, 1, 2, 1, 8, torch.float32))
+    found = []
+    for late in (False, True):
+        dist.barrier()
+        if late and rank == 1:
+            time.sleep(LATE)
+        attention(q, k, v, length=16)
+        found.append(attention.waited_seconds())
+    return [*found, attention.waited_seconds()]
+
+
+def test_a_rank_waits_for_its_late_peer() -> None:
+    for rank, (prompt, late, rest) in enumerate(run_distributed(_wait_for_a_late_peer, 2)):
+        assert prompt > 0 and rest == 0
+        if rank == 0:
+            assert late > LATE / 2
