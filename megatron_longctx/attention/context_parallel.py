@@ -68,7 +68,8 @@ class ContextParallelAttention:
         self._deterministic = deterministic
         self._transport = transport
         self._graph_tokens = graph_tokens
-        self._clocks: dict[torch.device, WaitClock] | None = None
+        self._clocks: dict[torch.device, WaitClock] = {}
+        self._measures_waiting = False
         self._kv_int8 = kv_int8
         self._programs: dict[tuple[int, bool], tuple[Program, Program]] = {}
         self._engines: dict[KernelRequest, Engine] = {}
@@ -76,9 +77,10 @@ class ContextParallelAttention:
         self.plan(0)
 
     def measure_waiting(self) -> None:
-        """From the next call on, measure how long this rank's computation waits for messages."""
-        self._clocks = {}
-        self._engines = {}
+        """From now on, measure how long this rank's computation waits for messages."""
+        self._measures_waiting = True
+        for clock in self._clocks.values():
+            clock.running = True
 
     def waited_seconds(self) -> float:
         """What was measured since the last time this was asked; passes replayed from graphs are not in it.
@@ -86,7 +88,7 @@ class ContextParallelAttention:
         Raises:
             RuntimeError: `measure_waiting` was not called.
         """
-        if self._clocks is None:
+        if not self._measures_waiting:
             raise RuntimeError("waiting was not measured: call measure_waiting() first")
         return sum(clock.take() for clock in self._clocks.values())
 
@@ -191,7 +193,8 @@ class ContextParallelAttention:
                 group = self._group if self.world > 1 else None
                 links = None if group is None else choose_transport(self._transport, group, q.device)
                 self._links[q.device] = (links, BufferPool(q.device))
-            clock = None if self._clocks is None else self._clocks.setdefault(q.device, WaitClock(q.device))
+            clock = self._clocks.setdefault(q.device, WaitClock(q.device))
+            clock.running = self._measures_waiting
             self._engines[request] = Engine(kernel, *self._links[q.device], self._graph_tokens, clock)
         return self._engines[request]
 

@@ -45,8 +45,8 @@ def head_slice(num_heads: int, part: Heads) -> slice:
 class Engine:
     """What programs run on.
 
-    transport: None for a group of one rank. graph_tokens: passes over at most so many tokens of a rank are replayed from
-    CUDA graphs. clock: measures the waiting for messages. posts, replays: by program and shapes, once made.
+    transport: None for a group of one rank. graph_tokens: passes over at most so many tokens of a rank are replayed
+    from CUDA graphs. clock: measures the waiting for messages. posts, replays: by program and shapes, once made.
     """
 
     kernel: AttentionKernel
@@ -119,7 +119,11 @@ class _Pass(ABC):
 
     def _wait(self, post: Post, exchange: Exchange) -> None:
         clock = self._engine.clock
-        if clock is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if (
+            clock is None
+            or not clock.running
+            or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        ):
             post.wait(exchange)
             return
         clock.start()

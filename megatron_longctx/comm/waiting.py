@@ -8,7 +8,10 @@ import torch
 
 
 class WaitClock:
-    """Adds up the time between `start` and `stop`: on CUDA as the caller's stream sees it, without the host waiting."""
+    """Adds up the time between `start` and `stop`: on CUDA as the caller's stream sees it, without the host waiting.
+
+    `running`: whether anybody wants to know; whoever does sets it, and has to `take` what was measured now and then.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -17,6 +20,7 @@ class WaitClock:
         self._spare: list[torch.cuda.Event] = []
         self._seconds = 0.0
         self._since = 0.0
+        self.running = False
 
     def start(self) -> None:
         if self._cuda:
