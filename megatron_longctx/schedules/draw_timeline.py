@@ -59,11 +59,12 @@ def draw_modes(entries: Sequence[Candidate], path: Path, title: str) -> None:
             assert simulation is not None
             _gantt(axes, simulation, end, small=True)
             way = "backward" if simulation.plan.backward else "forward"
-            axes.set_title(f"{entry.name} {way}: {_short(simulation)}", fontsize=9, loc="left")
+            said = f"{entry.name} {way}: {_short(simulation)}"
+            axes.set_title(said, fontsize=9 if len(said) < 60 else 7, loc="left")
         _bars(grid[row][2], entry, ran)
     if refused:
-        said = "\n".join(f"{entry.name}: {entry.reason}" for entry in refused)
-        figure.supxlabel(said, fontsize=9, ha="left", x=0.01)
+        reasons = "\n".join(f"{entry.name}: {entry.reason}" for entry in refused)
+        figure.supxlabel(reasons, fontsize=9, ha="left", x=0.01)
     figure.suptitle(title, fontsize=13)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

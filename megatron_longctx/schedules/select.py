@@ -128,9 +128,9 @@ def _candidates(problem: Problem, cluster: Cluster) -> Iterator[tuple[str, PlanO
             yield from ((schedule, replace(options, inner_size=k)) for k in sorted(sizes) if n % k == 0)
         else:
             yield schedule, options
-            if schedule == "all_gather" and n > 2:  # in two groups, or more where memory is bounded
+            if schedule == "all_gather" and n > 2:  # in a few groups, or in more where memory is bounded
                 tokens = -(-problem.length // n)
-                groups = (n - 1, 4, 2, 1) if problem.max_bytes is not None else (n - 1,)
+                groups = sorted({n - 2, 4, 2, 1} if problem.max_bytes is not None else {n - 2}, reverse=True)
                 yield from ((schedule, replace(options, max_buffer_tokens=k * tokens)) for k in groups)
 
 
