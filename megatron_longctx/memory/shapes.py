@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ..config import Config, refuse
 from ..schedules import Kind, Plan, PlanOptions, Workload, backward_plan, build_plan
-from ..schedules.simulate import peak_bytes
+from ..schedules.simulate import peak_bytes, published_bytes
 
 _FC1_COLUMNS = {"swiglu": 2, "gelu": 1}
 """Columns of the MLP's first matrix, in units of the MLP's width."""
@@ -170,8 +170,8 @@ def layer_bytes(job: Job) -> LayerBytes:
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """buffers: held between calls by all layers together. backward: most of one backward call beside them, with its
-    inputs."""
+    """buffers: held between calls by all layers together, with what peers read. backward: most of one backward call
+    beside them, with its inputs."""
 
     buffers: int
     backward: int
@@ -184,8 +184,11 @@ def attention_bytes(job: Job) -> AttentionBytes:
     tokens: dict[Kind, int] = dict(job.plan.buffers)
     for kind, count in backward.buffers:
         tokens[kind] = max(count, tokens.get(kind, 0))
+    # There are two memories for peers to read, which passes use in turn; CPUs have none.
+    over_peers = job.fused and job.plan.n > 1 and job.config.attention.transport != "p2p"
+    published = 2 * max(published_bytes(plan, workload) for plan in (job.plan, backward)) if over_peers else 0
     in_backward = sum(count * workload.token_bytes(kind) for kind, count in backward.buffers)
     return AttentionBytes(
-        buffers=sum(count * workload.token_bytes(kind) for kind, count in tokens.items()),
+        buffers=published + sum(count * workload.token_bytes(kind) for kind, count in tokens.items()),
         backward=peak_bytes(backward, workload) - in_backward,
     )

@@ -7,7 +7,8 @@ import pytest
 from megatron_longctx.attention.post import outbox_of
 from megatron_longctx.attention.program import programs
 from megatron_longctx.comm import OutboxBuilder
-from megatron_longctx.schedules import RESULTS, SCHEDULES, Kind, PlanOptions, build_plan
+from megatron_longctx.schedules import RESULTS, SCHEDULES, Kind, PlanOptions, Workload, backward_plan, build_plan
+from megatron_longctx.schedules.simulate import published_bytes
 
 ROW_BYTES: dict[Kind, tuple[int, ...]] = {
     Kind.Q: (64,),
@@ -65,3 +66,16 @@ def test_regions_without_a_gap_know_their_neighbours() -> None:
     assert builder.region("b", 256) == 512
     box = builder.build(())
     assert box.adjacent == {"a": "b", "b": "c"} and box.num_bytes == 1280
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("backward", [0, 1])
+def test_the_price_of_peer_memory_is_what_is_laid_out(schedule: str, backward: int) -> None:
+    n, workload = 4, Workload(8, 8, 32, element_bytes=2)
+    plan = build_plan(schedule, n, 4 * 256, options=PlanOptions(inner_size=2))
+    sizes = {kind: workload.token_bytes(kind) for kind in Kind}
+    boxes = [
+        outbox_of(programs(plan, rank)[backward], lambda kind, parts: (sizes[kind] // parts,)) for rank in range(n)
+    ]
+    passes = backward_plan(plan) if backward else plan
+    assert published_bytes(passes, workload) == pytest.approx(max(box.num_bytes for box in boxes), rel=0.01)

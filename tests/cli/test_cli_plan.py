@@ -32,7 +32,7 @@ totals
      1               68  100.0%  kv 8 / 8 (4 KiB)
   buffers for other ranks' kv: 8 tokens = 2 KiB at most
 
-memory of a training step: 12.27 MiB a rank, most in optimizer step (recompute=none; 10.51 MiB whatever the length)
+memory of a training step: 12.28 MiB a rank, most in optimizer step (recompute=none; 10.51 MiB whatever the length)
 """
 
 BACKWARD_FULL_MASK = """\

@@ -19,7 +19,7 @@ LLAMA = ("model=llama3_8b", "parallelism=cp8", "data.seq_length=1048576", "paral
 
 
 def _job(*words: str, **others: int) -> Job:
-    config = compose_config([*LLAMA, *words])
+    config = compose_config([*LLAMA, "attention.transport=p2p", *words])
     assert config.model.vocab_size is not None
     return Job(config, config.model.vocab_size, **others)
 
@@ -127,7 +127,7 @@ def test_the_plan_verb_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     picture = tmp_path / "memory.png"
     assert cli.main(["plan", *LLAMA, "--memory", str(picture)]) == 0
     assert "\ndrawn to " in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
-    assert cli.main(["plan", *LLAMA, "--max-length"]) == 0
+    assert cli.main(["plan", *LLAMA, "attention.transport=p2p", "--max-length"]) == 0
     rows = {
         line.split()[-3]: int(line.split()[-2].replace(",", "")) for line in capsys.readouterr().out.splitlines()[1:]
     }
@@ -160,3 +160,11 @@ def test_the_check_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         preflight._check_memory(job.config, 8, job.vocab_size)
     small = compose_config([])
     preflight._check_memory(small, 1, 512)
+
+
+def test_memory_that_peers_read_is_counted_twice() -> None:
+    messages, peers = (_terms(_job(f"attention.transport={name}"))["attention's buffers"] for name in ("p2p", "peer"))
+    block = 131072 * 2 * 8 * 128 * 2  # keys and values of a rank
+    assert peers - messages == 2 * (1 + 6 + 7) * block, (
+        "its own, six passed on, gradients for seven, in each of the two"
+    )
