@@ -18,6 +18,9 @@ from .int8 import Int8ForwardPass
 from .program import Program, programs
 from .replay import Replay, Tensors
 
+_MOST_REPLAYS = 16
+"""Kinds of passes that are replayed from graphs, each of which holds memory for good; others run as they are."""
+
 
 class AttentionResult(NamedTuple):
     """What a rank's call gave: out `[s, b, h, d]` in q's dtype and lse `[s, b, h]` in fp32 (fp64 for fp64 inputs)."""
@@ -268,13 +271,20 @@ def _run(
     results: Callable[[Any], Tensors],
 ) -> Tensors:
     """Run a pass, from a graph where it is short; `how`: what tells it from others of its program and shapes."""
-    short = 0 < program.num_tokens <= engine.graph_tokens
-    if not short or not isinstance(engine.transport, PeerTransport) or torch.cuda.is_current_stream_capturing():
+    over_peers = isinstance(engine.transport, PeerTransport)
+    if over_peers and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "attention over peer memory was captured into a CUDA graph, which cannot be replayed: its memories take "
+            "turns. Leave attention out of the graph (it has graphs of its own), or choose attention.transport=p2p."
+        )
+    key = (id(program), how, tuple((x.shape, x.dtype) for x in inputs))
+    known = key in engine.replays
+    short = 0 < program.num_tokens <= engine.graph_tokens and (known or len(engine.replays) < _MOST_REPLAYS)
+    if not (short and over_peers):
         run = make(inputs)
         run.run()
         return results(run)
-    key = (id(program), how, tuple((x.shape, x.dtype) for x in inputs))
-    if key not in engine.replays:
+    if not known:
         engine.replays[key] = (program, Replay(make, results))  # kept together: an id is only good for what is alive
     found: Tensors = engine.replays[key][1](inputs)
     return found

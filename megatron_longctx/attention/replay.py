@@ -47,7 +47,8 @@ class Replay:
             run.run()
             return self._results(run)
         if not self._inputs:
-            self._inputs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
+            with torch.inference_mode(False):  # they outlive this call
+                self._inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
         torch._foreach_copy_(self._inputs, inputs)
         run = self._make(self._inputs)
         post = run.post()

@@ -24,7 +24,8 @@ class BufferPool:
         size = math.prod(shape)
         kept = self._storage.get((name, dtype))
         if kept is None or kept.numel() < size:
-            kept = self._storage[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
+            with torch.inference_mode(False):  # it outlives the call that asks first
+                kept = self._storage[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
         return kept[:size].view(shape)
 
     @property

@@ -14,6 +14,8 @@ from typing import Any
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 _EQUAL = 1
+_MOST = 255
+"""Operations that the driver takes in one call (cuStreamBatchMemOp: less than 256)."""
 
 
 class _Operation(ctypes.Structure):
@@ -30,14 +32,17 @@ class _Operation(ctypes.Structure):
 
 
 class FlagOperations:
-    """A batch of operations on flags, prepared once and issued to a stream with one call of the driver."""
+    """Operations on flags, prepared once and issued to a stream with one call of the driver (or a few, if many)."""
 
     def __init__(self, operations: Sequence[tuple[int, int, int]]) -> None:
-        self._count = len(operations)
-        self._array = (_Operation * max(1, self._count))()
-        for place, (operation, address, value) in zip(self._array, operations, strict=False):
-            place.operation, place.address, place.value = operation, address, value
-            place.flags = _EQUAL if operation == _WAIT_VALUE_32 else 0
+        self._batches = []
+        for first in range(0, len(operations), _MOST):
+            some = operations[first : first + _MOST]
+            batch = (_Operation * len(some))()
+            for place, (operation, address, value) in zip(batch, some, strict=True):
+                place.operation, place.address, place.value = operation, address, value
+                place.flags = _EQUAL if operation == _WAIT_VALUE_32 else 0
+            self._batches.append(batch)
 
     @classmethod
     def set(cls, addresses: Sequence[int]) -> FlagOperations:
@@ -56,12 +61,12 @@ class FlagOperations:
         Raises:
             RuntimeError: the driver refused.
         """
-        if self._count:
+        for batch in self._batches:
             code = _driver().cuStreamBatchMemOp_v2(
-                ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint(self._count), self._array, ctypes.c_uint(0)
+                ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint(len(batch)), batch, ctypes.c_uint(0)
             )
             if code:
-                raise RuntimeError(f"cuStreamBatchMemOp returned CUDA error {code} for {self._count} operations")
+                raise RuntimeError(f"cuStreamBatchMemOp returned CUDA error {code} for {len(batch)} operations")
 
 
 @functools.cache

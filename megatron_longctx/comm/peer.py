@@ -140,6 +140,7 @@ class PeerTransport:
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)  # nobody reads what is given back here
         self._halves = []
+        torch.cuda.empty_cache()  # what torch keeps for later is not free for symmetric memory
         self._capacity, self._steps = capacity, steps
         self._halves = [self._shared(max(1, capacity)) for _ in range(2)]
         self._flags = self._shared(2 * steps * self.world * 2 * 4)
@@ -235,7 +236,7 @@ class Mailbox:
                             self._theirs[turn][peer][message.offset : message.offset + message.num_bytes]
                         )
                 done.issue(stream)
-            return Exchange(arrived=stream.record_event() if receives else None)
+            return Exchange(arrived=stream.record_event() if receives or passed else None)
 
     def wait(self, exchange: Exchange) -> None:
         """Make the caller's stream wait until the messages are in."""
@@ -246,8 +247,9 @@ class Mailbox:
         """Views and flag operations for the memory as it is now."""
         transport, me = self._transport, self._transport.rank
         peers = range(transport.world)
-        self._mine = [transport.bytes_of(turn, me) for turn in range(2)]
-        self._theirs = [[transport.bytes_of(turn, peer) for peer in peers] for turn in range(2)]
+        with torch.inference_mode(False):  # they outlive the call that needs them first
+            self._mine = [transport.bytes_of(turn, me) for turn in range(2)]
+            self._theirs = [[transport.bytes_of(turn, peer) for peer in peers] for turn in range(2)]
         self._ready, self._arrivals, self._unread = [], [], []
         for turn in range(2):
             ready, arrivals, unread = [], [], []
@@ -301,15 +303,21 @@ def why_no_peers(group: dist.ProcessGroup, device: torch.device) -> str | None:
         return "not all ranks have a CUDA device"
     if len({host for host, _ in facts}) > 1:
         return "they are on several hosts"
-    indices = [index for _, index in facts]
-    for a in indices:
-        for b in indices:
-            if a != b and not torch.cuda.can_device_access_peer(a, b):
-                return f"GPU {a} cannot read the memory of GPU {b}"
-    return None
+    said: list[Any] = [None] * len(facts)  # what one process sees of the devices, another may not
+    dist.all_gather_object(said, _unreadable(device, [index for _, index in facts]), group=group)
+    return next((reason for reason in said if reason is not None), None)
 
 
 def _facts(device: torch.device) -> tuple[str, int] | None:
     if device.type != "cuda":
         return None
     return os.uname().nodename, torch.cuda.current_device() if device.index is None else device.index
+
+
+def _unreadable(device: torch.device, indices: Sequence[int]) -> str | None:
+    """Why this rank's device cannot read one of the others; None where nothing is known against it."""
+    mine = torch.cuda.current_device() if device.index is None else device.index
+    for index in indices:
+        if index != mine and index < torch.cuda.device_count() and not torch.cuda.can_device_access_peer(mine, index):
+            return f"GPU {mine} cannot read the memory of GPU {index}"
+    return None

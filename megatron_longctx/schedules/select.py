@@ -9,7 +9,7 @@ from ..topology import Cluster
 from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads
 from .cost import GIB, Costs, Workload
 from .hide import backward_plan
-from .simulate import Simulation, simulate
+from .simulate import Simulation, published_bytes, simulate
 
 _MOST_MESSAGES = 400_000
 """Plans with more messages than this take too long to build to be candidates."""
@@ -18,7 +18,7 @@ _MOST_MESSAGES = 400_000
 @dataclass(frozen=True)
 class Problem:
     """What a mode is chosen for. options: what holds for every mode. max_bytes: most memory of one attention call on
-    any rank; None for no bound."""
+    any rank; None for no bound. over_peers: messages go through peer memory, which counts twice, as it is held."""
 
     n: int
     length: int
@@ -26,6 +26,7 @@ class Problem:
     causal: bool = True
     options: PlanOptions = DEFAULT_OPTIONS
     max_bytes: int | None = None
+    over_peers: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Candidate:
     forward: Simulation | None = None
     backward: Simulation | None = None
     reason: str = ""
+    published_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -52,7 +54,8 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> int:
-        return max((each.peak_bytes for each in (self.forward, self.backward) if each), default=0)
+        most = max((each.peak_bytes for each in (self.forward, self.backward) if each), default=0)
+        return most + self.published_bytes
 
 
 def rank_modes(
@@ -144,7 +147,9 @@ def _price(
     plan = build_plan(schedule, n, problem.length, problem.causal, options)
     forward = simulate(plan, cluster, workload, costs, timeline=timeline)
     backward = simulate(backward_plan(plan), cluster, workload, costs, timeline=timeline)
-    most = max(forward.peak_bytes, backward.peak_bytes)
+    plans = (forward.plan, backward.plan)
+    published = 2 * max(published_bytes(each, workload) for each in plans) if problem.over_peers and n > 1 else 0
+    most = max(forward.peak_bytes, backward.peak_bytes) + published
     if problem.max_bytes is not None and most > problem.max_bytes:
         raise ValueError(f"needs {most / GIB:.2f} GiB of {problem.max_bytes / GIB:.2f} GiB")
-    return Candidate(schedule, options, forward, backward)
+    return Candidate(schedule, options, forward, backward, published_bytes=published)

@@ -137,3 +137,15 @@ def test_between_measured_calls_the_time_is_interpolated() -> None:
     for q, k in ((64, 64), (128, 64), (100, 200), (256, 256), (1024, 1024)):
         assert costs.call_seconds(call(q, k), GQA, False) == pytest.approx(q * k * 1e-9)
     assert costs.call_seconds(call(8, 64), GQA, False) == pytest.approx(64 * 64 * 1e-9)  # no faster than the smallest
+
+
+def test_memory_that_peers_read_counts_against_the_bound() -> None:
+    cluster = load_cluster("h200_x8")
+    problem = Problem(8, 2**17, GQA)
+    candidates = [("zigzag", PlanOptions())]
+    (messages,) = rank_modes(problem, cluster, candidates=candidates)
+    (peers,) = rank_modes(replace(problem, over_peers=True), cluster, candidates=candidates)
+    assert peers.peak_bytes > messages.peak_bytes and peers.seconds == messages.seconds
+    tight = replace(problem, over_peers=True, max_bytes=messages.peak_bytes)
+    (refused,) = rank_modes(tight, cluster, candidates=candidates)
+    assert "GiB" in refused.reason
