@@ -88,14 +88,15 @@ def run_inference(config: Config, words: Words, out: Path) -> None:
     if places[0].device == "cpu":
         facts["device"] = "cpu"
     model = config.model
-    title = f"{model.name}, {facts['device']}, {config.train.precision}, {facts['date'][:10]}"
+    tp = config.parallelism.tensor_parallel_size
+    title = f"{model.name}, {facts['device']}, {config.train.precision}, TP {tp}, {facts['date'][:10]}"
     data = {
         "what": "inference over a sharded cache: random weights, times of the slowest rank in seconds",
         "environment": facts,
         "model": asdict(model),
         "inference": asdict(jobs[0].inference),
         "precision": config.train.precision,
-        "tensor_parallel_size": config.parallelism.tensor_parallel_size,
+        "tensor_parallel_size": tp,
         "sweep": asdict(sweep),
         **report.as_data(first, decoded),
     }

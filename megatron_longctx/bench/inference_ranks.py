@@ -62,6 +62,7 @@ class FirstToken:
     """From a prompt's arrival to its first token on every rank, of the slowest rank.
 
     Attributes:
+        ranks: context-parallel ones.
         seconds: by mode, of every iteration.
         taken: by rule, the mode that it takes.
         predicted: by mode, the simulator's seconds of one layer's attention.
@@ -81,7 +82,7 @@ class FirstToken:
 
 @dataclass
 class Decoded:
-    """Seconds between tokens of a batch, of the slowest rank. mode: as the settings choose it."""
+    """Seconds between tokens of a batch, of the slowest rank. ranks: context-parallel. mode: as settings choose it."""
 
     ranks: int
     cached: int
@@ -257,7 +258,7 @@ class _Rig:
     def _say(self, words: str) -> None:
         """A line for whoever waits for the tables."""
         if dist.get_rank() == 0:
-            print(f"  {self._n} ranks, {words}", file=sys.stderr, flush=True)
+            print(f"  CP {self._n}, {words}", file=sys.stderr, flush=True)
 
 
 def _check(finish_reason: str | None) -> None:

@@ -42,7 +42,7 @@ def as_data(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> dict[str
     return {
         "first_token": [
             {
-                "ranks": m.ranks,
+                "context_parallel_size": m.ranks,
                 "tokens": m.length,
                 "new": m.new,
                 "cached": m.cached,
@@ -55,7 +55,13 @@ def as_data(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> dict[str
         ],
         "rules": shares(first),
         "decode": [
-            {"ranks": m.ranks, "cached": m.cached, "batch": m.batch, "mode": m.mode, **percentiles(m.seconds)}
+            {
+                "context_parallel_size": m.ranks,
+                "cached": m.cached,
+                "batch": m.batch,
+                "mode": m.mode,
+                **percentiles(m.seconds),
+            }
             for m in decoded
         ],
     }
@@ -76,7 +82,7 @@ def tables(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> str:
             for r in rows
         ]  # fmt: skip
         parts += ["", f"What the rules take; right is within {TIE:.0%} of the faster ring.", "", _table(head, cells)]
-    head = ["ranks", "cached", "batch", "mode", "per token (mean)", "p50", "p90", "p99"]
+    head = ["CP", "cached", "batch", "mode", "per token (mean)", "p50", "p90", "p99"]
     cells = [
         [str(m.ranks), f"{m.cached:,}", str(m.batch), m.mode]
         + [f"{percentiles(m.seconds)[name] * 1e3:.2f}" for name in ("mean", "p50", "p90", "p99")]
@@ -86,7 +92,7 @@ def tables(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> str:
 
 
 def _first_table(first: Sequence[FirstToken]) -> str:
-    head = ["ranks", "tokens", "new", "miss rate", *RINGS, "pass_q / pass_kv", *RULES]
+    head = ["CP", "tokens", "new", "miss rate", *RINGS, "pass_q / pass_kv", *RULES]
     cells = []
     for m in first:
         found = medians(m)
@@ -108,7 +114,7 @@ def _table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 
 
 def draw(first: Sequence[FirstToken], path: Path, title: str) -> None:
-    """Write a PNG: pass_q's time over pass_kv's by miss rate, a panel a (ranks, length); below, what rules take.
+    """Write a PNG: pass_q's time over pass_kv's by miss rate, a panel a (CP size, length); below, what rules take.
 
     Args:
         first: of two ranks or more, at least one.
@@ -132,7 +138,7 @@ def draw(first: Sequence[FirstToken], path: Path, title: str) -> None:
         upper.plot(rates, ratios, color="#444444", linewidth=1, zorder=1)
         faster = ["pass_q" if ratio < 1 else "pass_kv" for ratio in ratios]
         upper.scatter(rates, ratios, color=[_COLOURS[mode] for mode in faster], zorder=2)
-        upper.set_title(f"{length:,} tokens, {ranks} ranks", fontsize=10)
+        upper.set_title(f"{length:,} tokens, CP {ranks}", fontsize=10)
         for row, rule in enumerate(RULES):
             lower.scatter(rates, [row] * len(cases), color=[_COLOURS[m.taken[rule]] for m in cases], marker="s", s=30)
         lower.set_ylim(len(RULES) - 0.5, -0.5)

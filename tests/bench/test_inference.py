@@ -35,17 +35,17 @@ def test_it_measures_rings_beside_rules_and_decodes(monkeypatch: pytest.MonkeyPa
     words = "--context 1,2 --lengths 96 --miss-rates 0.05,1 --batches 2,1 --iterations 2 --tokens 3"
     assert cli.main(["bench", "inference", *SETTINGS, *words.split(), "--out", str(out)]) == 0
     data = json.loads(out.read_text())
-    cases = [(m["ranks"], m["cached"], m["new"]) for m in data["first_token"]]
+    cases = [(m["context_parallel_size"], m["cached"], m["new"]) for m in data["first_token"]]
     assert cases == [(1, 0, 96), (1, 91, 5), (2, 0, 96), (2, 91, 5)]
     for m in data["first_token"]:
-        rings = {"pass_kv", "pass_q"} if m["ranks"] == 2 else {"pass_kv"}
+        rings = {"pass_kv", "pass_q"} if m["context_parallel_size"] == 2 else {"pass_kv"}
         assert set(m["seconds"]) == rings
         assert all(len(s["all"]) == 2 and 0 < s["p50"] <= s["p99"] for s in m["seconds"].values())
-        assert set(m["taken"]) == (set(RULES) if m["ranks"] == 2 else set())
+        assert set(m["taken"]) == (set(RULES) if m["context_parallel_size"] == 2 else set())
     fresh, warm = data["first_token"][2:]
     assert fresh["taken"]["simulate"] == "pass_kv" and warm["taken"]["simulate"] == "pass_q"
     assert warm["predicted_attention_s"]["pass_q"] < warm["predicted_attention_s"]["pass_kv"]
-    assert [(m["ranks"], m["batch"]) for m in data["decode"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert [(m["context_parallel_size"], m["batch"]) for m in data["decode"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert all(m["mode"] != "pass_kv" and 0 < m["p50"] <= m["p99"] for m in data["decode"][2:])
     assert data["model"]["num_layers"] == 2 and data["environment"]["commit"]
     assert "| 2 | 96 | 5 | 5.21% |" in out.with_suffix(".md").read_text()
