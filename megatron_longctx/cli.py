@@ -148,7 +148,21 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     attention.add_argument("--peers", action="store_true", help="also time other packages' context parallelism")
     attention.add_argument("--check", action="store_true", help="also compare results with one device's")
     attention.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="results; a .md goes beside it")
+    _add_bench_inference(verbs.add_parser("inference", help="time first and further tokens over a sharded cache"))
     bench.set_defaults(run=_bench)
+
+
+def _add_bench_inference(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("settings", nargs="*", help="group=NAME and key=value words; weights are random")
+    verb.add_argument("--lengths", default="2048", help="tokens, cached and new together (default: %(default)s)")
+    verb.add_argument(
+        "--miss-rates", default="0.01,0.025,0.05,0.1,0.2,0.5,1", help="new tokens as a share of the length"
+    )
+    verb.add_argument("--batches", default="1,4", help="sequences decoded together (default: %(default)s)")
+    verb.add_argument("--context", help="context-parallel sizes, e.g. 1,2,4,8 (default: the settings')")
+    verb.add_argument("--iterations", type=int, default=5, help="of every first token (default: %(default)s)")
+    verb.add_argument("--tokens", type=int, default=64, help="decoded by every sequence (default: %(default)s)")
+    verb.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="a .md and a .png go beside it")
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -189,6 +203,13 @@ def _bench(arguments: argparse.Namespace) -> None:
     from .compose import compose_config
     from .schedules.cost import Workload
 
+    if arguments.what == "inference":
+        from .bench.inference import Words, run_inference
+
+        lists = (arguments.lengths, arguments.miss_rates, arguments.batches, arguments.context)
+        words = Words(*lists, arguments.iterations, arguments.tokens)
+        run_inference(compose_config(arguments.settings), words, arguments.out)
+        return
     where = command.Where.of(arguments.ranks, arguments.device)
     if arguments.what == "links":
         command.run_links(where, arguments.out)

@@ -187,7 +187,8 @@ class InferenceConfig:
     # How the ranks share attention over the cache: auto | pass_kv | pass_q | one_hop
     mode: str = "auto"
     # What mode=auto goes by: auto | simulate | algorithm_1 | algorithm_5 | empirical | bytes. auto: simulate where
-    # parallelism.cluster says how ranks are linked, else bytes.
+    # a calibration (`bench calibrate … attention.transport=p2p`) or else parallelism.cluster says how ranks are linked,
+    # else bytes.
     rule: str = "auto"
     page_tokens: int = 64
     # The cache of all context-parallel ranks together; null: data.seq_length + max_new_tokens.

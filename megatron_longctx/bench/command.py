@@ -69,7 +69,7 @@ class How:
 
 def run_calibrate(where: Where, workload: Workload, max_tokens: int | None, cluster_file: Path | None) -> Path:
     """`bench calibrate`: measure and keep; returns the file."""
-    found: Calibration = _start(where, _calibrate, workload, where, max_tokens)[0]
+    found: Calibration = start(where, _calibrate, workload, where, max_tokens)[0]
     path = calibration_path(found.device, where.ranks, workload, found.transport)
     save_calibration(found, path)
     if cluster_file is not None:
@@ -84,7 +84,7 @@ def run_links(where: Where, out: Path) -> None:
     """`bench links`: measure the links between the ranks and write a cluster file."""
     if out.suffix not in (".yaml", ".yml") or not out.parent.is_dir():
         raise refuse("--out", out, "a .yaml file in a folder that exists", "Give another file name.")
-    cluster: Cluster = _start(where, _links)[0]
+    cluster: Cluster = start(where, _links)[0]
     save_cluster(cluster, out)
     print(out.read_text(), end="")
     logger.info("written to %s", out)
@@ -123,7 +123,7 @@ def run_attention(where: Where, cases: Sequence[attention.Case], modes: str, how
             raise refuse("--modes", name, f"all, or of {', '.join(attention.ALL_MODES)}", "Separate names by commas.")
     if not out.parent.is_dir():
         raise refuse("--out", out, "a file in a folder that exists", "Make the folder first.")
-    found, calibrations = _start(where, _attention, tuple(cases), names, how, where)[0]
+    found, calibrations = start(where, _attention, tuple(cases), names, how, where)[0]
     chosen = attention.choices(found)
     facts = environment()
     data = {
@@ -153,7 +153,7 @@ def run_attention(where: Where, cases: Sequence[attention.Case], modes: str, how
     logger.info("written to %s and %s", out, out.with_suffix(".md"))
 
 
-def _start(where: Where, fn: Callable[..., Any], *args: Any) -> list[Any]:
+def start(where: Where, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `fn(rank, *args)` in ranks of this host, or as the rank that torchrun has started."""
     backend = "nccl" if where.device == "cuda" else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

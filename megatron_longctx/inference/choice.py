@@ -55,8 +55,9 @@ class Figures:
             raise refuse(
                 "inference.rule",
                 "simulate, algorithm_1 or algorithm_5",
-                "parallelism.cluster=NAME or a calibration beside it",
-                "Name the cluster, or take inference.rule=bytes or empirical.",
+                "parallelism.cluster=NAME or a calibration",
+                "Run `megatron-longctx bench calibrate … attention.transport=p2p` with the same settings, name the "
+                "cluster, or take inference.rule=bytes or empirical.",
             )
         return self.cluster
 

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from ..config import Config, ParallelismConfig, RecomputeConfig, refuse
 from ..inference.cached_attention import CachedAttention, CacheShape
-from ..inference.choice import Chooser, Figures
+from ..inference.choice import Chooser
 from ..inference.engine import EngineSettings, LongContextEngine
+from ..inference.figures import agreed_figures
 from ..inference.ledger import CacheLedger
-from ..schedules import Workload
-from ..topology import load_cluster
 from . import checkpoint
 from .model import build_model, fingerprint, padded_vocab_size, transformer_config
 from .rope import ShardedRotaryEmbedding
@@ -170,9 +169,7 @@ def build_engine(
     attention = CachedAttention(groups.cp, shape, ledger.slots_per_rank, device, config.attention.kernel)
     learned = model.position_embedding == "learned"
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)
-    cluster = load_cluster(config.parallelism.cluster).resized(n) if config.parallelism.cluster and n > 1 else None
-    figures = Figures(replace(Workload.of(config), batch=1), cluster)
-    chooser = Chooser(figures, inference.mode, inference.rule if n > 1 else "bytes")
+    chooser = Chooser(agreed_figures(config, device), inference.mode, inference.rule if n > 1 else "bytes")
     settings = EngineSettings(inference.prefill_chunk, inference.evict)
     return LongContextEngine(cached, ledger, chooser, settings), tokenizer
 

@@ -1,0 +1,155 @@
+"""`bench inference`: times to first token and between tokens of the configured model, and how well rules choose."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ..config import Config, refuse
+from ..inference.figures import TRANSPORT, calibration_file, known_figures
+from ..mcore.inference import for_inference
+from ..metrics.environment import environment
+from ..schedules import Workload
+from . import inference_report as report
+from .command import Where, run_calibrate, start
+from .inference_ranks import Decoded, FirstToken, Sweep, measure
+
+logger = logging.getLogger(__name__)
+_N = TypeVar("_N", int, float)
+
+
+@dataclass(frozen=True)
+class Words:
+    """Lists as they are typed, numbers separated by commas. context: None for the settings' own size."""
+
+    lengths: str
+    miss_rates: str
+    batches: str
+    context: str | None
+    iterations: int
+    tokens: int
+
+    def sweep(self) -> Sweep:
+        """Raises ValueError for what is not such numbers."""
+        for name, value in (("--iterations", self.iterations), ("--tokens", self.tokens)):
+            if value < 1:
+                raise refuse(name, value, "1 or more", "Raise it.")
+        rates = _numbers("--miss-rates", self.miss_rates, float, 0.0)
+        if max(rates) > 1:
+            raise refuse("--miss-rates", self.miss_rates, "shares from above 0 to 1", "1 computes all tokens anew.")
+        lengths, batches = (
+            _numbers(n, v, int, 1) for n, v in (("--lengths", self.lengths), ("--batches", self.batches))
+        )
+        if min(lengths) < 2:
+            raise refuse("--lengths", self.lengths, "2 tokens or more", "Raise them.")
+        return Sweep(lengths, rates, batches, self.iterations, self.tokens)
+
+    def sizes(self, config: Config) -> tuple[int, ...]:
+        """Context-parallel sizes, in the order given."""
+        if self.context is None:
+            return (config.parallelism.context_parallel_size,)
+        return _numbers("--context", self.context, int, 1)
+
+
+def run_inference(config: Config, words: Words, out: Path) -> None:
+    """Measure, write JSON, a Markdown report and the picture of the crossover beside it.
+
+    A device that is not calibrated for the model's heads is calibrated first.
+
+    Args:
+        out: a .json file.
+
+    Raises:
+        ValueError: settings, sizes or a place that cannot be used.
+    """
+    if out.suffix != ".json" or not out.parent.is_dir():
+        raise refuse("--out", out, "a .json file in a folder that exists", "Give another file name.")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise refuse("RANK", os.environ["RANK"], "to be started once", "Run it without torchrun: it starts its ranks.")
+    sweep = words.sweep()
+    jobs = [_sized(for_inference(config), sweep, n) for n in words.sizes(config)]
+    places = [_where(job) for job in jobs]
+    for job, where in zip(jobs, places, strict=True):
+        _calibrated(job, where)
+    first: list[FirstToken] = []
+    decoded: list[Decoded] = []
+    for job, where in zip(jobs, places, strict=True):
+        found = start(where, measure, job, sweep)[0]
+        first += found[0]
+        decoded += found[1]
+    facts = environment()
+    if places[0].device == "cpu":
+        facts["device"] = "cpu"
+    model = config.model
+    tp = config.parallelism.tensor_parallel_size
+    title = f"{model.name}, {facts['device']}, {config.train.precision}, TP {tp}, {facts['date'][:10]}"
+    data = {
+        "what": "inference over a sharded cache: random weights, times of the slowest rank in seconds",
+        "environment": facts,
+        "model": asdict(model),
+        "inference": asdict(jobs[0].inference),
+        "precision": config.train.precision,
+        "tensor_parallel_size": tp,
+        "sweep": asdict(sweep),
+        **report.as_data(first, decoded),
+    }
+    out.write_text(json.dumps(data, indent=1) + "\n")
+    text = report.tables(first, decoded)
+    head = f"{title}, commit {str(facts['commit'])[:9]}; random weights; times in ms, of the slowest rank"
+    out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
+    print(text)
+    if shared := [m for m in first if m.ranks > 1]:
+        report.draw(shared, out.with_suffix(".png"), title)
+    logger.info("written to %s, and .md and .png beside it", out)
+
+
+def _numbers(name: str, text: str, kind: Callable[[str], _N], least: float) -> tuple[_N, ...]:
+    """`1,2,4` as numbers, each once; integers of `least` or more, other numbers above it."""
+    try:
+        found = tuple(dict.fromkeys(kind(word) for word in text.split(",")))
+        if not all(number > least or (kind is int and number == least) for number in found):
+            raise ValueError
+    except ValueError:
+        what = f"integers of {least} or more" if kind is int else f"numbers above {least:g}"
+        raise refuse(name, text, f"{what}, separated by commas", "Correct it.") from None
+    return found
+
+
+def _sized(config: Config, sweep: Sweep, n: int) -> Config:
+    """The settings for `n` context-parallel ranks, with the cache and the positions that `sweep` takes."""
+    inference = config.inference
+    # What `pages_per_rank` makes so many pages of.
+    cache = n * (sweep.pages(n, inference.page_tokens) * inference.page_tokens - 2)
+    longest = max(sweep.lengths) + 2 * sweep.tokens + 64
+    return replace(
+        config,
+        parallelism=replace(config.parallelism, context_parallel_size=n),
+        inference=replace(inference, cache_tokens=cache),
+        data=replace(config.data, seq_length=max(config.data.seq_length, longest)),
+    )
+
+
+def _where(config: Config) -> Where:
+    par, wanted = config.parallelism, config.train.device
+    cuda = torch.cuda.is_available() and wanted != "cpu"
+    if wanted == "cuda" and not cuda:
+        raise refuse("train.device", wanted, "a CUDA device here; torch sees none", "Use train.device=cpu.")
+    ranks, gpus = par.context_parallel_size * par.tensor_parallel_size, torch.cuda.device_count()
+    if cuda and ranks > gpus:
+        raise refuse("context x tensor-parallel size", ranks, f"at most {gpus}, the GPUs here", "Use smaller sizes.")
+    return Where(ranks, "cuda" if cuda else "cpu", config.attention.kernel, TRANSPORT)
+
+
+def _calibrated(config: Config, where: Where) -> None:
+    """See that the simulator knows this device."""
+    n, device = config.parallelism.context_parallel_size, torch.device(where.device)
+    if n > 1 and known_figures(config, device).costs is None:
+        logger.info("%s is not there: calibrating %d ranks", calibration_file(config, device), n)
+        run_calibrate(replace(where, ranks=n), replace(Workload.of(config), batch=1), None, None)

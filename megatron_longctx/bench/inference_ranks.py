@@ -1,0 +1,266 @@
+"""What every rank of `bench inference` does: times of first tokens with a forced mode, and of decoded tokens."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from ..config import CACHE_RULES, Config, refuse
+from ..inference.choice import Chooser, Decision, Figures
+from ..inference.engine import LongContextEngine, Session
+from ..inference.figures import agreed_figures
+from ..inference.ledger import CacheLedger, Turn
+from ..inference.plan import Batch
+from ..inference.sampling import Sampling
+from ..mcore import groups
+from ..mcore.inference import build_engine, pages_per_rank
+
+RINGS = ("pass_kv", "pass_q")
+RULES = tuple(rule for rule in CACHE_RULES if rule != "auto")
+_WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is measured.
+
+    Attributes:
+        lengths: tokens of a sequence, cached and new together; also cached tokens of the decoded sequences.
+        miss_rates: new tokens as a share of the length.
+        batches: sequences decoded together.
+        iterations: of every time to first token.
+        tokens: decoded by every sequence while the clock runs.
+    """
+
+    lengths: tuple[int, ...]
+    miss_rates: tuple[float, ...]
+    batches: tuple[int, ...]
+    iterations: int
+    tokens: int
+
+    def turns(self, length: int) -> list[tuple[int, int]]:
+        """(cached, new) tokens of every miss rate, the least cached first; 2 new ones at least, as one is a decode."""
+        new = {min(length, max(2, round(length * rate))) for rate in self.miss_rates}
+        return [(length - count, count) for count in sorted(new, reverse=True)]
+
+    def pages(self, n: int, page_tokens: int) -> int:
+        """Pages a rank needs; ranks differ by 2 tokens of a session at most."""
+        alone, decoded = max(self.lengths), max(self.lengths) + _WARM_UP + self.tokens
+        of = [-(-(-(-tokens // n) + 2) // page_tokens) for tokens in (alone, decoded)]
+        return max(of[0], of[1] * max(self.batches))
+
+
+@dataclass
+class FirstToken:
+    """From a prompt's arrival to its first token on every rank, of the slowest rank.
+
+    Attributes:
+        ranks: context-parallel ones.
+        seconds: by mode, of every iteration.
+        taken: by rule, the mode that it takes.
+        predicted: by mode, the simulator's seconds of one layer's attention.
+    """
+
+    ranks: int
+    cached: int
+    new: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    taken: dict[str, str] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return self.cached + self.new
+
+
+@dataclass
+class Decoded:
+    """Seconds between tokens of a batch, of the slowest rank. ranks: context-parallel. mode: as settings choose it."""
+
+    ranks: int
+    cached: int
+    batch: int
+    mode: str
+    seconds: list[float]
+
+
+class _Pinned(Chooser):
+    """Takes what it is told; else what the settings choose."""
+
+    def __init__(self, figures: Figures, mode: str, rule: str) -> None:
+        super().__init__(figures, mode, rule)
+        self.forced: str | None = None
+        self.latest: tuple[Batch, str] | None = None
+
+    def choose(self, batch: Batch) -> Decision:
+        decision = super().choose(batch)
+        if self.forced is not None:
+            facts = (batch.new, batch.cached, len(batch.turns), batch.n)
+            decision = Decision(self.forced, "forced", *facts)
+        self.latest = (batch, decision.mode)
+        return decision
+
+
+class _Rewindable(CacheLedger):
+    """Goes back to earlier books, so that a turn can be measured again over the same cache."""
+
+    def __init__(self, n: int, pages: int, page_tokens: int) -> None:
+        super().__init__(n, pages, page_tokens)
+        self._placed: list[tuple[Turn, ...]] = []
+
+    def append(self, counts: Mapping[int, int]) -> tuple[Turn, ...]:
+        turns = super().append(counts)
+        self._placed.append(turns)
+        return turns
+
+    def keep(self) -> None:
+        """What is placed now stays."""
+        self._placed = []
+
+    def rewind(self, sessions: Sequence[Session]) -> None:
+        """Forget all tokens placed since `keep`, in the books and in the `sessions`."""
+        while self._placed:
+            self.undo(self._placed.pop())
+        for session in sessions:
+            del session.tokens[self.length(session.number) :]
+            session.logits = None  # whatever token a rewound session goes on with takes the same time
+
+
+def measure(rank: int, config: Config, sweep: Sweep) -> tuple[list[FirstToken], list[Decoded]]:
+    """Everything of `sweep` with as many context-parallel ranks as `config` says; weights are random.
+
+    Args:
+        config: of `mcore.inference.for_inference`, with a cache of `sweep.pages`.
+    """
+    par = config.parallelism
+    collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size)
+    try:
+        return _Rig(config, sweep, build_engine(config, collection, None)[0]).run()
+    finally:
+        groups.destroy()
+
+
+class _Rig:
+    def __init__(self, config: Config, sweep: Sweep, engine: LongContextEngine) -> None:
+        self._sweep = sweep
+        self._n = config.parallelism.context_parallel_size
+        self._chunk = config.inference.prefill_chunk
+        self._device = engine.model.attention.device
+        self._figures = agreed_figures(config, self._device)
+        rule = config.inference.rule if self._n > 1 else "bytes"
+        self._chooser = _Pinned(self._figures, config.inference.mode, rule)
+        self._ledger = _Rewindable(self._n, pages_per_rank(config), config.inference.page_tokens)
+        self._engine = LongContextEngine(engine.model, self._ledger, self._chooser)
+        self._random = random.Random(0)  # the same tokens on every rank
+        self._rules = [Chooser(self._figures, rule=rule) for rule in RULES] if self._n > 1 else []
+
+    def run(self) -> tuple[list[FirstToken], list[Decoded]]:
+        first, decoded = [], []
+        for length in self._sweep.lengths:
+            session = self._engine.open()
+            for cached, new in self._sweep.turns(length):
+                self._fill(session, cached)
+                first.append(self._first_token(session, new))
+            session.close()
+        for length in self._sweep.lengths:
+            sessions: list[Session] = []
+            for batch in sorted(set(self._sweep.batches)):
+                while len(sessions) < batch:
+                    sessions.append(self._engine.open())
+                    self._fill(sessions[-1], length)
+                decoded.append(self._decode(sessions, length))
+            for session in sessions:
+                session.close()
+        return first, decoded
+
+    def _fill(self, session: Session, tokens: int) -> None:
+        """Give the session random tokens up to so many, computed as the settings choose."""
+        while len(session.tokens) < tokens:
+            left = tokens - len(session.tokens)
+            session.append(self._prompt(min(left, self._chunk or left)))
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return self._random.choices(range(self._engine.model.vocab_size), k=tokens)
+
+    def _first_token(self, session: Session, new: int) -> FirstToken:
+        found = FirstToken(self._n, len(session.tokens), new)
+        prompt = self._prompt(new)
+        modes = RINGS if self._n > 1 else RINGS[:1]
+        times: dict[str, list[float]] = {mode: [] for mode in modes}
+        self._ledger.keep()
+        for _ in range(1 + self._sweep.iterations):
+            for mode in modes:  # in turns, so that a slow moment of the machine meets all of them
+                self._chooser.forced = mode
+                times[mode].append(self._seconds_to_first(session, prompt))
+                self._ledger.rewind([session])
+        self._chooser.forced = None
+        found.seconds = {mode: self._slowest(seconds[1:]) for mode, seconds in times.items()}
+        assert self._chooser.latest is not None
+        for rule, chooser in zip(RULES, self._rules, strict=False):
+            decision = chooser.choose(self._chooser.latest[0])
+            found.taken[rule] = decision.mode
+            if decision.seconds:  # of all modes; the other rules know the two rings only
+                found.predicted = {mode: decision.seconds[mode] for mode in RINGS}
+                found.taken[rule] = min(RINGS, key=lambda mode: found.predicted[mode])
+        medians = ", ".join(f"{mode} {sorted(s)[len(s) // 2] * 1e3:.2f} ms" for mode, s in found.seconds.items())
+        self._say(f"{new:,} new tokens over {found.cached:,}: {medians}")
+        return found
+
+    def _seconds_to_first(self, session: Session, prompt: list[int]) -> float:
+        self._together()
+        start = time.perf_counter()
+        session.append(prompt)
+        generation = self._engine.start(session, Sampling())
+        self._engine.step([generation])  # ends with the token on the host
+        seconds = time.perf_counter() - start
+        _check(generation.finish_reason)
+        return seconds
+
+    def _decode(self, sessions: list[Session], length: int) -> Decoded:
+        self._ledger.keep()
+        count = _WARM_UP + self._sweep.tokens
+        generations = [self._engine.start(s, Sampling(max_new_tokens=count + 1), i) for i, s in enumerate(sessions)]
+        marks = []
+        for i in range(count):
+            if i == _WARM_UP:
+                self._together()
+                marks.append(time.perf_counter())
+            self._engine.step(generations)
+            if i >= _WARM_UP:
+                marks.append(time.perf_counter())
+            _check(generations[0].finish_reason)
+        self._ledger.rewind(sessions)
+        assert self._chooser.latest is not None
+        seconds = self._slowest([b - a for a, b in pairwise(marks)])
+        found = Decoded(self._n, length, len(sessions), self._chooser.latest[1], seconds)
+        self._say(f"batch {len(sessions)} over {length:,}: {sum(seconds) / len(seconds) * 1e3:.2f} ms per token")
+        return found
+
+    def _together(self) -> None:
+        """All ranks start with nothing left to do."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        dist.barrier()
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        worst = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        found: list[float] = worst.tolist()
+        return found
+
+    def _say(self, words: str) -> None:
+        """A line for whoever waits for the tables."""
+        if dist.get_rank() == 0:
+            print(f"  CP {self._n}, {words}", file=sys.stderr, flush=True)
+
+
+def _check(finish_reason: str | None) -> None:
+    if finish_reason == "error":
+        raise refuse("logits", "not finite", "numbers", "Use train.precision=fp32.")

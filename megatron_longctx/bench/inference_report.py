@@ -1,0 +1,160 @@
+"""What `bench inference` has measured as data, as tables and as a picture of where the two rings cross."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .inference_ranks import RINGS, RULES, Decoded, FirstToken
+
+TIE = 0.01
+"""Modes whose medians differ by less of the faster one are equally right."""
+_COLOURS = {"pass_kv": "#22667a", "pass_q": "#c0703a"}
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Mean, and 50th, 90th and 99th percentile by nearest rank."""
+    ranked = sorted(seconds)
+    found = {f"p{p}": ranked[max(0, math.ceil(p / 100 * len(ranked)) - 1)] for p in (50, 90, 99)}
+    return {"mean": sum(ranked) / len(ranked), **found}
+
+
+def medians(found: FirstToken) -> dict[str, float]:
+    return {mode: percentiles(seconds)["p50"] for mode, seconds in found.seconds.items()}
+
+
+def shares(found: Sequence[FirstToken]) -> list[dict[str, Any]]:
+    """By rule: in how many cases it takes the faster ring, and how much slower than that its choices are."""
+    cases = [m for m in found if m.taken]
+    rows = []
+    for rule in RULES if cases else ():
+        slower = [medians(m)[m.taken[rule]] / min(medians(m).values()) - 1 for m in cases]
+        right = sum(loss <= TIE for loss in slower)
+        row = {"rule": rule, "right": right, "cases": len(cases), "share": right / len(cases)}
+        rows.append(row | {"mean_slower": sum(slower) / len(slower), "most_slower": max(slower)})
+    return rows
+
+
+def as_data(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> dict[str, Any]:
+    """The measurements, in seconds."""
+    return {
+        "first_token": [
+            {
+                "context_parallel_size": m.ranks,
+                "tokens": m.length,
+                "new": m.new,
+                "cached": m.cached,
+                "miss_rate": m.new / m.length,
+                "seconds": {mode: {**percentiles(s), "all": s} for mode, s in m.seconds.items()},
+                "taken": m.taken,
+                "predicted_attention_s": m.predicted,
+            }
+            for m in first
+        ],
+        "rules": shares(first),
+        "decode": [
+            {
+                "context_parallel_size": m.ranks,
+                "cached": m.cached,
+                "batch": m.batch,
+                "mode": m.mode,
+                **percentiles(m.seconds),
+            }
+            for m in decoded
+        ],
+    }
+
+
+def tables(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> str:
+    """Markdown; times in milliseconds."""
+    parts = [
+        "Time to first token: p50 / p90 / p99. A rank alone passes nothing; its time stands under pass_kv.",
+        "",
+        _first_table(first),
+    ]
+    if rows := shares(first):
+        head = ["rule", "right", "share", "slower than the faster ring: mean", "most"]
+        cells = [
+            [r["rule"], f"{r['right']} of {r['cases']}", f"{r['share']:.0%}",
+             f"{r['mean_slower']:.1%}", f"{r['most_slower']:.1%}"]
+            for r in rows
+        ]  # fmt: skip
+        parts += ["", f"What the rules take; right is within {TIE:.0%} of the faster ring.", "", _table(head, cells)]
+    head = ["CP", "cached", "batch", "mode", "per token (mean)", "p50", "p90", "p99"]
+    cells = [
+        [str(m.ranks), f"{m.cached:,}", str(m.batch), m.mode]
+        + [f"{percentiles(m.seconds)[name] * 1e3:.2f}" for name in ("mean", "p50", "p90", "p99")]
+        for m in decoded
+    ]
+    return "\n".join([*parts, "", "Decode: time between tokens", "", _table(head, cells)])
+
+
+def _first_table(first: Sequence[FirstToken]) -> str:
+    head = ["CP", "tokens", "new", "miss rate", *RINGS, "pass_q / pass_kv", *RULES]
+    cells = []
+    for m in first:
+        found = medians(m)
+        ratio = f"{found['pass_q'] / found['pass_kv']:.3f}" if len(found) > 1 else ""
+        times = [
+            " / ".join(f"{percentiles(m.seconds[mode])[p] * 1e3:.2f}" for p in ("p50", "p90", "p99"))
+            if mode in m.seconds
+            else ""
+            for mode in RINGS
+        ]
+        taken = [m.taken.get(rule, "") for rule in RULES]
+        cells.append([str(m.ranks), f"{m.length:,}", f"{m.new:,}", f"{m.new / m.length:.2%}", *times, ratio, *taken])
+    return _table(head, cells)
+
+
+def _table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    rows = (head, ["---"] * len(head), *cells)
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def draw(first: Sequence[FirstToken], path: Path, title: str) -> None:
+    """Write a PNG: pass_q's time over pass_kv's by miss rate, a panel a (CP size, length); below, what rules take.
+
+    Args:
+        first: of two ranks or more, at least one.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = list(dict.fromkeys((m.ranks, m.length) for m in first))
+    figure, axes = pyplot.subplots(
+        2, len(panels), figsize=(1.8 + 4.4 * len(panels), 5.6), squeeze=False, sharex="col", sharey="row",
+        height_ratios=(3, 1.7),
+    )  # fmt: skip
+    for column, (ranks, length) in enumerate(panels):
+        upper, lower = axes[0][column], axes[1][column]
+        cases = sorted((m for m in first if (m.ranks, m.length) == (ranks, length)), key=lambda m: m.new)
+        rates = [100 * m.new / m.length for m in cases]
+        ratios = [medians(m)["pass_q"] / medians(m)["pass_kv"] for m in cases]
+        upper.axhline(1, color="#888888", linewidth=0.8)
+        upper.plot(rates, ratios, color="#444444", linewidth=1, zorder=1)
+        faster = ["pass_q" if ratio < 1 else "pass_kv" for ratio in ratios]
+        upper.scatter(rates, ratios, color=[_COLOURS[mode] for mode in faster], zorder=2)
+        upper.set_title(f"{length:,} tokens, CP {ranks}", fontsize=10)
+        for row, rule in enumerate(RULES):
+            lower.scatter(rates, [row] * len(cases), color=[_COLOURS[m.taken[rule]] for m in cases], marker="s", s=30)
+        lower.set_ylim(len(RULES) - 0.5, -0.5)
+        lower.set_yticks(range(len(RULES)), RULES)
+        lower.set_xscale("log")
+        lower.xaxis.set_major_formatter("{x:g}")
+        lower.set_xlabel("miss rate: new tokens, % of all")
+        for panel in (upper, lower):
+            panel.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("time to first token,\npass_q / pass_kv")
+    axes[1][0].set_ylabel("taken by")
+    for mode, colour in _COLOURS.items():
+        axes[0][0].scatter([], [], color=colour, label=mode)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=2, loc="lower center", frameon=False, title="faster, or taken")
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

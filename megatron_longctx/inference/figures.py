@@ -1,0 +1,75 @@
+"""What the choice of mode goes by on this machine: a saved calibration where there is one, else the cluster named."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import Config
+from ..metrics.environment import environment
+from ..schedules import Workload
+from ..schedules.calibration import calibration_path, load_calibration
+from ..topology import load_cluster
+from .choice import Figures
+
+logger = logging.getLogger(__name__)
+TRANSPORT = "p2p"
+"""How `CachedAttention` moves blocks, whatever training does: other calibrations price other links."""
+
+
+def calibration_file(config: Config, device: torch.device, folder: Path | None = None) -> Path:
+    """Where `bench calibrate` with these settings and `attention.transport=p2p` leaves its figures.
+
+    Args:
+        folder: None for the user's cache.
+    """
+    name = "cpu" if device.type == "cpu" else str(environment()["device"])
+    return calibration_path(name, config.parallelism.context_parallel_size, _workload(config), TRANSPORT, folder)
+
+
+def known_figures(config: Config, device: torch.device, folder: Path | None = None) -> Figures:
+    """The figures of this device, number of ranks and heads, as this process finds them.
+
+    Raises:
+        ValueError: a calibration that cannot be read, or an unknown cluster.
+    """
+    n, cluster, workload = config.parallelism.context_parallel_size, config.parallelism.cluster, _workload(config)
+    if n == 1:
+        return Figures(workload)
+    path = calibration_file(config, device, folder)
+    if path.is_file():
+        found = load_calibration(path)
+        if found.workload.batch == 1:  # a sequence of a batch gets kernel calls of its own here
+            logger.info("attention over the cache is priced by %s", path)
+            return Figures(workload, found.cluster, found.costs)
+    return Figures(workload, load_cluster(cluster).resized(n) if cluster else None)
+
+
+def agreed_figures(config: Config, device: torch.device) -> Figures:
+    """What rank 0 finds, on every rank: hosts may have different files, and ranks must choose alike.
+
+    Collective over the world.
+
+    Raises:
+        ValueError: as `known_figures`, on all ranks.
+    """
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [known_figures(config, device)]
+        except ValueError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0, device=device)
+    if isinstance(answer[0], ValueError):
+        raise answer[0]
+    figures: Figures = answer[0]
+    return figures
+
+
+def _workload(config: Config) -> Workload:
+    return replace(Workload.of(config), batch=1)

@@ -1,0 +1,116 @@
+"""`bench inference` on CPU: what it writes, what its rules are judged by, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_longctx import cli
+from megatron_longctx.bench.inference import Words
+from megatron_longctx.bench.inference_ranks import RULES, Decoded, FirstToken, Sweep
+from megatron_longctx.bench.inference_report import draw, percentiles, shares, tables
+from megatron_longctx.compose import compose_config
+from megatron_longctx.inference.figures import calibration_file
+from megatron_longctx.inference.ledger import CacheLedger
+from megatron_longctx.schedules import Costs, Workload
+from megatron_longctx.schedules.calibration import Calibration, save_calibration
+from megatron_longctx.topology import Cluster, Network
+
+SETTINGS = ["parallelism=cp2", "train.device=cpu", "train.precision=fp32", "model.num_layers=2", "attention.kernel=cpu"]
+
+
+def test_it_measures_rings_beside_rules_and_decodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = compose_config(SETTINGS)
+    # Links so slow that, priced by this file, fewest bytes are best: the verb has to go by it, and not to calibrate.
+    cluster = Cluster("slow", 2, 1, network=Network(1, 1e-4, 1e-6))
+    found = Calibration("cpu", "cpu", "p2p", cluster, Workload.of(config), Costs(100.0, 100.0))
+    path = calibration_file(config, torch.device("cpu"))
+    save_calibration(found, path)
+    out = tmp_path / "inference.json"
+    words = "--context 1,2 --lengths 96 --miss-rates 0.05,1 --batches 2,1 --iterations 2 --tokens 3"
+    assert cli.main(["bench", "inference", *SETTINGS, *words.split(), "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    cases = [(m["context_parallel_size"], m["cached"], m["new"]) for m in data["first_token"]]
+    assert cases == [(1, 0, 96), (1, 91, 5), (2, 0, 96), (2, 91, 5)]
+    for m in data["first_token"]:
+        rings = {"pass_kv", "pass_q"} if m["context_parallel_size"] == 2 else {"pass_kv"}
+        assert set(m["seconds"]) == rings
+        assert all(len(s["all"]) == 2 and 0 < s["p50"] <= s["p99"] for s in m["seconds"].values())
+        assert set(m["taken"]) == (set(RULES) if m["context_parallel_size"] == 2 else set())
+    fresh, warm = data["first_token"][2:]
+    assert fresh["taken"]["simulate"] == "pass_kv" and warm["taken"]["simulate"] == "pass_q"
+    assert warm["predicted_attention_s"]["pass_q"] < warm["predicted_attention_s"]["pass_kv"]
+    assert [(m["context_parallel_size"], m["batch"]) for m in data["decode"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert all(m["mode"] != "pass_kv" and 0 < m["p50"] <= m["p99"] for m in data["decode"][2:])
+    assert data["model"]["num_layers"] == 2 and data["environment"]["commit"]
+    assert "| 2 | 96 | 5 | 5.21% |" in out.with_suffix(".md").read_text()
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG") and list(path.parent.iterdir()) == [path]
+
+
+def case(new: int, kv: float, q: float, taken: str) -> FirstToken:
+    rules = dict.fromkeys(RULES, "pass_kv") | {"simulate": taken}
+    return FirstToken(4, 1000 - new, new, {"pass_kv": [9.0, kv, kv], "pass_q": [q, q, q]}, rules)
+
+
+def test_rules_are_judged_by_medians() -> None:
+    found = [case(10, 2.0, 1.0, "pass_q"), case(500, 1.0, 2.0, "pass_q"), case(100, 1.005, 1.0, "pass_kv")]
+    by_rule = {row["rule"]: row for row in shares([*found, FirstToken(1, 0, 9, {"pass_kv": [1.0]})])}
+    assert by_rule["simulate"]["right"] == 2 and by_rule["simulate"]["cases"] == 3  # 0.5% apart are as good
+    assert by_rule["simulate"]["most_slower"] == 1.0
+    assert by_rule["bytes"]["right"] == 2 and by_rule["bytes"]["mean_slower"] == pytest.approx(1.005 / 3)
+    text = tables(found, [Decoded(4, 1000, 2, "one_hop", [0.001, 0.002, 0.003])])
+    assert "| simulate | 2 of 3 | 67% | 33.5% | 100.0% |" in text
+    assert "| 4 | 1,000 | 2 | one_hop | 2.00 | 2.00 | 3.00 | 3.00 |" in text
+
+
+def test_percentiles_are_measured_values() -> None:
+    found = percentiles([float(i) for i in range(100, 0, -1)])
+    assert found == {"mean": 50.5, "p50": 50.0, "p90": 90.0, "p99": 99.0}
+    assert percentiles([3.0]) == {"mean": 3.0, "p50": 3.0, "p90": 3.0, "p99": 3.0}
+
+
+def test_the_picture_takes_any_number_of_panels(tmp_path: Path) -> None:
+    cases = [case(10, 2.0, 1.0, "pass_q"), case(500, 1.0, 2.0, "pass_kv")]
+    draw([*cases, *(replace(m, ranks=2) for m in cases)], tmp_path / "x.png", "both")
+    assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("n", "page"), [(1, 64), (2, 4), (3, 7)])
+def test_a_sweep_fits_into_the_pages_it_asks_for(n: int, page: int) -> None:
+    sweep = Words("50,9", "0.5,0.001,1", "3,1", None, 1, 5).sweep()
+    assert sweep == Sweep((50, 9), (0.5, 0.001, 1.0), (3, 1), 1, 5)
+    assert sweep.turns(50) == [(0, 50), (25, 25), (48, 2)]
+    ledger = CacheLedger(n, sweep.pages(n, page), page)
+    sessions = [ledger.open() for _ in range(3)]
+    for session in sessions:
+        ledger.append({session: 50})
+    for _ in range(8):  # 3 to warm up
+        ledger.append(dict.fromkeys(sessions, 1))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--miss-rates", "0.1,2"], "--miss-rates=0.1,2: expected shares from above 0 to 1"),
+        (["--miss-rates", "0"], "expected numbers above 0"),
+        (["--miss-rates", "nan"], "expected numbers above 0"),
+        (["--lengths", "1"], "--lengths=1: expected 2 tokens or more"),
+        (["--batches", "2,x"], "--batches=2,x: expected integers of 1 or more"),
+        (["--context", "0"], "--context=0: expected integers of 1 or more"),
+        (["--iterations", "0"], "--iterations=0: expected 1 or more"),
+        (["parallelism.pipeline_parallel_size=2"], "1 for inference"),
+        (["--out", "gone/x.json"], "--out=gone/x.json: expected a .json file in a folder that exists"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["bench", "inference", "--out", "x.json", *SETTINGS, *words]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
