@@ -94,12 +94,13 @@ def _inside(folder: Path) -> int:
         command = ["ip", "netns", "exec", namespace(rank), sys.executable, "-m", "analysis.network.all_reduce"]
         log = (folder / f"rank{rank}.log").open("w")
         command += ["--inside", str(folder), "--rank", str(rank)]
-        ranks.append(subprocess.Popen(command, stdout=log, stderr=None if rank == 0 else log))
+        # Rank 0 says on its standard output how far things are; what any rank complains of goes into its log.
+        ranks.append(subprocess.Popen(command, stdout=sys.stderr if rank == 0 else log, stderr=log))
     while any(process.poll() is None for process in ranks):
         if any(process.poll() for process in ranks):
             break  # the rest end with this process
         time.sleep(0.1)
-    return max(process.poll() or 0 for process in ranks)
+    return int(any(process.poll() for process in ranks))  # a signal's code is negative
 
 
 def _rank(folder: Path, rank: int) -> int:
@@ -147,7 +148,7 @@ def _cases(job: Job, tokens: int, operation: str) -> list[Found]:
         num_bytes = x.numel() * x.element_size()
         found.append(Found(operation, mode, num_bytes, statistics.median(seconds[mode]), error, equal))
         if rank == 0:
-            print(f"  {operation} {num_bytes / 2**20:g} MiB {mode}: {found[-1].seconds:.3f} s", file=sys.stderr)
+            print(f"  {operation} {num_bytes / 2**20:g} MiB {mode}: {found[-1].seconds:.3f} s", flush=True)
     return found
 
 

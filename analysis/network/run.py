@@ -63,12 +63,13 @@ def main() -> int:
         command = ["ip", "netns", "exec", namespace(rank)]
         command += [sys.executable, "-m", "analysis.network.worker", str(folder), str(rank)]
         log = (folder / f"rank{rank}.log").open("w")
-        workers.append(subprocess.Popen(command, stdout=log, stderr=None if rank == 0 else log))
+        # Rank 0 says on its standard output how far things are; what any rank complains of goes into its log.
+        workers.append(subprocess.Popen(command, stdout=sys.stderr if rank == 0 else log, stderr=log))
     while any(worker.poll() is None for worker in workers):
         if any(worker.poll() for worker in workers):
             break  # the rest end with this process
         time.sleep(0.1)
-    return max(worker.poll() or 0 for worker in workers)
+    return int(any(worker.poll() for worker in workers))  # a signal's code is negative
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class _Rank:
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
-            print(f"  {text}", file=sys.stderr, flush=True)
+            print(f"  {text}", flush=True)
 
     def _slowest(self, seconds: float) -> float:
         worst = torch.tensor(seconds, dtype=torch.float64)

@@ -39,7 +39,7 @@ def test_links_are_limited_and_modes_are_right(permitted: None, cluster: Cluster
         job.Job(cluster, modes, length=64, workload=Workload(8, 8, 64, element_bytes=4), repeats=1), timeout=120
     )
     low, high = outcome.links
-    assert 0.5 < low <= high < 1.2  # of the described rate; loopback is some hundred times as fast
+    assert 0.5 < low <= high < 1.6  # of the described rate, of which flows get unequal shares; loopback is 100 times it
     assert [found.mode for found in outcome.found] == ["zigzag", "tasp"]
     for found in outcome.found:
         assert found.error < 1e-5 and found.forward_s > 0 and found.predicted_backward_s > 0
