@@ -215,6 +215,7 @@ class LoggingConfig:
     wandb: str = "offline"  # offline | online | disabled
     wandb_project: str = "megatron-longctx"
     peak_tflops: float | None = None  # per GPU, dense, for MFU; null: looked up by device name
+    profile_step: int | None = None  # rank 0 profiles this step into runs/<name>/profile; null: none
 
 
 @dataclass(frozen=True)
@@ -371,6 +372,7 @@ def _validate_training(config: Config) -> None:
         "num_processes",
     ):
         _at_least(f"train.{name}", getattr(train, name), 1)
+    _at_least("logging.profile_step", config.logging.profile_step, 1)
     peak = config.logging.peak_tflops
     if peak is not None and not 0 < peak < float("inf"):
         raise refuse("logging.peak_tflops", peak, "a positive number of TFLOP/s", "Or null to look the device up.")
