@@ -57,10 +57,12 @@ class NewPositions:
 class CachedRotaryEmbedding(ShardedRotaryEmbedding):
     """RoPE's table at the new tokens' positions, which differ in every forward pass."""
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
+    ) -> Tensor:
         """The table `[s, 1, 1, d]`."""
         table: Tensor = self.get_emb(max_seq_len, offset)
-        return table
+        return table.float()
 
 
 class CachedGPT:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ..metrics.step_profile import Span, profile_of
@@ -41,7 +42,7 @@ def profiled(folder: Path, step: int) -> Iterator[None]:
 def _spans(events: Any, on_gpu: bool) -> Iterator[Span]:
     for event in events:
         time = event.time_range
-        if on_gpu and event.device_type == torch.autograd.DeviceType.CUDA:
+        if on_gpu and event.device_type != DeviceType.CPU and not event.is_user_annotation:
             yield Span(event.name, event.device_resource_id, time.start * 1e-6, time.end * 1e-6)
         elif not on_gpu and event.cpu_parent is None:
             yield Span(event.name, event.thread, time.start * 1e-6, time.end * 1e-6)

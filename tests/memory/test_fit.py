@@ -79,7 +79,7 @@ def test_check_refuses_warns_and_says_what_to_change() -> None:
         ValueError, match=r"data.seq_length=1048576: expected a step within the device's 139.0 GiB"
     ) as no:
         check(job, device)
-    assert f"Set recompute.mode=layer {chunk} (115.5 GiB)" in str(no.value)
+    assert f"Set recompute.mode=layer {chunk} (115.4 GiB)" in str(no.value)
     with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} \(116.5 GiB"):
         check(job, device, 64 * GIB)
     with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} {tile} \(103.0 GiB"):
