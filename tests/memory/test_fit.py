@@ -87,7 +87,7 @@ def test_check_refuses_warns_and_says_what_to_change() -> None:
     advised = _job("recompute=layer", chunk)
     assert check(advised, device) is None
     close = check(advised, int(predict(advised).num_bytes / (COMFORT + 0.05)))
-    assert close is not None and f"may run out. Set {tile} (101.9 GiB)" in close
+    assert close is not None and f"may run out. Set {tile} (101.8 GiB)" in close
     with pytest.raises(
         ValueError, match=r"Set recompute.mode=layer .* and data.seq_length=\d+ or less, or raise"
     ) as no:
