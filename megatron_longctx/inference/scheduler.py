@@ -206,6 +206,7 @@ class Scheduler:
         if reason == "error":
             session.close()
             return
+        del session.tokens[session.cached_tokens :]  # given out last, never computed: another may follow next time
         self._kept.append(session)
         while len(self._kept) > self.limits.keep_sessions:
             self._kept.pop(0).close()

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megatron_longctx import cli
+from megatron_longctx.chat import TextStream
 from megatron_longctx.config import Config
-from megatron_longctx.http_api import TextStream
 from megatron_longctx.testing.jobs import CLI, clean_environment, started
 
 KEY = "a-secret"
@@ -165,7 +165,8 @@ def test_bad_connections_harm_nobody(client: Client) -> None:
     # A client that goes away in the middle of its stream.
     body = json.dumps({"prompt": "ab", "max_tokens": 300, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", client.port)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: here\r\n"
+        head += f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode("latin-1") + body)
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
     assert client.ask("/v1/completions", GOOD)[0] == 200
