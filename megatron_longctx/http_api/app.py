@@ -225,15 +225,14 @@ def _event(body: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
-def _json(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def _json(body: Mapping[str, Any], status: int = 200, **headers: str) -> Response:
+    if status in (429, 503):
+        headers["Retry-After"] = str(_RETRY_AFTER_S)
     return Response(json.dumps(body), status, headers, "application/json")
 
 
 def _error(error: ApiError) -> Response:
-    headers = {"Connection": "close"}  # the body may not have been read
-    if error.status in (429, 503):
-        headers["Retry-After"] = str(_RETRY_AFTER_S)
-    return _json(error.body, error.status, headers)
+    return _json(error.body, error.status, Connection="close")  # the body may not have been read
 
 
 async def _refused(request: Request, error: Exception) -> Response:
