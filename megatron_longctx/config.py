@@ -210,7 +210,7 @@ class ServeConfig:
     max_connections: int = 128
     max_body_bytes: int = 16 * 2**20
     timeout_s: float = 30.0  # for a client to send a request's head, and then its body; to keep silent; not to read
-    keep_sessions: int = 16  # finished sequences whose caches are kept for prompts that begin with them
+    keep_sessions: int = 16  # finished or cancelled sequences whose caches are kept for prompts that begin with them
 
 
 @dataclass(frozen=True)

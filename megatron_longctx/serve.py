@@ -161,7 +161,8 @@ def _serve(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None
     chunk = job.config.inference.prefill_chunk or Limits.prefill_chunk
     scheduler = Scheduler(engine, Limits(settings.max_active, chunk, settings.keep_sessions))
     if dist.get_rank() != 0:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it ends
+        for number in (signal.SIGINT, signal.SIGTERM):  # which may go to all ranks: rank 0 says when it ends
+            signal.signal(number, signal.SIG_IGN)
         _rounds(scheduler, None)
         return
     inbox = Inbox(settings.max_waiting)

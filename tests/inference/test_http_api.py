@@ -10,15 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_longctx.chat import Chat
+from megatron_longctx.chat import Chat, chat_of
 from megatron_longctx.http_api.app import Api
 from megatron_longctx.http_api.requests import Model
 from megatron_longctx.http_api.server import server_of
 from megatron_longctx.inference.scheduler import Event, Request
+from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.serve import Inbox
 
 BODY = {"prompt": "ab", "max_tokens": 9}
@@ -105,10 +107,14 @@ def until(true: Callable[[], bool]) -> None:
 
 @contextmanager
 def serving(
-    max_waiting: int = 8, max_connections: int = 100, timeout_s: float = 30.0, key: str | None = None
+    max_waiting: int = 8,
+    max_connections: int = 100,
+    timeout_s: float = 30.0,
+    key: str | None = None,
+    chat: Chat | None = None,
 ) -> Iterator[Served]:
     inbox = Inbox(max_waiting)
-    api = Api(Model("m", encode, decode, 0, Chat(), 16), inbox, 1000, timeout_s, key)
+    api = Api(Model("m", encode, decode, 0, chat or Chat(), 16), inbox, 1000, timeout_s, key)
     listener = socket.create_server(("127.0.0.1", 0))
     server = server_of(api, max_connections)
     thread = threading.Thread(target=server.run, args=([listener],))
@@ -167,6 +173,28 @@ def test_a_stop_text_ends_the_request_for_the_ranks_too(served: Served) -> None:
     }
     assert served.take() == number
     served.say(number, "!", "cancelled")
+
+
+def test_a_template_lays_a_chat_out_and_ends_its_answer(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text(
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{{ m.role }}:{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    talk = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    with serving(chat=chat_of(str(path), build_tokenizer("byte-level"))) as served:
+        connection = served.post({"messages": talk, "stop": "zz"}, "/v1/chat/completions")
+        request = served.request()
+        assert bytes(request.prompt) == b"user:ab</s>assistant:"
+        served.say(request.number, "cd</s>user:")
+        choice = answer_on(connection)[1]["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("cd", "stop")
+        assert served.take() == request.number
+        status, answer, _ = served.ask({"messages": [*talk, {"role": "tool", "content": ""}]}, "/v1/chat/completions")
+        assert (status, answer["error"]["message"]) == (400, "messages: refused by the chat template: no tools")
+        connection = served.post({"prompt": "a"})  # which is no chat
+        served.say(served.request().number, "</s>", "length")
+        assert answer_on(connection)[1]["choices"][0]["text"] == "</s>"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -270,6 +298,20 @@ def test_paths_and_methods_that_are_not_served(served: Served) -> None:
     with served.connect() as connection:
         connection.sendall(b"nonsense\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_a_connection_takes_one_request_after_another(served: Served) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+    connection.connect()
+    sock = connection.sock
+    for text in "cd":
+        connection.request("POST", "/v1/completions", json.dumps({**BODY, "stream": text == "d"}))
+        served.say(served.request().number, text, "length")
+        answer = connection.getresponse()
+        assert answer.status == 200 and f'"text": "{text}"' in answer.read().decode()
+    connection.request("GET", "/v1/models")
+    assert connection.getresponse().status == 200 and connection.sock is sock
+    connection.close()
 
 
 def test_health_needs_no_key_and_everything_else_does() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -67,7 +68,7 @@ def serving(config: Config, folder: Path, *settings: str, **environment: str) ->
         found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", job.out.read_text())
         assert found is not None
         yield Client(int(found.group(1)))
-        job.process.send_signal(signal.SIGTERM)
+        os.killpg(job.process.pid, signal.SIGTERM)  # to all ranks, as torchrun and Slurm send it
         assert job.wait(30) == 0, job.said()
         assert "Traceback" not in job.said(), job.said()
 
