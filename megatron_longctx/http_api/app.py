@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -123,7 +124,8 @@ class _Routes:
         loop = asyncio.get_running_loop()
 
         def listen(event: Event) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            with suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(events.put_nowait, event)
 
         number = api.inbox.submit(asked.prompt, asked.sampling, listen)
         if number is None:

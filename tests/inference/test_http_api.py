@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 import socket
 import threading
 import time
@@ -14,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
+from megatron_longctx import serve
 from megatron_longctx.chat import Chat, chat_of
+from megatron_longctx.config import ServeConfig
 from megatron_longctx.http_api.app import Api
 from megatron_longctx.http_api.requests import Model
 from megatron_longctx.http_api.server import server_of
@@ -343,6 +347,18 @@ def test_a_full_queue_and_a_stopping_server_say_when_to_try_again() -> None:
         for connection in (served.post(BODY), served.connect("GET /health")):
             status, _, response = answer_on(connection)
             assert status == 503 and response.headers["retry-after"] == "1"
+
+
+def test_a_server_that_fails_ends_the_job_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(server: uvicorn.Server, sockets: object) -> None:
+        raise RuntimeError("out of threads")
+
+    monkeypatch.setattr(uvicorn.Server, "run", fail)
+    inbox, before = Inbox(1), signal.getsignal(signal.SIGTERM)
+    model = Model("m", encode, decode, 0, Chat(), 16)
+    with pytest.raises(RuntimeError, match="out of threads"), serve._serving(model, inbox, ServeConfig(port=0)):
+        until(lambda: inbox.stopping)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_connections_are_bounded() -> None:
