@@ -177,7 +177,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class InferenceConfig:
-    """`megatron-longctx generate`. Sampling: see `inference.sampling.Sampling`."""
+    """`megatron-longctx generate` and `serve`. Sampling: see `inference.sampling.Sampling`."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0  # 0: the likeliest token
@@ -195,6 +195,8 @@ class InferenceConfig:
     cache_tokens: int | None = None
     prefill_chunk: int | None = None  # most new tokens of a sequence computed at once; null: all
     evict: bool = False  # a full cache forgets idle sessions, which are computed again, instead of refusing
+    # A file with a Jinja template for chats; null: the tokenizer's own, else plain text, a message a line.
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,8 @@ class ServeConfig:
     max_waiting: int = 64  # requests at once, those that are computed included; more are answered 429
     max_connections: int = 128
     max_body_bytes: int = 16 * 2**20
-    keep_sessions: int = 16  # finished sequences whose caches are kept for prompts that begin with them
+    timeout_s: float = 30.0  # for a client to send a request's head, and then its body; to keep silent; not to read
+    keep_sessions: int = 16  # finished or cancelled sequences whose caches are kept for prompts that begin with them
 
 
 @dataclass(frozen=True)
@@ -418,6 +421,8 @@ def _validate_serve(serve: ServeConfig) -> None:
     for name in ("max_active", "max_waiting", "max_connections", "max_body_bytes"):
         _at_least(f"serve.{name}", getattr(serve, name), 1)
     _at_least("serve.keep_sessions", serve.keep_sessions, 0)
+    if not 0 < serve.timeout_s < float("inf"):
+        raise refuse("serve.timeout_s", serve.timeout_s, "more than 0 seconds, and finite", "30 is the default.")
     if not 0 <= serve.port < 2**16:
         raise refuse("serve.port", serve.port, "0 to 65535", "0 takes any free port.")
 
