@@ -5,6 +5,7 @@ One set of processes for each number of GPUs runs all its cases.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -193,7 +194,8 @@ def _a_thousand_steps(rank: int) -> list[str]:
             case = cases[step % 10 == 9]
             layout = attention.layout(case.length)
             *leaves, grad_out = (shard(x, layout, rank) for x in case.tensors(device))
-            found = forward_backward(lambda q, k, v: attention(q, k, v, length=case.length), leaves, grad_out)
+            call = functools.partial(attention, length=case.length)
+            found = forward_backward(call, leaves, grad_out)
             for key, before in first.setdefault(case, found).items():
                 differ |= (found[key] != before).any()
             del leaves, grad_out, found, before
