@@ -17,6 +17,9 @@ from torch import Tensor
 
 from .sequence import ShardedSequence
 
+_SHAPES: set[tuple[Any, ...]] = set()
+_MOST_SHAPES = 6
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -75,12 +78,12 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _turn(x.is_cuda)(x, cos, sin, interleaved)
+        return _turn(x, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0].is_cuda)(grads[0], cos, -sin, ctx.interleaved), None, None, None
+        return _turn(grads[0], cos, -sin, ctx.interleaved), None, None, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -96,6 +99,19 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 @functools.cache
-def _turn(fused: bool) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
-    """`_rotated`, on GPUs as one kernel."""
-    return torch.compile(_rotated, dynamic=True) if fused else _rotated
+def _compiled(dynamic: bool) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        return _rotated(x, cos, sin, interleaved)
+
+    return torch.compile(rotated, dynamic=dynamic)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`_rotated`, on GPUs as one kernel: made for the shape, which is five times as fast as one for all shapes, as long
+    as there are few shapes (torch.compile gives up after 8 variants)."""
+    if not x.is_cuda:
+        return _rotated(x, cos, sin, interleaved)
+    kind = (x.shape, x.stride(), x.dtype, interleaved)
+    if kind not in _SHAPES and len(_SHAPES) < _MOST_SHAPES:
+        _SHAPES.add(kind)
+    return _compiled(kind not in _SHAPES)(x, cos, sin, interleaved)

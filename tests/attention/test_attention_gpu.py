@@ -185,20 +185,22 @@ def _a_thousand_steps(rank: int) -> list[str]:
     """Lengths take turns, one of them replayed from graphs; deterministic, so that equal inputs give equal bits."""
     device = torch.device("cuda", rank)
     wrong = []
+    cases = (CASES[0], Case(8 * LENGTH, True, "GQA"))
     for schedule in ("all_gather", "zigzag", "ulysses"):
         attention = ContextParallelAttention(dist.group.WORLD, schedule=schedule, deterministic=True)
+        tensors = {
+            case: [shard(x, attention.layout(case.length), rank) for x in case.tensors(device)] for case in cases
+        }
         first: dict[Case, dict[str, Tensor]] = {}
         held, differ = [], torch.zeros((), dtype=torch.bool, device=device)
-        cases = (CASES[0], Case(8 * LENGTH, True, "GQA"))
         for step in range(STEPS if schedule == "all_gather" else STEPS // 20):
             case = cases[step % 10 == 9]
-            layout = attention.layout(case.length)
-            *leaves, grad_out = (shard(x, layout, rank) for x in case.tensors(device))
+            *leaves, grad_out = tensors[case]
             call = functools.partial(attention, length=case.length)
             found = forward_backward(call, leaves, grad_out)
             for key, before in first.setdefault(case, found).items():
                 differ |= (found[key] != before).any()
-            del leaves, grad_out, found, before
+            del found, before
             if step % 10 == 9:
                 torch.cuda.synchronize()
                 stats = torch.cuda.memory_stats(device)
