@@ -33,7 +33,7 @@ class RowReductions:
     def of(config: ReductionConfig) -> RowReductions:
         """The policies that a configuration asks for."""
         output, down = (
-            ReductionPolicy(mode, config.group_size, config.symmetric, config.min_kib)
+            ReductionPolicy(mode, config.group_size, config.symmetric, config.min_kib, config.transport)
             for mode in (config.output_projection, config.down_projection)
         )
         return RowReductions(output, down, config.in_training)
