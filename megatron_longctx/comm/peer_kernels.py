@@ -24,6 +24,8 @@ from .peer_memory import MOST_BLOCKS, PeerMemory, Piece, Wire
 
 # Elements that a block handles at once, and its warps: few blocks with much to do need many loads under way.
 _SMALL, _LARGE = (4096, 4), (16384, 16)
+# What kernels are not compiled anew for. They are for sizes that 16 divides, which loads of several elements need.
+_ANY = ["me", "groups", "per", "row", "values", "to_row", "to_values"]
 PUSH, SUM, UNPACK = 1, 2, 4
 ALL = PUSH | SUM | UNPACK
 
@@ -131,7 +133,7 @@ def _add(  # type: ignore[no-untyped-def]
     return a, b
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY)  # type: ignore[untyped-decorator]
 def _two_step_kernel(  # type: ignore[no-untyped-def]
     x,
     out,
@@ -239,7 +241,7 @@ def _two_step_kernel(  # type: ignore[no-untyped-def]
         _end(state, epoch)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY)  # type: ignore[untyped-decorator]
 def _one_step_kernel(  # type: ignore[no-untyped-def]
     x,
     out,
@@ -324,7 +326,7 @@ def two_step(
         _two_step_kernel[(blocks,)](
             x, out, memory.data, memory.flags, memory.state, memory.rank, memory.room, *sizes, *rows_of,
             TO_BITS=second.form.bits if second.form else 0, ROWS=rows, SCATTER=piece.scatter, PHASES=phases,
-            SUM_ROWS=min(rows, triton.next_power_of_2(per)), **_constants(memory, first), num_warps=warps,
+            SUM_ROWS=rows // 4 if per <= rows // 4 else rows, **_constants(memory, first), num_warps=warps,
         )  # fmt: skip
 
 
@@ -336,7 +338,7 @@ def one_step(memory: PeerMemory, x: Tensor, out: Tensor, wire: Wire, phases: int
     with torch.cuda.device(x.get_device()):
         _one_step_kernel[(blocks,)](
             x, out, memory.data, memory.flags, memory.state, memory.rank, memory.room, x.numel(), groups, per, row,
-            values, SUM_ROWS=min(rows, triton.next_power_of_2(per)), PHASES=phases & (PUSH | SUM),
+            values, SUM_ROWS=rows // 4 if per <= rows // 4 else rows, PHASES=phases & (PUSH | SUM),
             **_constants(memory, wire), num_warps=warps,
         )  # fmt: skip
 
