@@ -150,6 +150,12 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     attention.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="results; a .md goes beside it")
     _add_bench_all_reduce(verbs.add_parser("all_reduce", help="time low-bit all-reduces beside the library's, by size"))
     _add_bench_inference(verbs.add_parser("inference", help="time first and further tokens over a sharded cache"))
+    prefill = verbs.add_parser("prefill", help="time first tokens under each reduction over tensor-parallel ranks")
+    prefill.add_argument("settings", nargs="*", help="group=NAME and key=value words; weights are random")
+    prefill.add_argument("--lengths", default="1024,4096,16384,32768", help="prompt tokens (default: %(default)s)")
+    prefill.add_argument("--reductions", default="none,int8,int6,int4,auto", help="(default: %(default)s)")
+    prefill.add_argument("--iterations", type=int, default=5, help="of every first token (default: %(default)s)")
+    prefill.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="a .md and a .png go beside it")
     bench.set_defaults(run=_bench)
 
 
@@ -222,6 +228,12 @@ def _bench(arguments: argparse.Namespace) -> None:
         lists = (arguments.lengths, arguments.miss_rates, arguments.batches, arguments.context)
         words = Words(*lists, arguments.iterations, arguments.tokens)
         run_inference(compose_config(arguments.settings), words, arguments.out)
+        return
+    if arguments.what == "prefill":
+        from .bench.prefill import Ask, run_prefill
+
+        ask = Ask.of(arguments.lengths, arguments.reductions, arguments.iterations)
+        run_prefill(compose_config(arguments.settings), ask, arguments.out)
         return
     where = command.Where.of(arguments.ranks, arguments.device)
     if arguments.what == "all_reduce":

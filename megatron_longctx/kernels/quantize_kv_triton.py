@@ -16,7 +16,7 @@ _TO_EVEN: tl.constexpr = tl.constexpr(1.5 * 2**23)
 """Added and taken away again, it rounds what is small beside it to integers, halves to even ones."""
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _place(num_rows, batch, heads, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows of this program, whether they are there, and their token, sequence and head."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -100,7 +100,7 @@ def _in_a_graph(rank: int) -> list[str]:
             _reduced(reduction, x, kind, bits, 128)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
             outs = [_reduced(reduction, x, k, bits, 128) for (k, bits), x in zip(work, inputs, strict=False)]
         for replay in range(50):
             for i, x in enumerate(inputs):
