@@ -167,6 +167,7 @@ def _add_bench_all_reduce(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--step", type=int, default=2, help="2 or 4: from one size to the next (default: %(default)s)")
     verb.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     verb.add_argument("--group-size", type=int, choices=(32, 64, 128), default=128, help="of what is quantized")
+    verb.add_argument("--steps", action="store_true", help="also one and two steps over peers, each by itself")
     verb.add_argument("--eager", action="store_true", help="issue calls one by one, not from CUDA graphs")
     verb.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="a .md and a .png go beside it")
 

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +32,7 @@ LIBRARY = {"nccl": "NCCL", "gloo": "gloo"}
 _LARGEST_CHECKED = 16 * 2**20
 _ENOUGH_S, _LEAST, _MOST = 0.04, 5, 200
 """A measurement makes so many seconds of calls, but at least and at most so many."""
+_ONE_STEP, _LARGEST_ONE_STEP = "in 1 step", 4 * 2**20
 
 Call = Callable[[], Tensor]
 
@@ -42,6 +42,7 @@ class Sizes:
     """Bytes of a rank's tensor from `smallest` to `largest`, each `step` times the one before; of `dtype`.
 
     eager: calls are issued one by one also on GPUs, not replayed from CUDA graphs. group_size: of what is quantized.
+    steps: also each number of steps over peers by itself.
     """
 
     smallest: int
@@ -50,6 +51,7 @@ class Sizes:
     dtype: torch.dtype = torch.bfloat16
     group_size: int = 128
     eager: bool = False
+    steps: bool = False
 
     def __post_init__(self) -> None:
         if not 1024 <= self.smallest <= self.largest:
@@ -68,7 +70,9 @@ def sizes_of(where: Where, words: argparse.Namespace) -> Sizes:
     """The sizes that the command line asks for."""
     largest = words.largest_mib or (512 if where.device == "cuda" else 4)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[words.dtype]
-    return Sizes(words.smallest_kib * 1024, largest * 2**20, words.step, dtype, words.group_size, words.eager)
+    return Sizes(
+        words.smallest_kib * 1024, largest * 2**20, words.step, dtype, words.group_size, words.eager, words.steps
+    )
 
 
 @dataclass
@@ -143,6 +147,8 @@ def measure(rank: int, where: Where, sizes: Sizes) -> Found:
         if exact is not None:
             dist.all_reduce(exact, group=group)
         for name, make in makers.items():
+            if name.endswith(_ONE_STEP) and size > _LARGEST_ONE_STEP:
+                continue
             call = make(x)
             error = None if exact is None else float((call().float() - exact).norm() / exact.norm())
             seconds = _seconds(call, group, device, found.graphs)
@@ -168,7 +174,10 @@ def ways(
     if peers is not None:
         for bits_or_none in (None, 8, 6, 4):
             name = f"int{bits_or_none}" if bits_or_none else "unquantized"
-            makers[f"{name} over peers"] = partial(_peers, peers, bits_or_none, sizes.group_size)
+            call = partial(peers.all_reduce, bits=bits_or_none, group_size=sizes.group_size)
+            makers[f"{name} over peers"] = partial(_peers, call)
+            for steps, how in ((1, _ONE_STEP), (2, "in 2 steps")) if sizes.steps else ():
+                makers[f"{name} over peers {how}"] = partial(_peers, partial(call, steps=steps))
     elif reason is None:
         left_out["over peers"] = "it could not be set up; the log says why"
     return makers
@@ -188,8 +197,8 @@ def _collective(group: dist.ProcessGroup, bits: int, group_size: int, x: Tensor)
     return partial(all_reduce, x, group, bits=bits, group_size=group_size, out=torch.empty_like(x))
 
 
-def _peers(peers: Any, bits: int | None, group_size: int, x: Tensor) -> Call:
-    return partial(peers.all_reduce, x, bits=bits, group_size=group_size, out=torch.empty_like(x))
+def _peers(reduce: Callable[..., Tensor], x: Tensor) -> Call:
+    return partial(reduce, x, out=torch.empty_like(x))
 
 
 def _torch_ways(
@@ -207,6 +216,13 @@ def _torch_ways(
         makers["torch multimem"] = partial(_torch, room, group, ops.multimem_all_reduce_)
     else:
         left_out["torch multimem"] = "NVLink multicast is off or not there"
+    small = torch.zeros(sizes.smallest // sizes.dtype.itemsize, dtype=sizes.dtype, device=device)
+    for name, make in tuple(makers.items()):
+        try:
+            make(small)()
+        except (RuntimeError, TypeError) as error:  # another version of torch may ask for something else
+            left_out[name] = str(error).split("\n", 1)[0]
+            del makers[name]
     return makers
 
 

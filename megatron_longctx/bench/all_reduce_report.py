@@ -40,13 +40,11 @@ def tables(found: Found, library: str, starts: dict[str, int | None]) -> str:
     sizes = sorted({m.num_bytes for m in found.measured})
     rows = [["size", *ways], ["---"] * (1 + len(ways))]
     for size in sizes:
-        best = min(ways[way][size].seconds for way in ways)
-        times = [f"{ways[way][size].seconds * 1e6:.1f}" for way in ways]
+        seconds = {way: by_size[size].seconds for way, by_size in ways.items() if size in by_size}
+        best = min(seconds.values())
+        cells = [f"{seconds[way] * 1e6:.1f}" if way in seconds else "" for way in ways]
         rows.append(
-            [
-                _size(size),
-                *(f"**{t}**" if ways[w][size].seconds == best else t for w, t in zip(ways, times, strict=True)),
-            ]
+            [_size(size), *(f"**{c}**" if seconds.get(w) == best else c for w, c in zip(ways, cells, strict=True))]
         )
     errors = [["way", f"faster than {library}", "relative error"], ["---"] * 3]
     for way, by_size in ways.items():
