@@ -15,6 +15,7 @@ TRANSPORTS = ("auto", "peer", "p2p")
 KERNELS = ("auto", "cudnn", "flash_attn", "flash", "cpu", "reference")
 RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
 REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
+REDUCTION_TRANSPORTS = ("auto", "peer", "collective")
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 CACHE_MODES = ("auto", "pass_kv", "pass_q", "one_hop")
@@ -131,6 +132,9 @@ class ReductionConfig:
     symmetric: bool = False  # ranges around zero
     min_kib: float = 64.0  # smaller tensors are summed as they are
     in_training: bool = False  # forward; gradients pass as through the exact sum
+    # Over what integers travel: peer (GPUs of one host write each other's memory), collective (all-to-all and
+    # all-gather of the process group), auto (peer where it can be had).
+    transport: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -354,6 +358,7 @@ def _validate_parallelism(config: Config) -> None:
 def _validate_reduction(reduction: ReductionConfig) -> None:
     _one_of("reduction.output_projection", reduction.output_projection, REDUCTIONS)
     _one_of("reduction.down_projection", reduction.down_projection, REDUCTIONS)
+    _one_of("reduction.transport", reduction.transport, REDUCTION_TRANSPORTS)
     if reduction.group_size not in (32, 64, 128):
         raise refuse("reduction.group_size", reduction.group_size, "one of 32, 64, 128", "128 sends the fewest bytes.")
     if not 0 <= reduction.min_kib < float("inf"):
