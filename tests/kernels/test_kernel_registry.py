@@ -195,7 +195,7 @@ def test_flash_attn_adapter_speaks_the_packages_signatures(kernel_math, make_cas
         for target, grad in zip((dq, dk, dv), grads, strict=True):
             target.copy_(grad.transpose(0, 1))
 
-    stand_in = types.types.SimpleNamespace(_flash_attn_forward=forward, _flash_attn_backward=backward)
+    stand_in = types.SimpleNamespace(_flash_attn_forward=forward, _flash_attn_backward=backward)
     monkeypatch.setattr(flash_attn, "_interface", lambda: stand_in)
     for case in (make_case(12, 12, 2, 4, 2, 8, True), make_case(12, 30, 2, 4, 2, 8, False)):
         tensors = kernel_math.tensors(case, torch.float32)
