@@ -104,10 +104,12 @@ class LongContextEngine:
         good. A batch of sessions that share keys passes these among the ranks once.
 
         Raises:
-            ValueError: a closed session, or more tokens than it has.
+            ValueError: a closed session, more tokens than it has, or a number of them without a session.
             CacheFull: not even the tokens that do not fill a page can be copied; nothing has changed.
         """
         if prefix_of is None:
+            if tokens is not None:
+                raise refuse("tokens", tokens, "a session to take them from", "Name it as prefix_of.")
             return self._opened(Session(self, self.ledger.open()))
         self._check_open(prefix_of)
         total = len(prefix_of.tokens)

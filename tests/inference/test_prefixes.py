@@ -60,6 +60,8 @@ def what_cannot_be_forked_harms_nothing(engine: LongContextEngine) -> None:
         source.fork(10)
     with pytest.raises(ValueError, match="tokens=-1"):
         source.fork(-1)
+    with pytest.raises(ValueError, match="tokens=3: expected a session to take them from"):
+        engine.open(tokens=3)
     room = min(engine.ledger.free_pages(rank) for rank in range(engine.ledger.n))
     filler = engine.open()
     filler.append([7] * (engine.ledger.n * room * engine.ledger.page_tokens))
