@@ -152,13 +152,30 @@ def whole_chunks_only(engine: LongContextEngine) -> None:
     assert engine.ledger.used_pages() == 0
 
 
-def every_promise(rank: int, config: Config, exact: Config) -> list[list[int]]:
+def a_batch_does_not_evict_its_own(engine: LongContextEngine) -> None:
+    """The short sequence is placed before the long one's later chunks find no room."""
+    assert engine.settings.evict and engine.settings.prefill_chunk == 8
+    room = engine.ledger.slots_per_rank * engine.ledger.n
+    idle, short, long = engine.open(), engine.open(), engine.open()
+    idle.append([1, 2, 3])
+    with pytest.raises(CacheFull, match="new tokens need"):
+        engine.append({short: [1, 2, 3, 4], long: [5] * (room + 50)})
+    assert (short.cached_tokens, long.cached_tokens, engine.ledger.used_pages()) == (0, 0, 0)
+    assert idle.tokens == [1, 2, 3] and idle.cached_tokens == 0  # what may be evicted is, before it is refused
+    short.append([1, 2, 3, 4])
+    for session in (idle, short, long):
+        session.close()
+
+
+def every_promise(rank: int, config: Config, exact: Config, evicting: Config) -> list[list[int]]:
     found = []
-    for each in (config, exact):
+    for each in (config, exact, evicting):
         collection = groups.initialize(context=each.parallelism.context_parallel_size, seed=5)
         engine, _ = build_engine(for_inference(each), collection, None)
         if each is exact:
             whole_chunks_only(engine)
+        elif each is evicting:
+            a_batch_does_not_evict_its_own(engine)
         else:
             forks_go_their_own_ways(engine)
             what_cannot_be_forked_harms_nothing(engine)
@@ -174,7 +191,8 @@ def every_promise(rank: int, config: Config, exact: Config) -> list[list[int]]:
 def test_common_beginnings_are_held_once(tmp_path: Path, n: int) -> None:
     config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128})
     exact = parallel(config, n, prefill_chunk=16, exact_reuse=True)
-    found = run_distributed(every_promise, n, parallel(config, n), exact)
+    evicting = parallel(config, n, prefill_chunk=8, evict=True)
+    found = run_distributed(every_promise, n, parallel(config, n), exact, evicting)
     assert all(tokens == found[0] for tokens in found)
 
 
