@@ -32,7 +32,7 @@ def check(config: Config, found: list[Found]) -> None:
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("n", "which"), [(1, (0, 1, 2)), (2, (0,)), (3, (1,))])
 def test_a_soak_leaks_nothing_and_corrupts_nothing(tmp_path: Path, n: int, which: tuple[int, ...]) -> None:
-    steps, requests = (800, 80) if n == 1 else (50, 10)
+    steps, requests = (700, 60) if n == 1 else (30, 6)
     config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128})
     configs = [parallel(config, n, cache_tokens=350, **settings) for settings in (SETTINGS[i] for i in which)]
     first, *others = run_distributed(soak, n, configs, steps, requests)
