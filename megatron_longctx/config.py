@@ -201,6 +201,9 @@ class InferenceConfig:
     evict: bool = False  # a full cache forgets idle sessions, which are computed again, instead of refusing
     # A file with a Jinja template for chats; null: the tokenizer's own, else plain text, a message a line.
     chat_template: str | None = None
+    # A prompt gets bit for bit the same logits whether its beginning is found in the cache or not: only whole chunks of
+    # prefill_chunk from its first token on are reused, and prompts are computed one by one. false: all that is found.
+    exact_reuse: bool = False
 
 
 @dataclass(frozen=True)
@@ -416,6 +419,8 @@ def _validate_inference(inference: InferenceConfig) -> None:
     _one_of("inference.rule", inference.rule, CACHE_RULES)
     for name in ("max_new_tokens", "top_k", "page_tokens", "cache_tokens", "prefill_chunk"):
         _at_least(f"inference.{name}", getattr(inference, name), 1)
+    if inference.exact_reuse and inference.prefill_chunk is None:
+        raise refuse("inference.prefill_chunk", None, "a number with inference.exact_reuse=true", "Set it to 2048.")
     if not 0 <= inference.temperature < float("inf"):
         raise refuse("inference.temperature", inference.temperature, "0 or a positive number", "0 is greedy.")
     if not 0 < inference.top_p <= 1:

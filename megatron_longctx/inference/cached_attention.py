@@ -91,6 +91,11 @@ class CachedAttention:
         """Of this rank's cache, and of the buffers for other ranks' blocks."""
         return sum(layer.numel() * layer.element_size() for layer in self._layers) + self._engine.pool.num_bytes
 
+    def copy(self, source: range, target: range) -> None:
+        """Copy cached keys and values of all layers from this rank's slots to others of its own."""
+        for layer in self._layers:
+            layer[target.start : target.stop] = layer[source.start : source.stop]
+
     def begin(self, plan: CachePlan) -> None:
         """Follow `plan` in the calls that come; its new tokens' keys and values are stored where it says."""
         if plan.n != self.world:

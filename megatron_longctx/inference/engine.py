@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,11 +19,15 @@ from ..comm import sum_over
 from ..config import refuse
 from .cached_attention import GIB, CachedAttention
 from .choice import Chooser
-from .ledger import CacheFull, CacheLedger, Turn
+from .ledger import CacheFull, CacheLedger, Fork, Turn
 from .plan import Batch, build
 from .sampling import Sampling, sample
+from .session import Generation, Session
+
+__all__ = ["CachedModel", "EngineSettings", "Generation", "LongContextEngine", "Session"]
 
 _NOT_FINITE = -1
+_T = TypeVar("_T")
 
 
 class CachedModel(Protocol):
@@ -49,63 +54,27 @@ class EngineSettings:
     """How sessions share the ranks.
 
     prefill_chunk: most new tokens of a sequence computed at once; None for all. evict: when the cache is full, forget
-    what the least recently used sessions have cached (it is computed again when they go on) instead of refusing.
+    what the least recently used sessions have cached (it is computed again when they go on) instead of refusing. exact:
+    prompts are computed in calls of their own, whose results depend on the session's tokens alone, bit for bit: not on
+    other sessions, nor on whether a prefix of whole chunks was found in the cache; single tokens that go on from there
+    are still computed together.
+
+    Raises:
+        ValueError: a chunk of no tokens, or exact without one.
     """
 
     prefill_chunk: int | None = None
     evict: bool = False
+    exact: bool = False
 
-
-class Session:
-    """One conversation: its tokens, most of them cached. Made by `LongContextEngine.open`."""
-
-    def __init__(self, engine: LongContextEngine, number: int) -> None:
-        self.number = number
-        self.tokens: list[int] = []
-        self.closed = False
-        self.finish_reason: str | None = None  # of the latest generation: stop or length
-        self.reused_tokens = 0  # found in the cache by the latest append
-        self.last_used = 0
-        self.logits: Tensor | None = None  # of the next token, on the rank that computed them
-        self._engine = engine
-
-    @property
-    def cached_tokens(self) -> int:
-        return 0 if self.closed else self._engine.ledger.length(self.number)
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """Add tokens to the conversation; only they are computed. See `LongContextEngine.append`."""
-        self._engine.append({self: tokens})
-
-    def generate(self, sampling: Sampling | None = None) -> list[int]:
-        """The conversation's next tokens, which become part of it."""
-        return self._engine.continue_all([self], sampling or Sampling())[0]
-
-    def stream(self, sampling: Sampling | None = None) -> Iterator[int]:
-        """As `generate`, token by token; the conversation has what was taken."""
-        for step in self._engine.stream([self], sampling or Sampling()):
-            yield from step.values()
-
-    def close(self) -> None:
-        """Free its pages; closing twice is nothing."""
-        self._engine.close(self)
-
-
-@dataclass(eq=False)
-class Generation:
-    """A session's continuation under way. Made by `LongContextEngine.start`.
-
-    Attributes:
-        stream: see `Sampling.seed`.
-        tokens: given out so far.
-        finish_reason: None while it goes on; then stop, length or error (logits that are not finite).
-    """
-
-    session: Session
-    sampling: Sampling
-    stream: int = 0
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
+    def __post_init__(self) -> None:
+        chunk = self.prefill_chunk
+        if chunk is not None and chunk < 1:
+            raise refuse("inference.prefill_chunk", chunk, "1 or more, or null", "Raise it.")
+        if self.exact and chunk is None:
+            raise refuse(
+                "inference.prefill_chunk", chunk, "a number with inference.exact_reuse=true", "Set it to 2048."
+            )
 
 
 class LongContextEngine:
@@ -127,14 +96,45 @@ class LongContextEngine:
         self._chooser = chooser
         self._open: dict[int, Session] = {}
         self._clock = itertools.count(1)
-        if self.settings.prefill_chunk is not None and self.settings.prefill_chunk < 1:
-            raise refuse("inference.prefill_chunk", self.settings.prefill_chunk, "1 or more, or null", "Raise it.")
 
-    def open(self) -> Session:
-        """A new, empty session."""
-        session = Session(self, self.ledger.open())
+    def open(self, prefix_of: Session | None = None, tokens: int | None = None) -> Session:
+        """A new session: empty, or with the first `tokens` tokens (default: all) of another, which may go on itself.
+
+        What the other has cached of them is shared, not computed again; each frees it when it closes, the last for
+        good. A batch of sessions that share keys passes these among the ranks once.
+
+        Raises:
+            ValueError: a closed session, more tokens than it has, or a number of them without a session.
+            CacheFull: not even the tokens that do not fill a page can be copied; nothing has changed.
+        """
+        if prefix_of is None:
+            if tokens is not None:
+                raise refuse("tokens", tokens, "a session to take them from", "Name it as prefix_of.")
+            return self._opened(Session(self, self.ledger.open()))
+        self._check_open(prefix_of)
+        total = len(prefix_of.tokens)
+        count = total if tokens is None else tokens
+        if not 0 <= count <= total:
+            raise refuse("tokens", count, f"at most the {total} of session {prefix_of.number}", "Take fewer.")
+        cached = min(count, prefix_of.cached_tokens)
+        fork = self._with_room({prefix_of}, lambda: self.ledger.fork(prefix_of.number, cached))
+        self._copy(fork)
+        session = self._opened(Session(self, fork.session))
+        session.tokens = prefix_of.tokens[:count]
+        session.exact_chunks = prefix_of.exact_chunks
+        session.last_used = prefix_of.last_used
+        if count == total:
+            session.ready, session.logits = prefix_of.ready, prefix_of.logits
+        return session
+
+    def _opened(self, session: Session) -> Session:
         self._open[session.number] = session
         return session
+
+    def _copy(self, fork: Fork) -> None:
+        source, target = fork.copies[self._attention.rank]
+        if source:
+            self._attention.copy(source, target)
 
     def close(self, session: Session) -> None:
         if not session.closed:
@@ -272,23 +272,33 @@ class LongContextEngine:
             raise refuse("tokens of the session", total, f"at most the model's {most} positions", "Shorten it.")
 
     def _ready(self, sessions: Sequence[Session]) -> None:
-        """Compute what is not cached yet: tokens generated last, or everything of an evicted session."""
-        late: dict[Session, list[int]] = {
-            session: [] for session in sessions if session.cached_tokens < len(session.tokens)
-        }
+        """Compute what is not cached yet: tokens generated last, everything of an evicted session, the last token of a
+        fork, whose logits nobody has."""
+        late: dict[Session, list[int]] = {}
+        for session in sessions:
+            if session.tokens and not session.ready and session.cached_tokens == len(session.tokens):
+                keep = session.cached_tokens - 1
+                self._copy(self._with_room(sessions, partial(self.ledger.shorten, session.number, keep)))
+            if session.cached_tokens < len(session.tokens):
+                late[session] = []
         self._advance(late)
 
     def _reserve(self, more: Mapping[Session, int]) -> None:
         """See that so many more tokens of every session will fit, evicting others if that is allowed."""
         counts = {s: len(s.tokens) - s.cached_tokens + count for s, count in more.items()}
-        self.ledger.undo(self._placed({s: count for s, count in counts.items() if count}))
+        self.ledger.undo(self._placed({s: count for s, count in counts.items() if count}, more))
 
-    def _placed(self, counts: Mapping[Session, int]) -> tuple[Turn, ...]:
+    def _placed(self, counts: Mapping[Session, int], busy: Collection[Session]) -> tuple[Turn, ...]:
+        numbers = {session.number: count for session, count in counts.items()}
+        return self._with_room(busy, lambda: self.ledger.append(numbers))
+
+    def _with_room(self, busy: Collection[Session], place: Callable[[], _T]) -> _T:
+        """`place`, with others than `busy` sessions evicted until it fits, if that is allowed."""
         while True:
             try:
-                return self.ledger.append({session.number: count for session, count in counts.items()})
+                return place()
             except CacheFull:
-                idle = [s for s in self._open.values() if s not in counts and s.cached_tokens]
+                idle = [s for s in self._open.values() if s not in busy and s.cached_tokens]
                 if not (self.settings.evict and idle):
                     raise
                 oldest = min(idle, key=lambda session: session.last_used)
@@ -301,17 +311,22 @@ class LongContextEngine:
             return
         todo = {session: session.tokens[session.cached_tokens :] + tokens for session, tokens in new.items()}
         reused = {session: session.cached_tokens for session in new}
-        size = self.settings.prefill_chunk or max(map(len, todo.values()))
+        exact = {session: session.exact_tokens for session in new}
         placed: list[tuple[list[Session], tuple[Turn, ...]]] = []
         try:
-            for start in range(0, max(map(len, todo.values())), size):
-                counts = {s: len(tokens[start : start + size]) for s, tokens in todo.items() if len(tokens) > start}
-                placed.append((list(counts), self._placed(counts)))
+            for together in self._batches(new, todo):
+                longest = max(len(todo[session]) for session in together)
+                size = self.settings.prefill_chunk or longest
+                for start in range(0, longest, size):
+                    counts = {s: len(todo[s][start : start + size]) for s in together if len(todo[s]) > start}
+                    placed.append((list(counts), self._placed(counts, new)))
             logits: dict[Session, Tensor | None] = {}
             for sessions, turns in placed:
                 texts = [(s.tokens + new[s])[t.cached : t.cached + t.new] for s, t in zip(sessions, turns, strict=True)]
                 ends = [t.cached + t.new == reused[s] + len(todo[s]) for s, t in zip(sessions, turns, strict=True)]
                 logits |= self._forward(sessions, turns, texts, ends)
+                if self.settings.exact and [(t.cached, t.new) for t in turns] == [(exact[sessions[0]], size)]:
+                    exact[sessions[0]] += size
         except BaseException:
             for _, turns in reversed(placed):
                 self.ledger.undo(turns)
@@ -320,16 +335,26 @@ class LongContextEngine:
         for session, tokens in new.items():
             session.tokens += tokens
             session.logits = logits.get(session)
+            session.ready = True
+            session.exact_chunks = exact[session] // (self.settings.prefill_chunk or 1)
             session.last_used = now
             if tokens:
                 session.reused_tokens = reused[session]
+
+    def _batches(self, new: Mapping[Session, list[int]], todo: Mapping[Session, list[int]]) -> list[list[Session]]:
+        """Which sessions are computed together."""
+        if not self.settings.exact:
+            return [list(todo)]
+        going_on = [session for session, tokens in todo.items() if len(tokens) == 1 and not new[session]]
+        alone = [[session] for session in todo if session not in going_on]
+        return [*alone, going_on] if going_on else alone
 
     def _forward(
         self, sessions: Sequence[Session], turns: tuple[Turn, ...], texts: Sequence[list[int]], ends: Sequence[bool]
     ) -> dict[Session, Tensor | None]:
         """One pass of the model; the next token's logits of sessions that end in it, where their last token is."""
         rank, device = self._attention.rank, self._attention.device
-        batch = Batch(self.ledger.n, self.ledger.slots_per_rank, turns)
+        batch = Batch(self.ledger.n, self.ledger.slots_per_rank, turns, self.settings.exact)
         self._attention.begin(build(self._chooser.choose(batch).mode, batch))
         tokens: list[int] = []
         positions: list[int] = []

@@ -5,66 +5,17 @@ Every rank keeps the books of all ranks, so that sizes and places are known ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from ..config import refuse
 from ..layout import zigzag
+from .pages import PagePool
 
 
 class CacheFull(ValueError):
     """Tokens that do not fit into the cache; nothing has been changed."""
-
-
-class PagePool:
-    """Free pages of one rank. Neighbouring pages are preferred, so that a session's tokens lie in few runs."""
-
-    def __init__(self, num_pages: int) -> None:
-        self._free = bytearray(b"\1" * num_pages)
-        self.num_free = num_pages
-
-    def take(self, count: int, after: int) -> list[int]:
-        """`count` pages, behind page `after` where those are free; the caller has seen that there are enough."""
-        assert count <= self.num_free, "pages must be counted before any are taken"
-        taken: list[int] = []
-        following = after + 1
-        while len(taken) < count and 0 < following < len(self._free) and self._free[following]:
-            taken.append(following)
-            following += 1
-        self._mark(taken, 0)
-        while len(taken) < count:
-            run = self._best_run(count - len(taken))
-            self._mark(run, 0)
-            taken += run
-        self.num_free -= count
-        return taken
-
-    def give_back(self, pages: Sequence[int]) -> None:
-        assert not any(self._free[page] for page in pages), "a page was given back twice"
-        self._mark(pages, 1)
-        self.num_free += len(pages)
-
-    def _mark(self, pages: Sequence[int], value: int) -> None:
-        for page in pages:
-            self._free[page] = value
-
-    def _best_run(self, count: int) -> range:
-        """The smallest run of free pages that holds `count`, cut to it; else the longest run there is."""
-        best: range | None = None
-        start = self._free.find(1)
-        while start >= 0:
-            stop = self._free.find(0, start)
-            run = range(start, len(self._free) if stop < 0 else stop)
-            if best is None or _fits_better(len(run), len(best), count):
-                best = run
-            start = self._free.find(1, run.stop)
-        assert best is not None, "pages must be counted before any are taken"
-        return best[:count]
-
-
-def _fits_better(size: int, best: int, count: int) -> bool:
-    return size < best if size >= count and best >= count else size > best
 
 
 @dataclass
@@ -87,6 +38,11 @@ class _Shard:
             at += len(run)
         return tuple(found)
 
+    def page_slots(self, index: int, tokens: int, page_tokens: int) -> range:
+        """The first `tokens` slots of page number `index`; of none, where there may be no such page."""
+        start = self.pages[index] * page_tokens if tokens else 0
+        return range(start, start + tokens)
+
     def add_pages(self, pages: Sequence[int]) -> None:
         if pages:
             self.pages += pages
@@ -107,6 +63,10 @@ class _Shard:
                 self.positions[-1] = joined
             elif span:
                 self.positions.append(span)
+
+    def prefix(self, length: int) -> list[range]:
+        """The positions below `length`."""
+        return [cut for span in self.positions if (cut := range(span.start, min(span.stop, length), span.step))]
 
     def shrink(self, tokens: int) -> None:
         """Forget the last `tokens` tokens; pages stay."""
@@ -135,6 +95,27 @@ def _joined(last: range, span: range) -> range | None:
     gap = span[0] - last[-1]
     steps = {r.step for r in (last, span) if len(r) > 1} | {gap}
     return range(last[0], span[-1] + 1, gap) if len(steps) == 1 and gap > 0 else None
+
+
+@dataclass
+class _Session:
+    """first: the rank that comes first where all hold the same."""
+
+    first: int
+    shards: list[_Shard]
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A session that begins as another one.
+
+    Attributes:
+        copies: per rank, the slots whose keys and values have to be copied before anything else is placed, and where
+            to; both are empty where full pages are all there is to share.
+    """
+
+    session: int
+    copies: tuple[tuple[range, range], ...]
 
 
 @dataclass(frozen=True)
@@ -173,6 +154,11 @@ class CacheLedger:
     and where they hold the same, round robin from rank `session mod n` on. So a session's tokens are even over the
     ranks to 2 tokens whatever its history, and a decoded token t of session b lies on rank (b + t) mod n.
 
+    Sessions with a common beginning share its pages (`fork`), which are counted once and freed by the last that holds
+    them. Only full pages are shared and only the sole holder writes into a page: of each rank's last page a fork gets
+    a copy. A fork goes on as its source would have, so places depend on the history of the tokens alone. Forked within
+    a turn of T tokens it may be uneven by `ceil(T / 2n)` tokens more than before; later turns never add to that.
+
     Args:
         n: ranks of the context-parallel group.
         pages_per_rank, page_tokens: size of each rank's cache.
@@ -186,7 +172,7 @@ class CacheLedger:
         self.page_tokens = page_tokens
         self.pages_per_rank = pages_per_rank
         self._pools = [PagePool(pages_per_rank) for _ in range(n)]
-        self._sessions: dict[int, list[_Shard]] = {}
+        self._sessions: dict[int, _Session] = {}
         self._opened = 0
 
     @property
@@ -201,21 +187,74 @@ class CacheLedger:
         return self._pools[rank].num_free
 
     def used_pages(self) -> int:
-        """Over all ranks."""
+        """Over all ranks, shared ones counted once."""
         return sum(self.pages_per_rank - pool.num_free for pool in self._pools)
 
     def open(self) -> int:
         """A new, empty session's number; it takes no memory yet."""
         number = self._opened
         self._opened += 1
-        self._sessions[number] = [_Shard() for _ in range(self.n)]
+        self._sessions[number] = _Session(number % self.n, [_Shard() for _ in range(self.n)])
         return number
+
+    def fork(self, session: int, tokens: int) -> Fork:
+        """A new session that begins with the first `tokens` cached tokens of another.
+
+        Raises:
+            ValueError: a session that is not open, or has fewer tokens.
+            CacheFull: no room for a copy of a rank's last page; nothing has changed.
+        """
+        source, length = self._session(session), self.length(session)
+        if not 0 <= tokens <= length:
+            raise refuse("tokens of the fork", tokens, f"at most the {length} that are cached", "Fork at fewer.")
+        prefixes = [shard.prefix(tokens) for shard in source.shards]
+        counts = [sum(map(len, prefix)) for prefix in prefixes]
+        for rank, count in enumerate(counts):
+            if count % self.page_tokens and not self.free_pages(rank):
+                raise CacheFull(
+                    f"a fork needs 1 page on rank {rank}: expected one that is free, of {self.pages_per_rank}. Close "
+                    "sessions, or raise inference.cache_tokens."
+                )
+        number = self.open()
+        fork = self._sessions[number]
+        fork.first = source.first
+        copies = []
+        for rank, (old, new) in enumerate(zip(source.shards, fork.shards, strict=True)):
+            full, rest = divmod(counts[rank], self.page_tokens)
+            shared = old.pages[:full]
+            self._pools[rank].share(shared)
+            own = self._pools[rank].take(1 if rest else 0, shared[-1] if shared else -1)
+            new.add_pages([*shared, *own])
+            new.extend(prefixes[rank])
+            copies.append((old.page_slots(full, rest, self.page_tokens), new.page_slots(full, rest, self.page_tokens)))
+        return Fork(number, tuple(copies))
+
+    def shorten(self, session: int, tokens: int) -> Fork:
+        """Forget all but a session's first `tokens` cached tokens, leaving alone what others share. See `fork`."""
+        fork = self.fork(session, tokens)
+        self._sessions[session], self._sessions[fork.session] = self._sessions[fork.session], self._sessions[session]
+        self.close(fork.session)
+        return replace(fork, session=session)
 
     def length(self, session: int) -> int:
         return sum(shard.tokens for shard in self._shards(session))
 
     def num_tokens(self, session: int, rank: int) -> int:
         return self._shards(session)[rank].tokens
+
+    def num_pages(self, session: int, rank: int) -> int:
+        """Shared ones included."""
+        return len(self._shards(session)[rank].pages)
+
+    def held_pages(self, sessions: Iterable[int], rank: int) -> int:
+        """Pages that any of these sessions holds, each counted once."""
+        return len(set().union(*(self._shards(session)[rank].pages for session in sessions)))
+
+    def most_pages(self, session: int, more: int) -> int:
+        """Pages that the session holds on any rank once it has got so many more tokens, at most, in whatever turns."""
+        sizes = [shard.tokens for shard in self._shards(session)]
+        spread = max(2, max(sizes) - min(sizes))
+        return self._pages(-(-(sum(sizes) + more) // self.n) + spread)
 
     def append(self, counts: Mapping[int, int]) -> tuple[Turn, ...]:
         """Give places to `counts[session]` new tokens of every session named: to all of them, or to none.
@@ -252,13 +291,13 @@ class CacheLedger:
                 self._trim(rank, shard)
 
     def evict(self, session: int) -> None:
-        """Free a session's pages; it stays open, with nothing cached."""
+        """Give up a session's pages; it stays open, with nothing cached."""
         for rank, shard in enumerate(self._shards(session)):
             self._pools[rank].give_back(shard.pages)
-        self._sessions[session] = [_Shard() for _ in range(self.n)]
+        self._sessions[session].shards = [_Shard() for _ in range(self.n)]
 
     def close(self, session: int) -> None:
-        """Free a session's pages and forget it."""
+        """Give up a session's pages and forget it."""
         self.evict(session)
         del self._sessions[session]
 
@@ -270,10 +309,13 @@ class CacheLedger:
     def positions(self, session: int, rank: int) -> tuple[range, ...]:
         return tuple(self._shards(session)[rank].positions)
 
-    def _shards(self, session: int) -> list[_Shard]:
+    def _session(self, session: int) -> _Session:
         if session not in self._sessions:
             raise refuse("session", session, "an open session", "Open another; closed ones cannot go on.")
         return self._sessions[session]
+
+    def _shards(self, session: int) -> list[_Shard]:
+        return self._session(session).shards
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
@@ -281,14 +323,14 @@ class CacheLedger:
     def _shares(self, session: int, count: int) -> tuple[int, ...]:
         """Larger shares to ranks that hold less."""
         layout = zigzag(self.n, count)
-        shards = self._sessions[session]
-        ranks = sorted(range(self.n), key=lambda r: (shards[r].tokens, (r - session) % self.n))
+        books = self._sessions[session]
+        ranks = sorted(range(self.n), key=lambda r: (books.shards[r].tokens, (r - books.first) % self.n))
         by_size = sorted(range(self.n), key=lambda share: -layout.num_tokens(share))
         share_of = dict(zip(ranks, by_size, strict=True))
         return tuple(share_of[rank] for rank in range(self.n))
 
     def _place(self, session: int, count: int, shares: tuple[int, ...]) -> Turn:
-        shards = self._sessions[session]
+        shards = self._shards(session)
         cached = self.length(session)
         held = [shard.tokens for shard in shards]
         positions = tuple(tuple(shard.positions) for shard in shards)

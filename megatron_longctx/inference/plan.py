@@ -14,7 +14,7 @@ import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ..config import refuse
 from ..layout import Layout, zigzag
@@ -29,11 +29,16 @@ LONG_RUN = 2048
 
 @dataclass(frozen=True)
 class Batch:
-    """The turns of several sequences, computed together on `n` ranks with `slots` cache slots each."""
+    """The turns of several sequences, computed together on `n` ranks with `slots` cache slots each.
+
+    joined: one kernel call for all keys of a region, copied together if they lie apart, so that results do not depend,
+    bit for bit, on where in the cache tokens lie.
+    """
 
     n: int
     slots: int
     turns: tuple[Turn, ...]
+    joined: bool = False
 
     @cached_property
     def rows(self) -> tuple[tuple[int, ...], ...]:
@@ -41,9 +46,17 @@ class Batch:
         return tuple(tuple(accumulate((t.num_new(r) for t in self.turns), initial=0)) for r in range(self.n))
 
     @cached_property
-    def bases(self) -> tuple[int, ...]:
-        """By turn, the number of its first token when all tokens, cached and new, are numbered turn after turn."""
-        return tuple(accumulate((turn.cached + turn.new for turn in self.turns), initial=0))
+    def cuts(self) -> tuple[tuple[int, ...], ...]:
+        """By rank, the slots that begin or end a turn's runs; none where no two turns share slots.
+
+        Keys that are cut there are of the same turns as a whole, so that shared ones travel once.
+        """
+        found = []
+        for rank in range(self.n):
+            runs = sorted((b.start, b.stop) for turn in self.turns for b in _keys(turn, rank, 0, _num_keys(turn, rank)))
+            shared = any(after[0] < before[1] for before, after in pairwise(runs))
+            found.append(tuple(sorted({edge for run in runs for edge in run})) if shared else ())
+        return tuple(found)
 
     @property
     def new(self) -> int:
@@ -89,53 +102,57 @@ class CachePlan(Plan):
         return self.batch.slots if kind is Kind.KV else self.batch.num_rows(rank)
 
     def runs(self, block: Block) -> list[range]:
-        pieces = (self._key_pieces if block.kind is Kind.KV else self._row_pieces)[block.home]
-        first = max(bisect.bisect_right(pieces, block.start, key=lambda piece: piece[0]) - 1, 0)
-        runs = []
-        for start, tokens, _ in pieces[first:]:
-            if start >= block.stop:
-                break
-            run = tokens[max(block.start - start, 0) : block.stop - start]
-            runs += [run] if run else []
-        return runs
+        """Positions in their sequence, which are the same for all turns that own the block."""
+        found = (_within(own, block) for own in self._pieces(block))
+        return next((runs for runs in found if sum(map(len, runs)) == block.tokens), [])
 
-    def turns_of(self, block: Block) -> set[int]:
-        """The numbers of the turns that own the block's rows or slots; -1 for slots that none does."""
-        pieces = (self._key_pieces if block.kind is Kind.KV else self._row_pieces)[block.home]
-        found = [(turn, start, start + len(t)) for start, t, turn in pieces]
-        inside = [(turn, min(b, block.stop) - max(a, block.start)) for turn, a, b in found]
-        covered = sum(size for _, size in inside if size > 0)
-        return {turn for turn, size in inside if size > 0} | ({-1} if covered < block.tokens else set())
+    def owners(self, block: Block) -> set[int]:
+        """The numbers of the turns that own all of the block's rows or slots."""
+        pieces = enumerate(self._pieces(block))
+        return {turn for turn, own in pieces if sum(map(len, _within(own, block))) == block.tokens}
+
+    def _pieces(self, block: Block) -> list[list[tuple[int, range]]]:
+        return (self._key_pieces if block.kind is Kind.KV else self._row_pieces)[block.home]
 
     def visible_pairs(self) -> int:
         return sum(turn.new * turn.cached + turn.new * (turn.new + 1) // 2 for turn in self.batch.turns)
 
     @cached_property
-    def _row_pieces(self) -> list[list[tuple[int, range, int]]]:
-        """By rank: (first row, tokens, turn) of every stretch of rows with consecutive tokens."""
-        pieces: list[list[tuple[int, range, int]]] = [[] for _ in range(self.n)]
+    def _row_pieces(self) -> list[list[list[tuple[int, range]]]]:
+        """By rank and turn: (first row, positions) of every stretch of rows with consecutive tokens."""
+        pieces: list[list[list[tuple[int, range]]]] = [[] for _ in range(self.n)]
         for index, turn in enumerate(self.batch.turns):
-            base = self.batch.bases[index] + turn.cached
             for rank in range(self.n):
-                row = self.batch.rows[rank][index]
+                row, own = self.batch.rows[rank][index], []
                 for span in turn.new_spans(rank):
-                    pieces[rank].append((row, range(base + span.start, base + span.stop), index))
+                    own.append((row, range(turn.cached + span.start, turn.cached + span.stop)))
                     row += len(span)
+                pieces[rank].append(own)
         return pieces
 
     @cached_property
-    def _key_pieces(self) -> list[list[tuple[int, range, int]]]:
-        """By rank: (first slot, tokens, turn) of every stretch of slots with evenly spaced tokens, by slot."""
-        pieces: list[list[tuple[int, range, int]]] = [[] for _ in range(self.n)]
-        for index, turn in enumerate(self.batch.turns):
-            base = self.batch.bases[index]
+    def _key_pieces(self) -> list[list[list[tuple[int, range]]]]:
+        """By rank and turn: (first slot, positions) of every stretch of slots with evenly spaced tokens, by slot."""
+        pieces: list[list[list[tuple[int, range]]]] = [[] for _ in range(self.n)]
+        for turn in self.batch.turns:
             for rank in range(self.n):
                 new = [range(s.start + turn.cached, s.stop + turn.cached) for s in turn.new_spans(rank)]
                 runs = [*turn.cached_runs[rank], *turn.new_runs[rank]]
-                for slot, positions in _matched(runs, [*turn.positions[rank], *new]):
-                    tokens = range(positions.start + base, positions.stop + base, positions.step)
-                    pieces[rank].append((slot, tokens, index))
-        return [sorted(found, key=lambda piece: piece[0]) for found in pieces]
+                own = _matched(runs, [*turn.positions[rank], *new])
+                pieces[rank].append(sorted(own, key=lambda piece: piece[0]))
+        return pieces
+
+
+def _within(pieces: Sequence[tuple[int, range]], block: Block) -> list[range]:
+    """The positions of a block's slots, as far as the pieces have them; pieces are in the order of their slots."""
+    first = max(bisect.bisect_right(pieces, block.start, key=lambda piece: piece[0]) - 1, 0)
+    runs = []
+    for start, positions in pieces[first:]:
+        if start >= block.stop:
+            break
+        run = positions[max(block.start - start, 0) : block.stop - start]
+        runs += [run] if run else []
+    return runs
 
 
 def _matched(runs: Sequence[range], positions: Sequence[range]) -> Iterator[tuple[int, range]]:
@@ -151,7 +168,7 @@ def _matched(runs: Sequence[range], positions: Sequence[range]) -> Iterator[tupl
             left, span = left[size:], span[size:]
 
 
-def _keys(batch: Batch, turn: Turn, rank: int, start: int, stop: int) -> tuple[Block, ...]:
+def _keys(turn: Turn, rank: int, start: int, stop: int) -> tuple[Block, ...]:
     """The cache blocks of the turn's tokens number `start..stop-1` on `rank`, cached ones first."""
     blocks: list[Block] = []
     at = 0
@@ -165,6 +182,15 @@ def _keys(batch: Batch, turn: Turn, rank: int, start: int, stop: int) -> tuple[B
     return tuple(blocks)
 
 
+def _cut(block: Block, edges: Sequence[int]) -> Iterator[Block]:
+    """The block in pieces that end at every edge within."""
+    start = block.start
+    for edge in edges[bisect.bisect_right(edges, start) : bisect.bisect_left(edges, block.stop)]:
+        yield block._replace(start=start, stop=edge)
+        start = edge
+    yield block._replace(start=start)
+
+
 def _num_keys(turn: Turn, rank: int) -> int:
     return sum(map(len, turn.cached_runs[rank])) + turn.num_new(rank)
 
@@ -176,8 +202,11 @@ def calls(batch: Batch, q_rank: int, k_rank: int) -> tuple[Attend, ...]:
         row = batch.rows[q_rank][index]
         for region in _regions(batch, turn, q_rank, k_rank):
             query = Block(Kind.Q, q_rank, row + region.q_start, row + region.q_stop)
-            keys = _keys(batch, turn, k_rank, region.k_start, region.k_stop)
-            attends += _split(query, keys, region.causal)
+            keys = _keys(turn, k_rank, region.k_start, region.k_stop)
+            whole = region.causal or batch.joined or len(keys) == 1
+            for together in [keys] if whole else _split(keys):
+                cut = tuple(piece for key in together for piece in _cut(key, batch.cuts[k_rank]))
+                attends.append(Attend((query,), cut, region.causal))
     return tuple(attends)
 
 
@@ -200,22 +229,24 @@ def _regions(batch: Batch, turn: Turn, q_rank: int, k_rank: int) -> list[Region]
     return found
 
 
-def _split(query: Block, keys: tuple[Block, ...], causal: bool) -> Iterator[Attend]:
+def _split(keys: tuple[Block, ...]) -> Iterator[tuple[Block, ...]]:
     """A call for every long run, which is read where it lies, and one for all short ones together."""
-    if causal or len(keys) == 1:
-        yield Attend((query,), keys, causal)
-        return
     short = tuple(key for key in keys if key.tokens < LONG_RUN)
-    yield from (Attend((query,), (key,), False) for key in keys if key.tokens >= LONG_RUN)
+    yield from ((key,) for key in keys if key.tokens >= LONG_RUN)
     if short:
-        yield Attend((query,), short, False)
+        yield short
 
 
 def pass_kv(batch: Batch) -> CachePlan:
     """Step t: rank r attends to what rank r-t has, and passes it on to r+1."""
     n = batch.n
     held = [
-        [block for turn in batch.turns for block in _keys(batch, turn, rank, 0, _num_keys(turn, rank))]
+        dict.fromkeys(
+            piece
+            for turn in batch.turns
+            for block in _keys(turn, rank, 0, _num_keys(turn, rank))
+            for piece in _cut(block, batch.cuts[rank])
+        )
         for rank in range(n)
     ]
     steps = []
@@ -269,17 +300,22 @@ def build(mode: str, batch: Batch) -> CachePlan:
 
 
 def _homeward(steps: Sequence[Step], n: int) -> list[Step]:
-    """One step in which every rank sends home what it has computed for others."""
-    moves = []
-    for rank in range(n):
-        rows: dict[int, list[tuple[int, int]]] = {}
-        for step in steps:
-            for attend in step.attends[rank]:
+    """One step in which every rank sends home what it has computed for others.
+
+    Nearest ranks first, as seen from home: the order of merging is then the same whichever rank a sequence begins on.
+    """
+    rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for step in steps:
+        for rank, attends in enumerate(step.attends):
+            for attend in attends:
                 for query in attend.queries:
                     if query.home != rank:
-                        rows.setdefault(query.home, []).append((query.start, query.stop))
-        for home, spans in sorted(rows.items()):
-            moves += [Move(Block(Kind.OUT, home, *span, origin=rank), rank, home) for span in _united(spans)]
+                        rows.setdefault((rank, query.home), []).append((query.start, query.stop))
+    moves = [
+        Move(Block(Kind.OUT, home, *span, origin=rank), rank, home)
+        for rank, home in sorted(rows, key=lambda pair: ((pair[0] - pair[1]) % n, pair))
+        for span in _united(rows[rank, home])
+    ]
     return [Step(tuple(moves), ((),) * n)] if moves else []
 
 
@@ -311,7 +347,6 @@ def verify_over_cache(plan: CachePlan) -> None:
     for t, step in enumerate(plan.steps):
         for rank, attends in enumerate(step.attends):
             for attend in attends:
-                turns = set[int]().union(*(plan.turns_of(block) for block in (*attend.queries, *attend.keys)))
-                if len(turns) != 1 or -1 in turns:
+                if not set.intersection(*(plan.owners(block) for block in (*attend.queries, *attend.keys))):
                     raise PlanError(f"{plan.name}, step {t}, rank {rank}: {attend} is not of one sequence")
     verify(plan)

@@ -1,4 +1,4 @@
-"""Many requests over one engine: admitted while they fit, prefilled in chunks between decodes, caches kept for reuse.
+"""Many requests over one engine: admitted while they fit, prefilled in chunks between decodes, prefixes shared.
 
 Every rank runs the same scheduler on the same requests in the same order, so ranks agree without being told.
 """
@@ -13,6 +13,7 @@ from typing import TypeVar
 from ..config import refuse
 from .engine import Generation, LongContextEngine, Session
 from .ledger import CacheFull
+from .prefixes import Prefix, common, longest, usable
 from .sampling import Sampling
 
 _T = TypeVar("_T")
@@ -49,7 +50,7 @@ class Event:
 @dataclass(frozen=True)
 class Limits:
     """max_active: most sequences computed together. prefill_chunk: most prompt tokens computed between two decodes.
-    keep_sessions: most finished or cancelled sequences whose caches are kept for prompts that begin with them."""
+    keep_sessions: most finished or cancelled sequences whose caches are kept for prompts that begin as they do."""
 
     max_active: int = 16
     prefill_chunk: int = 2048
@@ -66,7 +67,7 @@ class _Active:
     request: Request
     session: Session
     left: list[int]  # of the prompt, not computed yet
-    pages: int
+    pages: int  # that it may hold on any rank in the end, at most
     cached: int
     generation: Generation | None = None
 
@@ -76,7 +77,8 @@ class Scheduler:
     """Continuous batching.
 
     A request is admitted when the pages that it may need at most are not promised to others, so it never fails for want
-    of memory later; kept caches give way to it.
+    of memory later; kept caches give way to it. Its prompt shares the pages of the longest beginning that any sequence,
+    under way or kept, has cached, and they count once. While a longer one is being computed for another it waits.
     """
 
     engine: LongContextEngine
@@ -85,8 +87,11 @@ class Scheduler:
     def __post_init__(self) -> None:
         self._waiting: deque[Request] = deque()
         self._active: dict[int, _Active] = {}
-        self._kept: list[Session] = []  # the least recently finished first
+        self._kept: list[Session] = []  # the least recently used first
         self._cancelled: list[int] = []
+        self._stuck = False  # the first that waits has been looked at, and nothing has changed since
+        settings = self.engine.settings
+        self._exact_chunk = settings.prefill_chunk if settings.exact else None
 
     @property
     def busy(self) -> bool:
@@ -98,6 +103,7 @@ class Scheduler:
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
+        self._stuck = self._stuck and bool(self._waiting)
         self._waiting.append(request)
 
     def cancel(self, number: int) -> None:
@@ -127,47 +133,108 @@ class Scheduler:
             elif any(request.number == number for request in self._waiting):
                 self._waiting = deque(request for request in self._waiting if request.number != number)
                 events.append(Event(number, finish_reason="cancelled"))
+        self._stuck = self._stuck and not events
         self._cancelled = []
         return events
 
     def _admit(self) -> list[Event]:
-        events = []
-        ledger = self.engine.ledger
-        while self._waiting and len(self._active) < self.limits.max_active:
+        events: list[Event] = []
+        while self._waiting and len(self._active) < self.limits.max_active and not self._stuck:
             request = self._waiting[0]
-            tokens = len(request.prompt) + request.sampling.max_new_tokens
-            # Ranks differ by 2 tokens of a session at most.
-            pages = -(-(-(-tokens // ledger.n) + 2) // ledger.page_tokens)
             try:
-                if pages > ledger.pages_per_rank:
-                    most = (ledger.slots_per_rank - 2) * ledger.n
-                    raise refuse("prompt and max_tokens", tokens, f"at most {most} tokens together", "Ask for fewer.")
-                if pages > ledger.pages_per_rank - sum(active.pages for active in self._active.values()):
-                    break
-                self._start(request, pages)
-            except CacheFull:
-                raise
+                self._check(request)
             except ValueError as error:
                 events.append(Event(request.number, finish_reason="error", error=str(error), refused=True))
-            self._waiting.popleft()
+            else:
+                self._stuck = not self._start(request)
+            if not self._stuck:
+                self._waiting.popleft()
         return events
 
-    def _start(self, request: Request, pages: int) -> None:
-        """Give the request a session: a kept one that its prompt begins with, or a new one."""
+    def _check(self, request: Request) -> None:
+        """Raise ValueError for what could not be served by an empty cache either."""
+        ledger = self.engine.ledger
         fresh = self.engine.open()
         try:
+            tokens = len(request.prompt) + request.sampling.max_new_tokens
+            if ledger.most_pages(fresh.number, tokens) > ledger.pages_per_rank:
+                most = (ledger.slots_per_rank - 2) * ledger.n
+                raise refuse("prompt and max_tokens", tokens, f"at most {most} tokens together", "Ask for fewer.")
             self.engine.check(fresh, request.prompt)
-        except ValueError:
+        finally:
             fresh.close()
-            raise
+
+    def _start(self, request: Request) -> bool:
+        """Give the request a session with as much of its prompt as there is; False if it has to wait."""
         prompt = list(request.prompt)
-        fitting = [s for s in self._kept if len(s.tokens) < len(prompt) and prompt[: len(s.tokens)] == s.tokens]
-        session = max(fitting, key=lambda kept: len(kept.tokens), default=fresh)
-        if session is not fresh:
-            fresh.close()
+        under_way = [active.session for active in self._active.values()]
+        found = longest(prompt, [*self._kept, *under_way], self._exact_chunk)
+        if self._is_coming(request, found.tokens if found else 0):
+            return False
+        session = self._begin(prompt, found)
+        tokens = len(prompt) + request.sampling.max_new_tokens
+        pages = self._most_pages(session, tokens)
+        if pages > self.engine.ledger.pages_per_rank:  # a fork may be less even than a session of its own
+            self._drop(session)
+            session = self.engine.open()
+            pages = self._most_pages(session, tokens)
+        if not self._fits(session, pages):
+            self._drop(session)
+            return False
+        if session in self._kept:
             self._kept.remove(session)
         left = prompt[len(session.tokens) :]
         self._active[request.number] = _Active(request, session, left, pages, session.cached_tokens)
+        return True
+
+    def _is_coming(self, request: Request, cached: int) -> bool:
+        """Whether a beginning of the prompt that is longer by a page a rank is being computed for another request."""
+        worth = cached + self.engine.ledger.page_tokens * self.engine.ledger.n
+        for active in self._active.values():
+            if active.left:
+                shared = min(common(request.prompt, active.request.prompt), len(request.prompt) - 1)
+                if usable(shared, self._exact_chunk) >= worth:
+                    return True
+        return False
+
+    def _begin(self, prompt: list[int], found: Prefix | None) -> Session:
+        """A kept session if the prompt goes on from its end, else a fork, or a new one if there is no room for that."""
+        if found is None:
+            return self.engine.open()
+        source, length = found.session, len(found.session.tokens)
+        if source in self._kept:
+            self._kept.append(self._kept.pop(self._kept.index(source)))
+            if self._exact_chunk is None and length < len(prompt) and prompt[:length] == source.tokens:
+                return source
+        while True:
+            try:
+                return source.fork(found.tokens)
+            except CacheFull:
+                others = [session for session in self._kept if session is not source]
+                if not others:
+                    return self.engine.open()
+                self._drop(others[0], keep=False)
+
+    def _drop(self, session: Session, keep: bool = True) -> None:
+        """Close a session; `keep` it if it is one that is kept."""
+        if session not in self._kept:
+            session.close()
+        elif not keep:
+            self._kept.remove(session)
+            session.close()
+
+    def _most_pages(self, session: Session, tokens: int) -> int:
+        return self.engine.ledger.most_pages(session.number, tokens - session.cached_tokens)
+
+    def _fits(self, session: Session, pages: int) -> bool:
+        """Whether all that are under way, and this one, can grow to their most; what they share is counted once."""
+        ledger = self.engine.ledger
+        most = {active.session.number: active.pages for active in self._active.values()} | {session.number: pages}
+        return all(
+            ledger.held_pages(most, rank) + sum(p - ledger.num_pages(s, rank) for s, p in most.items())
+            <= ledger.pages_per_rank
+            for rank in range(ledger.n)
+        )
 
     def _prefill(self) -> None:
         """The next chunk of the prompts that are not computed yet, first come first served."""
@@ -175,11 +242,16 @@ class Scheduler:
         chunk: dict[Session, list[int]] = {}
         for active in self._active.values():
             if active.left and room:
-                chunk[active.session] = active.left[:room]
-                active.left = active.left[room:]
-                room -= len(chunk[active.session])
+                # Where whole chunks matter, the first prompt gets one however little room there is.
+                size = usable(room, self._exact_chunk) or (0 if chunk else self._exact_chunk or 0)
+                if not size:
+                    break
+                chunk[active.session] = active.left[:size]
+                active.left = active.left[size:]
+                room = max(0, room - len(chunk[active.session]))
         if chunk:
             self._with_room(lambda: self.engine.append(chunk))
+            self._stuck = False
         for active in self._active.values():
             if not active.left and active.generation is None:
                 # Streams are 0: a request's tokens do not depend on what it came with.
@@ -199,6 +271,7 @@ class Scheduler:
             events.append(event)
             if reason is not None:
                 del self._active[number]
+                self._stuck = False
                 self._keep(active.session, reason)
         return events
 

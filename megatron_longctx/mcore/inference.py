@@ -180,7 +180,7 @@ def build_engine(
     learned = model.position_embedding == "learned"
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)
     chooser = Chooser(agreed_figures(config, device), inference.mode, inference.rule if n > 1 else "bytes")
-    settings = EngineSettings(inference.prefill_chunk, inference.evict)
+    settings = EngineSettings(inference.prefill_chunk, inference.evict, inference.exact_reuse)
     return LongContextEngine(cached, ledger, chooser, settings), tokenizer
 
 

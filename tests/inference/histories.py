@@ -32,3 +32,18 @@ def random_batch(seed: int) -> Batch:
     count = source.randint(1, 3)
     pasts = [[tokens() for _ in range(source.randint(0, 4))] for _ in range(count)]
     return batch_with_past(source.randint(1, 5), pasts, [tokens() for _ in range(count)], source.randint(1, 5), 400)
+
+
+def random_family(seed: int) -> Batch:
+    """Up to 5 sequences, each a fork of another at any place, that have gone on apart; up to 4 go on together now."""
+    source = random.Random(seed)
+    n = source.randint(1, 5)
+    ledger = CacheLedger(n, 300, source.randint(1, 5))
+    family = [ledger.open()]
+    ledger.append({family[0]: source.randint(1, 60)})
+    for _ in range(source.randint(1, 4)):
+        parent = source.choice(family)
+        family.append(ledger.fork(parent, source.randint(1, ledger.length(parent))).session)
+        ledger.append({session: source.choice((1, 1, 3, 20)) for session in source.sample(family, len(family) // 2)})
+    going = source.sample(family, source.randint(2, min(4, len(family))))
+    return Batch(n, ledger.slots_per_rank, ledger.append({s: source.choice((1, 1, 5, 30)) for s in going}))

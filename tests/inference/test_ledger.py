@@ -2,53 +2,107 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_longctx.inference.ledger import CacheFull, CacheLedger, PagePool, Turn, slots_of
+from megatron_longctx.inference.ledger import CacheFull, CacheLedger, Fork, Turn, slots_of
+from megatron_longctx.inference.pages import PagePool
 
 
 class Memory:
-    """What the slots of all ranks hold, written as the engine would write it."""
+    """What the slots of all ranks hold, written and copied as the engine would do it. Every token is one of a kind."""
 
     def __init__(self, ledger: CacheLedger) -> None:
         self.ledger = ledger
-        self.slots = [[None] * ledger.slots_per_rank for _ in range(ledger.n)]
-        self.lengths: dict[int, int] = {}
+        self.slots = [[-1] * ledger.slots_per_rank for _ in range(ledger.n)]
+        self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, list[int]] = {}  # of the turns so far
+        self.spread: dict[int, int] = {}  # the bound on how uneven the session may be
+        self._numbers = itertools.count()
+
+    def open(self) -> None:
+        self._add(self.ledger.open(), [], [0], 2)
+
+    def _add(self, session: int, tokens: list[int], ends: list[int], spread: int) -> None:
+        self.tokens[session], self.ends[session], self.spread[session] = tokens, ends, spread
+
+    def pages(self, session: int, rank: int) -> set[int]:
+        return {slot // self.ledger.page_tokens for slot in slots_of(self.ledger.slots(session, rank))}
 
     def write(self, turns: tuple[Turn, ...]) -> None:
         for turn in turns:
-            assert turn.cached == self.lengths[turn.session]
+            assert turn.cached == len(self.tokens[turn.session])
+            new = [next(self._numbers) for _ in range(turn.new)]
+            self.tokens[turn.session] += new
+            self.ends[turn.session].append(turn.cached + turn.new)
             for rank in range(self.ledger.n):
                 slots = slots_of(turn.new_runs[rank])
-                positions = [p + turn.cached for span in turn.new_spans(rank) for p in span]
-                assert len(slots) == len(positions)
-                for slot, position in zip(slots, positions, strict=True):
-                    self.slots[rank][slot] = (turn.session, position)
-            self.lengths[turn.session] += turn.new
+                places = [i for span in turn.new_spans(rank) for i in span]
+                for slot, i in zip(slots, places, strict=True):
+                    self.slots[rank][slot] = new[i]
+                self._nobody_else_has({slot // self.ledger.page_tokens for slot in slots}, turn.session, rank)
+
+    def fork(self, session: int, tokens: int) -> None:
+        fork = self.ledger.fork(session, tokens)
+        self._copy(fork)
+        ends = [end for end in self.ends[session] if end <= tokens]
+        spread = self.spread[session]
+        if ends[-1] < tokens:
+            cut = next(end for end in self.ends[session] if end > tokens) - ends[-1]
+            ends.append(tokens)
+            spread += -(-cut // (2 * self.ledger.n))
+        self._add(fork.session, self.tokens[session][:tokens], ends, spread)
+
+    def shorten(self, session: int) -> None:
+        """By its last token."""
+        self._copy(self.ledger.shorten(session, len(self.tokens[session]) - 1))
+        self.tokens[session].pop()
+        size = self.ends[session].pop() - self.ends[session][-1]
+        if size > 1:
+            self.ends[session].append(len(self.tokens[session]))
+            self.spread[session] += -(-size // (2 * self.ledger.n))
+
+    def _copy(self, fork: Fork) -> None:
+        for rank, (source, target) in enumerate(fork.copies):
+            assert len(source) == len(target) < self.ledger.page_tokens
+            for old, new in zip(source, target, strict=True):
+                self.slots[rank][new] = self.slots[rank][old]
+            self._nobody_else_has({slot // self.ledger.page_tokens for slot in target}, fork.session, rank)
+
+    def _nobody_else_has(self, pages: set[int], session: int, rank: int) -> None:
+        for other in self.ledger.sessions:
+            assert other == session or not pages & self.pages(other, rank), "written while another session reads it"
+
+    def forget(self, session: int) -> None:
+        for of_session in (self.tokens, self.ends, self.spread):
+            del of_session[session]
 
     def check(self) -> None:
-        ledger, owners = self.ledger, [set() for _ in range(self.ledger.n)]
-        assert set(ledger.sessions) == set(self.lengths)
-        for session, length in self.lengths.items():
+        ledger = self.ledger
+        assert set(ledger.sessions) == set(self.tokens)
+        for session, tokens in self.tokens.items():
             seen = []
             for rank in range(ledger.n):
-                slots = slots_of(ledger.slots(session, rank))
                 positions = [p for span in ledger.positions(session, rank) for p in span]
                 assert positions == sorted(positions)
-                assert [self.slots[rank][slot] for slot in slots] == [(session, p) for p in positions]
-                pages = {slot // ledger.page_tokens for slot in slots}
-                assert not pages & owners[rank], "two sessions share a page"
-                owners[rank] |= pages
+                slots = slots_of(ledger.slots(session, rank))
+                assert [self.slots[rank][slot] for slot in slots] == [tokens[p] for p in positions]
+                assert len(self.pages(session, rank)) == ledger.num_pages(session, rank)
                 seen += positions
-            assert sorted(seen) == list(range(length)) and ledger.length(session) == length
+            assert sorted(seen) == list(range(len(tokens))) and ledger.length(session) == len(tokens)
             sizes = [ledger.num_tokens(session, rank) for rank in range(ledger.n)]
-            assert max(sizes) - min(sizes) <= min(2, length)
+            assert max(sizes) - min(sizes) <= min(self.spread[session], len(tokens))
         for rank in range(ledger.n):
-            assert ledger.free_pages(rank) == ledger.pages_per_rank - len(owners[rank]), "pages have leaked"
+            held = set().union(*(self.pages(session, rank) for session in self.tokens))
+            assert ledger.held_pages(self.tokens, rank) == len(held)
+            assert ledger.free_pages(rank) == ledger.pages_per_rank - len(held), "pages have leaked"
+
+
+OPERATIONS = ("open", "append", "append", "decode", "decode", "fork", "fork", "undo", "shorten", "evict", "close")
 
 
 @settings(max_examples=200, deadline=None)
@@ -58,38 +112,85 @@ def test_thousands_of_random_operations_neither_leak_nor_corrupt(n: int, page: i
     ledger = CacheLedger(n, pages, page)
     memory = Memory(ledger)
     for step in range(120):
-        sessions = list(memory.lengths)
-        operation = source.choice(("open", "append", "append", "decode", "decode", "undo", "evict", "close"))
+        sessions = list(memory.tokens)
+        operation = source.choice(OPERATIONS)
+        before = [(ledger.free_pages(r)) for r in range(n)], {s: ledger.length(s) for s in sessions}
         if operation == "open" or not sessions:
-            memory.lengths[ledger.open()] = 0
-        elif operation in ("append", "decode", "undo"):
-            chosen = source.sample(sessions, source.randint(1, len(sessions)))
-            counts = {s: 1 if operation == "decode" else source.randint(1, 3 * page * n) for s in chosen}
-            before = [(ledger.free_pages(r)) for r in range(n)], {s: ledger.length(s) for s in sessions}
-            try:
+            memory.open()
+            continue
+        chosen = source.choice(sessions)
+        try:
+            if operation == "fork":
+                memory.fork(chosen, source.randint(0, ledger.length(chosen)))
+            elif operation == "shorten" and ledger.length(chosen):
+                memory.shorten(chosen)
+            elif operation in ("append", "decode", "undo"):
+                some = source.sample(sessions, source.randint(1, len(sessions)))
+                counts = {s: 1 if operation == "decode" else source.randint(1, 3 * page * n) for s in some}
+                most = {s: ledger.most_pages(s, count) for s, count in counts.items()}
                 turns = ledger.append(counts)
-            except CacheFull:
-                assert before == ([(ledger.free_pages(r)) for r in range(n)], {s: ledger.length(s) for s in sessions})
-                continue
-            if operation == "undo":
-                ledger.undo(turns)
-                assert before == ([(ledger.free_pages(r)) for r in range(n)], {s: ledger.length(s) for s in sessions})
-            else:
-                memory.write(turns)
-        elif operation == "evict":
-            chosen = source.choice(sessions)
+                assert all(ledger.num_pages(s, rank) <= most[s] for s in some for rank in range(n))
+                if operation == "undo":
+                    ledger.undo(turns)
+                    assert before == ([ledger.free_pages(r) for r in range(n)], {s: ledger.length(s) for s in sessions})
+                else:
+                    memory.write(turns)
+        except CacheFull:
+            assert before == ([(ledger.free_pages(r)) for r in range(n)], {s: ledger.length(s) for s in sessions})
+        if operation == "evict":
             ledger.evict(chosen)
-            memory.lengths[chosen] = 0
-        else:
-            chosen = source.choice(sessions)
+            memory._add(chosen, [], [0], 2)
+        elif operation == "close":
             ledger.close(chosen)
-            del memory.lengths[chosen]
+            memory.forget(chosen)
         if step % 5 == 0:
             memory.check()
     memory.check()
-    for session in list(memory.lengths):
+    for session in list(memory.tokens):
         ledger.close(session)
     assert ledger.used_pages() == 0
+
+
+def test_a_prefix_is_held_once_until_the_last_holder_closes() -> None:
+    ledger = CacheLedger(2, 50, 4)
+    first = ledger.open()
+    ledger.append({first: 83})  # 41 or 42 a rank: 10 full pages and a bit
+    forks = [ledger.fork(first, 83).session for _ in range(5)]
+    assert ledger.used_pages() == 2 * (10 + 1 + 5)
+    assert ledger.held_pages([first, *forks], 0) == 16 and ledger.held_pages(forks[:1], 0) == 11
+    ledger.close(first)
+    assert ledger.used_pages() == 2 * (10 + 5)
+    for fork in forks[1:]:
+        ledger.evict(fork)
+    ledger.append({forks[0]: 1})
+    assert ledger.used_pages() == 2 * 11 and ledger.length(forks[0]) == 84
+    ledger.close(forks[0])
+    assert ledger.used_pages() == 0
+
+
+def test_a_fork_goes_on_where_its_source_would() -> None:
+    """Whatever its number: the same history has the same places."""
+    ledger = CacheLedger(3, 200, 4)
+    first = ledger.open()
+    ledger.append({first: 24})
+    ledger.open()
+    fork = ledger.fork(first, 24).session
+    for count in (1, 5, 7, 1):
+        one, other = ledger.append({first: count, fork: count})
+        assert one.shares == other.shares and one.positions == other.positions
+
+
+def test_a_fork_that_does_not_fit_changes_nothing() -> None:
+    ledger = CacheLedger(2, 3, 4)
+    session = ledger.open()
+    ledger.append({session: 22})
+    with pytest.raises(CacheFull, match="a fork needs 1 page on rank 0: expected one that is free, of 3"):
+        ledger.fork(session, 22)
+    with pytest.raises(ValueError, match="tokens of the fork=23: expected at most the 22 that are cached"):
+        ledger.fork(session, 23)
+    assert ledger.sessions == (session,) and ledger.used_pages() == 6
+    fork = ledger.fork(session, 0)
+    assert ledger.length(fork.session) == 0 and ledger.used_pages() == 6
 
 
 def test_decoded_tokens_go_round_robin_from_the_sessions_number_on() -> None:
@@ -134,6 +235,18 @@ def test_pages_come_from_the_smallest_run_that_holds_them() -> None:
     assert pool.take(2, -1) == [6, 7]
     assert pool.take(5, -1) == [0, 1, 2, 3, 10]
     assert pool.num_free == 0
+
+
+def test_a_page_is_free_again_when_nobody_holds_it() -> None:
+    pool = PagePool(3)
+    pool.take(2, -1)
+    pool.share([0])
+    pool.give_back([0, 1])
+    assert [pool.holders(page) for page in range(3)] == [1, 0, 0] and pool.num_free == 2
+    pool.give_back([0])
+    assert pool.num_free == 3
+    with pytest.raises(AssertionError, match="given back twice"):
+        pool.give_back([0])
 
 
 def test_what_is_refused_says_what_was_expected() -> None:

@@ -1,0 +1,80 @@
+"""What users hold of an engine: a conversation, and a continuation of it under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .sampling import Sampling
+
+if TYPE_CHECKING:
+    from .engine import LongContextEngine
+
+
+class Session:
+    """One conversation: its tokens, most of them cached. Made by `LongContextEngine.open`."""
+
+    def __init__(self, engine: LongContextEngine, number: int) -> None:
+        self.number = number
+        self.tokens: list[int] = []
+        self.closed = False
+        self.finish_reason: str | None = None  # of the latest generation: stop or length
+        self.reused_tokens = 0  # found in the cache by the latest append
+        self.last_used = 0
+        self.logits: Tensor | None = None  # of the next token, on the rank that computed them
+        self.ready = False  # some rank has them
+        self.exact_chunks = 0  # see `exact_tokens`
+        self._engine = engine
+
+    @property
+    def cached_tokens(self) -> int:
+        return 0 if self.closed else self._engine.ledger.length(self.number)
+
+    @property
+    def exact_tokens(self) -> int:
+        """Of the cached tokens, those that any session with these tokens computes in the very same calls: whole chunks
+        from the first token on, with `EngineSettings.exact`. A fork at a multiple of the chunk up to here goes on, bit
+        for bit, as if it had computed them itself."""
+        chunk = self._engine.settings.prefill_chunk or 1
+        return min(self.exact_chunks, self.cached_tokens // chunk) * chunk
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Add tokens to the conversation; only they are computed. See `LongContextEngine.append`."""
+        self._engine.append({self: tokens})
+
+    def generate(self, sampling: Sampling | None = None) -> list[int]:
+        """The conversation's next tokens, which become part of it."""
+        return self._engine.continue_all([self], sampling or Sampling())[0]
+
+    def stream(self, sampling: Sampling | None = None) -> Iterator[int]:
+        """As `generate`, token by token; the conversation has what was taken."""
+        for step in self._engine.stream([self], sampling or Sampling()):
+            yield from step.values()
+
+    def fork(self, tokens: int | None = None) -> Session:
+        """A new session with the same beginning. See `LongContextEngine.open`."""
+        return self._engine.open(self, tokens)
+
+    def close(self) -> None:
+        """Free its pages, but for those that others share; closing twice is nothing."""
+        self._engine.close(self)
+
+
+@dataclass(eq=False)
+class Generation:
+    """A session's continuation under way. Made by `LongContextEngine.start`.
+
+    Attributes:
+        stream: see `Sampling.seed`.
+        tokens: given out so far.
+        finish_reason: None while it goes on; then stop, length or error (logits that are not finite).
+    """
+
+    session: Session
+    sampling: Sampling
+    stream: int = 0
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None

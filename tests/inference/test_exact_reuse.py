@@ -1,0 +1,112 @@
+"""With `inference.exact_reuse`, a prompt's logits are the same bits cold and with its beginning out of the cache."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_longctx.config import Config
+from megatron_longctx.inference import plan
+from megatron_longctx.inference.engine import EngineSettings, LongContextEngine, Session
+from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.inference import build_engine, for_inference
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.training import tiny_config
+from tests.inference.conversations import parallel
+
+CHUNK = 8
+LENGTHS = (CHUNK + 1, 45)
+
+
+def prompt_of(length: int) -> list[int]:
+    source = random.Random(7)
+    return [source.randrange(256) for _ in range(length)]
+
+
+def all_logits(engine: LongContextEngine, session: Session, rest: list[int]) -> Tensor:
+    """Of the prompt's next token and, alone in the batch, of those that a few decodes give."""
+    engine.append({session: rest})
+    found = [engine.next_logits([session])]
+    for _ in range(2):
+        engine.continue_all([session], Sampling(max_new_tokens=1))
+        found.append(engine.next_logits([session]))
+    return torch.cat(found)
+
+
+def crowd(engine: LongContextEngine, seed: int) -> list[Session]:
+    """Sessions that come, go and interleave, so that free pages are few and scattered."""
+    source = random.Random(seed)
+    sessions = [engine.open() for _ in range(6)]
+    for _ in range(3):
+        engine.append({s: [source.randrange(256) for _ in range(source.randint(1, 9))] for s in sessions})
+    for session in sessions[::2]:
+        session.close()
+    return sessions[1::2]
+
+
+def cold_and_reused(engine: LongContextEngine, length: int) -> tuple[Tensor, list[Tensor]]:
+    prompt = prompt_of(length)
+    cold = engine.open()
+    truth = all_logits(engine, cold, prompt)
+    assert cold.exact_tokens == length // CHUNK * CHUNK
+    # The same beginning, then something else: in pages apart, on ranks counted from another one, with others around.
+    others = crowd(engine, length)
+    source = engine.open()
+    assert engine.ledger.n == 1 or (source.number - cold.number) % engine.ledger.n
+    engine.append({others[0]: [5] * 11, source: [*prompt[: length - 1], 0, 1, 2], others[1]: [6]})
+    source.generate(Sampling(max_new_tokens=3))
+    found = []
+    for cut in range(0, length, 2 * CHUNK if length > 2 * CHUNK else CHUNK):
+        fork = engine.open(prefix_of=source, tokens=cut)
+        found.append(all_logits(engine, fork, prompt[cut:]))
+        assert fork.reused_tokens == cut and fork.exact_tokens == cold.exact_tokens
+        if cut == CHUNK:
+            source_again = fork.fork()
+            assert torch.equal(engine.next_logits([source_again]), engine.next_logits([fork]))
+            source_again.close()
+        fork.close()
+    for session in (cold, source, *others):
+        session.close()
+    assert engine.ledger.used_pages() == 0
+    return truth, found
+
+
+def every_length(rank: int, configs: list[Config]) -> int:
+    count = 0
+    plan.LONG_RUN = 4  # where tokens lie would matter for the calls, were they not joined
+    for config in configs:
+        collection = groups.initialize(
+            tensor=config.parallelism.tensor_parallel_size, context=config.parallelism.context_parallel_size, seed=5
+        )
+        engine, _ = build_engine(for_inference(config), collection, None)
+        for length in LENGTHS:
+            truth, found = cold_and_reused(engine, length)
+            assert len(found) >= 2
+            for number, logits in enumerate(found):
+                assert torch.equal(logits, truth), (config.inference.mode, length, number)
+            count += len(found)
+        groups.destroy()
+    return count
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_cold_and_reused_prompts_have_the_same_bits(tmp_path: Path, n: int) -> None:
+    config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128})
+    settings = {"prefill_chunk": CHUNK, "exact_reuse": True, "cache_tokens": 1200}
+    configs = [parallel(config, n, mode=mode, **settings) for mode in ("pass_kv", "pass_q")]
+    assert min(run_distributed(every_length, n, configs)) > 0
+
+
+def test_exact_reuse_needs_chunks(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"inference\.prefill_chunk=None: expected a number with inference\.exact"):
+        tiny_config(tmp_path, "fresh", {"inference.exact_reuse": True})
+    with pytest.raises(ValueError, match=r"inference\.prefill_chunk=None: expected a number"):
+        EngineSettings(exact=True)
+    with pytest.raises(ValueError, match=r"inference\.prefill_chunk=0: expected 1 or more"):
+        EngineSettings(prefill_chunk=0)
