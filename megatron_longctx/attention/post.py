@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -84,7 +84,7 @@ class PeerPost(Post):
     def __init__(self, mailbox: Mailbox, outbox: Outbox) -> None:
         self._mailbox = mailbox
         self._passed = [[message.passed for message in messages] for messages in outbox.sends]
-        self._next = outbox.adjacent
+        self._regions, self._next = outbox.regions, outbox.adjacent
 
     @property
     def generation(self) -> int:  # type: ignore[override]
@@ -97,9 +97,11 @@ class PeerPost(Post):
         self._mailbox.join()
 
     def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        return self._mailbox.region(name, shape, dtype)
+        return self._mailbox.region(name, shape, dtype) if name in self._regions else None
 
     def joined(self, names: Sequence[Hashable]) -> bool:
+        if not any(name in self._regions for name in names):
+            return True
         return all(self._next.get(a) == b for a, b in pairwise(names))
 
     def start(
@@ -112,17 +114,22 @@ class PeerPost(Post):
         self._mailbox.wait(exchange)
 
 
-def outbox_of(program: Program, row_bytes: Callable[[Kind, int], Sequence[int]]) -> Outbox:
+def outbox_of(
+    program: Program, row_bytes: Callable[[Kind, int], Sequence[int]], peers: Container[int] | None = None
+) -> Outbox:
     """Where all that a program sends lies; names are those that the executor asks a `Post` for room by.
 
     Args:
         row_bytes: of a kind and the number of parts its heads are in, the bytes of a token by field.
+        peers: the ranks that read it; what goes to others only is left out. None for all.
     """
     builder = OutboxBuilder()
     sends = []
     for t, step in enumerate(program.steps):
         messages = []
         for j, (_, place, peer, result) in enumerate(step.sends):
+            if peers is not None and peer not in peers:
+                continue
             if place is None:
                 block = program.outgoing[result]
                 for i, size in enumerate(row_bytes(block.kind, block.heads.parts)):
