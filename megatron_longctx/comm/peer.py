@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..schedules.publishing import Batch, place
 from .flags import FlagOperations
 from .hosts import Hosts
 from .p2p import Exchange
@@ -39,12 +40,14 @@ class Sent(NamedTuple):
 @dataclass(frozen=True)
 class Outbox:
     """Where all that a pass sends lies in the sender's memory: offsets of named regions, messages by step. `adjacent`:
-    by region, the one that follows it without a gap."""
+    by region, the one that follows it without a gap. `awaits`: by step, earlier ones that must have been read before
+    it starts, since their memory is used again."""
 
     regions: dict[Hashable, int]
     num_bytes: int
     sends: tuple[tuple[Sent, ...], ...]
     adjacent: dict[Hashable, Hashable] = field(default_factory=dict)
+    awaits: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,19 +58,38 @@ class OutboxBuilder:
     num_bytes: int = 0
     _adjacent: dict[Hashable, Hashable] = field(default_factory=dict)
     _full: Hashable = None
+    _awaits: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def region(self, name: Hashable, num_bytes: int) -> int:
-        """The offset of a region, which is new or known by its name."""
+        """The offset of a region that stays; it is new or known by its name."""
         if name not in self.regions:
             self.regions[name] = self.num_bytes
             if self._full is not None:
                 self._adjacent[self._full] = name
-            self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            self.num_bytes += aligned(num_bytes)
             self._full = name if num_bytes % _ALIGNMENT == 0 else None
         return self.regions[name]
 
+    def passing(self, batches: Sequence[tuple[Batch, Sequence[tuple[Hashable, int]]]]) -> None:
+        """Lay out, behind all regions so far, those that are read in one step only: the names and bytes of each batch
+        side by side, the batches where others are no longer read."""
+        placement = place([batch for batch, _ in batches])
+        base = self.num_bytes
+        for offset, (_, regions) in zip(placement.offsets, batches, strict=True):
+            self.num_bytes, self._full = base + offset, None
+            for name, num_bytes in regions:
+                self.region(name, num_bytes)
+        self.num_bytes, self._full = base + placement.num_bytes, None
+        for step, awaiting in sorted(placement.awaited.items()):
+            self._awaits[awaiting] = (*self._awaits.get(awaiting, ()), step)
+
     def build(self, sends: tuple[tuple[Sent, ...], ...]) -> Outbox:
-        return Outbox(self.regions, self.num_bytes, sends, self._adjacent)
+        return Outbox(self.regions, self.num_bytes, sends, self._adjacent, self._awaits)
+
+
+def aligned(num_bytes: int) -> int:
+    """What a region of so many bytes takes."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class PeerTransport:
@@ -269,6 +291,8 @@ class Mailbox:
         # in which the waiting must not come first.
         stream.wait_stream(transport.signals)
         with torch.cuda.stream(stream):
+            if step in self._outbox.awaits:
+                self._read[turn][step].issue(stream)
             if passed:
                 waiting = iter(passed)
                 for message in self._outbox.sends[step]:
@@ -286,7 +310,9 @@ class Mailbox:
                             self._theirs[turn][peer][message.offset : message.offset + message.num_bytes]
                         )
                 done.issue(stream)
-            return Exchange(arrived=stream.record_event() if receives or passed else None)
+            return Exchange(
+                arrived=stream.record_event() if receives or passed or step in self._outbox.awaits else None
+            )
 
     def wait(self, exchange: Exchange) -> None:
         """Make the caller's stream wait until the messages are in."""
@@ -300,9 +326,10 @@ class Mailbox:
         if len(transport.peers) > 1:
             with torch.inference_mode(False):  # they outlive the call that needs them first
                 self._theirs = [{peer: transport.bytes_of(turn, peer) for peer in transport.peers} for turn in range(2)]
-        self._ready, self._arrivals, self._unread = [], [], []
+        self._ready, self._arrivals, self._read, self._unread = [], [], [], []
+        early = {step for steps in self._outbox.awaits.values() for step in steps}
         for turn in range(2):
-            ready, arrivals, unread = [], [], []
+            ready, arrivals = [], []
             for t, messages in enumerate(self._outbox.sends):
                 passing = sorted({m.peer for m in messages if m.passed})  # their flag waits for all that goes there
                 others = sorted({m.peer for m in messages} - set(passing))
@@ -310,7 +337,6 @@ class Mailbox:
                     tuple(FlagOperations.set([transport.flag(p, turn, t, me, _READY) for p in group])
                           for group in (others, passing))
                 )  # fmt: skip
-                unread += [transport.flag(me, turn, t, peer, _DONE) for peer in (*others, *passing)]
                 arrivals.append(
                     [
                         (
@@ -324,8 +350,15 @@ class Mailbox:
                 )
             self._ready.append(ready)
             self._arrivals.append(arrivals)
-            self._unread.append(FlagOperations.take(unread))
+            self._read.append({t: self._taken(turn, steps) for t, steps in self._outbox.awaits.items()})
+            self._unread.append(self._taken(turn, [t for t in range(self._steps) if t not in early]))
         self._generation = transport.generation
+
+    def _taken(self, turn: int, steps: Sequence[int]) -> FlagOperations:
+        """Wait until the messages of these steps have been read, and clear the flags that say so."""
+        transport, sends = self._transport, self._outbox.sends
+        readers = [(t, peer) for t in steps for peer in sorted({message.peer for message in sends[t]})]
+        return FlagOperations.take([transport.flag(transport.rank, turn, t, peer, _DONE) for t, peer in readers])
 
     def _nearest_first(self, step: int) -> list[tuple[int, list[Sent]]]:
         """Every rank begins with another peer, so that they do not all read from the same one."""
