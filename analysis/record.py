@@ -27,6 +27,8 @@ COLUMNS = (
     ("step s", "perf/step_s", ".3f"),
     ("peak GiB active", "mem/peak_active_gib", ".1f"),
     ("peak GiB reserved", "mem/peak_reserved_gib", ".1f"),
+    ("predicted GiB", "predicted_peak_gib", ".1f"),
+    ("waiting for messages s", "cp/exposed_comm_s", ".4f"),
 )
 
 
@@ -52,12 +54,15 @@ def read_run(folder: Path) -> dict[str, Any]:
         for _, key, _ in COLUMNS
         if (values := [step[key] for step in steady if step.get(key) is not None])
     }
+    prediction = folder / "prediction.json"  # of `analysis.training_cases`
+    if prediction.exists():
+        medians |= json.loads(prediction.read_text())
     return {"name": folder.name, "environment": environment, "config": config, "medians": medians, "steps": steps}
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """Markdown: one row a run."""
-    head = ["run", "layers", "tokens", "CP", "TP", "schedule", "steps", "first loss", "last loss"]
+    head = ["run", "layers", "tokens", "CP", "TP", "schedule", "recompute", "steps", "first loss", "last loss"]
     rows = [head + [title for title, _, _ in COLUMNS]]
     for run in runs:
         config, steps = run["config"], run["steps"]
@@ -70,6 +75,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
                 str(par["context_parallel_size"]),
                 str(par["tensor_parallel_size"]),
                 par["schedule"],
+                config["recompute"]["mode"] if "recompute" in config else "-",
                 str(len(steps)),
                 f"{steps[0]['train/loss']:.4f}",
                 f"{steps[-1]['train/loss']:.4f}",
@@ -104,16 +110,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"record: {error}", file=sys.stderr)
         return 2
-    out: Path = arguments.out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{out}.json").write_text(
-        json.dumps({"title": arguments.title, "note": arguments.note, "runs": runs}, indent=1)
-    )
-    parts = [f"# {arguments.title}", describe_environment(runs[0]["environment"]), table(runs)]
-    parts += [f"Medians over the steps after the first {WARM_UP_STEPS}. {arguments.note}".strip()]
-    Path(f"{out}.md").write_text("\n\n".join(parts) + "\n")
-    print(f"{out}.json, {out}.md")
+    print(write(runs, arguments.out, arguments.title, arguments.note))
     return 0
+
+
+def write(runs: Sequence[dict[str, Any]], out: Path, title: str, note: str) -> str:
+    """Write `OUT.json` and `OUT.md` of what `read_run` gave; returns their names."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{out}.json").write_text(json.dumps({"title": title, "note": note, "runs": runs}, indent=1))
+    parts = [f"# {title}", describe_environment(runs[0]["environment"]), table(runs)]
+    parts += [f"Medians over the steps after the first {WARM_UP_STEPS}. {note}".strip()]
+    Path(f"{out}.md").write_text("\n\n".join(parts) + "\n")
+    return f"{out}.json, {out}.md"
 
 
 if __name__ == "__main__":

@@ -148,8 +148,28 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     attention.add_argument("--peers", action="store_true", help="also time other packages' context parallelism")
     attention.add_argument("--check", action="store_true", help="also compare results with one device's")
     attention.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="results; a .md goes beside it")
+    _add_bench_all_reduce(verbs.add_parser("all_reduce", help="time low-bit all-reduces beside the library's, by size"))
     _add_bench_inference(verbs.add_parser("inference", help="time first and further tokens over a sharded cache"))
+    prefill = verbs.add_parser("prefill", help="time first tokens under each reduction over tensor-parallel ranks")
+    prefill.add_argument("settings", nargs="*", help="group=NAME and key=value words; weights are random")
+    prefill.add_argument("--lengths", default="1024,4096,16384,32768", help="prompt tokens (default: %(default)s)")
+    prefill.add_argument("--reductions", default="none,int8,int6,int4,auto", help="(default: %(default)s)")
+    prefill.add_argument("--iterations", type=int, default=5, help="of every first token (default: %(default)s)")
+    prefill.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="a .md and a .png go beside it")
     bench.set_defaults(run=_bench)
+
+
+def _add_bench_all_reduce(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--ranks", type=int, help="to start here (default: one per GPU, 2 on CPU)")
+    verb.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    verb.add_argument("--smallest-kib", type=int, default=64, help="of a rank's tensor (default: %(default)s)")
+    verb.add_argument("--largest-mib", type=int, help="(default: 512 on GPUs, 4 on CPU)")
+    verb.add_argument("--step", type=int, default=2, help="2 or 4: from one size to the next (default: %(default)s)")
+    verb.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
+    verb.add_argument("--group-size", type=int, choices=(32, 64, 128), default=128, help="of what is quantized")
+    verb.add_argument("--steps", action="store_true", help="also one and two steps over peers, each by itself")
+    verb.add_argument("--eager", action="store_true", help="issue calls one by one, not from CUDA graphs")
+    verb.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="a .md and a .png go beside it")
 
 
 def _add_bench_inference(verb: argparse.ArgumentParser) -> None:
@@ -210,8 +230,18 @@ def _bench(arguments: argparse.Namespace) -> None:
         words = Words(*lists, arguments.iterations, arguments.tokens)
         run_inference(compose_config(arguments.settings), words, arguments.out)
         return
+    if arguments.what == "prefill":
+        from .bench.prefill import Ask, run_prefill
+
+        ask = Ask.of(arguments.lengths, arguments.reductions, arguments.iterations)
+        run_prefill(compose_config(arguments.settings), ask, arguments.out)
+        return
     where = command.Where.of(arguments.ranks, arguments.device)
-    if arguments.what == "links":
+    if arguments.what == "all_reduce":
+        from .bench.all_reduce import run_all_reduce, sizes_of
+
+        run_all_reduce(where, sizes_of(where, arguments), arguments.out)
+    elif arguments.what == "links":
         command.run_links(where, arguments.out)
     elif arguments.what == "calibrate":
         config = compose_config(arguments.settings)

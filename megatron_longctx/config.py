@@ -15,6 +15,7 @@ TRANSPORTS = ("auto", "peer", "p2p")
 KERNELS = ("auto", "cudnn", "flash_attn", "flash", "cpu", "reference")
 RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
 REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
+REDUCTION_TRANSPORTS = ("auto", "peer", "collective")
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 CACHE_MODES = ("auto", "pass_kv", "pass_q", "one_hop")
@@ -131,6 +132,9 @@ class ReductionConfig:
     symmetric: bool = False  # ranges around zero
     min_kib: float = 64.0  # smaller tensors are summed as they are
     in_training: bool = False  # forward; gradients pass as through the exact sum
+    # Over what integers travel: peer (GPUs of one host write each other's memory), collective (all-to-all and
+    # all-gather of the process group), auto (peer where it can be had).
+    transport: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class InferenceConfig:
-    """`megatron-longctx generate`. Sampling: see `inference.sampling.Sampling`."""
+    """`megatron-longctx generate` and `serve`. Sampling: see `inference.sampling.Sampling`."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0  # 0: the likeliest token
@@ -195,6 +199,8 @@ class InferenceConfig:
     cache_tokens: int | None = None
     prefill_chunk: int | None = None  # most new tokens of a sequence computed at once; null: all
     evict: bool = False  # a full cache forgets idle sessions, which are computed again, instead of refusing
+    # A file with a Jinja template for chats; null: the tokenizer's own, else plain text, a message a line.
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -207,7 +213,8 @@ class ServeConfig:
     max_waiting: int = 64  # requests at once, those that are computed included; more are answered 429
     max_connections: int = 128
     max_body_bytes: int = 16 * 2**20
-    keep_sessions: int = 16  # finished sequences whose caches are kept for prompts that begin with them
+    timeout_s: float = 30.0  # for a client to send a request's head, and then its body; to keep silent; not to read
+    keep_sessions: int = 16  # finished or cancelled sequences whose caches are kept for prompts that begin with them
 
 
 @dataclass(frozen=True)
@@ -215,6 +222,7 @@ class LoggingConfig:
     wandb: str = "offline"  # offline | online | disabled
     wandb_project: str = "megatron-longctx"
     peak_tflops: float | None = None  # per GPU, dense, for MFU; null: looked up by device name
+    profile_step: int | None = None  # rank 0 profiles this step into runs/<name>/profile; null: none
 
 
 @dataclass(frozen=True)
@@ -350,6 +358,7 @@ def _validate_parallelism(config: Config) -> None:
 def _validate_reduction(reduction: ReductionConfig) -> None:
     _one_of("reduction.output_projection", reduction.output_projection, REDUCTIONS)
     _one_of("reduction.down_projection", reduction.down_projection, REDUCTIONS)
+    _one_of("reduction.transport", reduction.transport, REDUCTION_TRANSPORTS)
     if reduction.group_size not in (32, 64, 128):
         raise refuse("reduction.group_size", reduction.group_size, "one of 32, 64, 128", "128 sends the fewest bytes.")
     if not 0 <= reduction.min_kib < float("inf"):
@@ -371,6 +380,7 @@ def _validate_training(config: Config) -> None:
         "num_processes",
     ):
         _at_least(f"train.{name}", getattr(train, name), 1)
+    _at_least("logging.profile_step", config.logging.profile_step, 1)
     peak = config.logging.peak_tflops
     if peak is not None and not 0 < peak < float("inf"):
         raise refuse("logging.peak_tflops", peak, "a positive number of TFLOP/s", "Or null to look the device up.")
@@ -416,6 +426,8 @@ def _validate_serve(serve: ServeConfig) -> None:
     for name in ("max_active", "max_waiting", "max_connections", "max_body_bytes"):
         _at_least(f"serve.{name}", getattr(serve, name), 1)
     _at_least("serve.keep_sessions", serve.keep_sessions, 0)
+    if not 0 < serve.timeout_s < float("inf"):
+        raise refuse("serve.timeout_s", serve.timeout_s, "more than 0 seconds, and finite", "30 is the default.")
     if not 0 <= serve.port < 2**16:
         raise refuse("serve.port", serve.port, "0 to 65535", "0 takes any free port.")
 

@@ -165,6 +165,8 @@ def _packages() -> Iterator[Row]:
     yield _package("triton", "triton", "triton")
     yield _package("wandb", "wandb", "wandb")
     yield _package("hydra", "hydra", "hydra-core")
+    yield _package("starlette", "starlette", "starlette")
+    yield _package("uvicorn", "uvicorn", "uvicorn")
 
 
 def _package(name: str, module: str, distribution: str) -> Row:

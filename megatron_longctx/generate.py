@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from .chat import Chat, Message, TextStream, chat_of
 from .config import Config, refuse
 from .inference.engine import LongContextEngine, Session
 from .inference.sampling import Sampling
@@ -26,14 +27,16 @@ def generate(words: Sequence[str], chat: bool = False) -> None:
         chat: read turns from standard input instead of a prompt.
 
     Raises:
-        ValueError: words, a checkpoint or sizes that cannot be used; a prompt that does not fit.
+        ValueError: words, a checkpoint, a chat template or sizes that cannot be used; a prompt that does not fit.
         JobFailed: another rank ended.
     """
     own, settings = split_words(words, ("checkpoint", "prompt", "prompt_file", "iteration"))
     job = job_of(own, settings)
     prompt = _prompt(own, chat)
-    data = job.config.data
-    length = 0 if prompt is None else len(build_tokenizer(data.tokenizer, data.tokenizer_path).tokenize(prompt))
+    tokenizer = build_tokenizer(job.config.data.tokenizer, job.config.data.tokenizer_path)
+    length = 0 if prompt is None else len(tokenizer.tokenize(prompt))
+    if chat:
+        chat_of(job.config.inference.chat_template, tokenizer)  # refused before any rank starts
     run(replace(job, config=_with_cache(job.config, length), options=prompt), _converse)
 
 
@@ -60,13 +63,88 @@ def _with_cache(config: Config, prompt_tokens: int) -> Config:
 
 
 def _converse(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None:
-    sampling = _sampling(job.config, tokenizer.eod)
-    session = engine.open()
+    chat = chat_of(job.config.inference.chat_template, tokenizer) if job.options is None else Chat()
+    talk = _Talk(engine, tokenizer, chat, _sampling(job.config, (tokenizer.eod, *chat.stop_tokens)))
     for text in _turns(job.options):
-        _answer(engine, session, tokenizer, text, sampling)
+        talk.take(text)
 
 
-def _sampling(config: Config, end: int) -> Sampling:
+@dataclass
+class _Talk:
+    """One conversation: turns as the chat's template lays them out, or one after the other without one."""
+
+    engine: LongContextEngine
+    tokenizer: Any
+    chat: Chat
+    sampling: Sampling
+    messages: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._session = self.engine.open()
+
+    def take(self, text: str) -> None:
+        """Go on from `text`; rank 0 writes what comes, and what it took."""
+        begin = time.perf_counter()
+        if self.chat.template is None:
+            self._session.append(self.tokenizer.tokenize(text))
+        else:
+            self._extend([*self.messages, {"role": "user", "content": text.rstrip("\n")}])
+        said, times = self._answer()
+        self.messages.append({"role": "assistant", "content": said})
+        if dist.get_rank() == 0:
+            print(_summary(self.engine, self._session, begin, times), file=sys.stderr, flush=True)
+
+    def _extend(self, messages: list[Message]) -> None:
+        """Compute of the conversation what is not cached; all of it where it no longer begins with that."""
+        self.messages = messages
+        tokens = _from_rank_0(lambda: list(self.tokenizer.tokenize(self.chat.text(messages))))
+        cached = self._session.tokens[: self._session.cached_tokens]
+        if len(tokens) > len(cached) and tokens[: len(cached)] == cached:
+            del self._session.tokens[len(cached) :]  # given out last, and not computed
+        else:
+            self._session.close()
+            self._session = self.engine.open()
+        self._session.append(tokens[self._session.cached_tokens :])
+
+    def _answer(self) -> tuple[str, list[float]]:
+        """The text, and when each of its tokens came."""
+        writes = dist.get_rank() == 0
+        stream = TextStream(lambda ids: text_of(self.tokenizer, ids), self.chat.stop_texts)
+        said, times = "", []
+        for token in self._session.stream(self.sampling):
+            times.append(time.perf_counter())
+            new = stream.feed(token)
+            said += new
+            if writes:
+                print(new, end="", flush=True)
+            if stream.stopped:
+                break
+        rest = stream.finish()
+        if writes:
+            print(rest, flush=True)
+        return said + rest, times
+
+
+def _from_rank_0(compute: Callable[[], list[int]]) -> list[int]:
+    """What rank 0 computes, on every rank: a template may ask for the time.
+
+    Raises:
+        ValueError: what `compute` raised.
+    """
+    found: list[Any] = [None, ""]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = compute()
+        except ValueError as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is None:
+        raise ValueError(found[1])
+    tokens: list[int] = found[0]
+    return tokens
+
+
+def _sampling(config: Config, stop: tuple[int, ...]) -> Sampling:
     settings = config.inference
     return Sampling(
         max_new_tokens=settings.max_new_tokens,
@@ -74,29 +152,8 @@ def _sampling(config: Config, end: int) -> Sampling:
         top_k=settings.top_k,
         top_p=settings.top_p,
         seed=settings.seed,
-        stop=(end,),
+        stop=stop,
     )
-
-
-def _answer(engine: LongContextEngine, session: Session, tokenizer: Any, text: str, sampling: Sampling) -> None:
-    """Go on from `text`; rank 0 writes what comes, and what it took."""
-    writes = dist.get_rank() == 0
-    begin = time.perf_counter()
-    session.append(tokenizer.tokenize(text))
-    times: list[float] = []
-    ids: list[int] = []
-    shown = ""
-    for token in session.stream(sampling):
-        times.append(time.perf_counter())
-        ids.append(token)
-        if writes:
-            # A character may take several tokens: what is not whole yet waits.
-            whole = text_of(tokenizer, ids).rstrip("\ufffd")
-            print(whole[len(shown) :], end="", flush=True)
-            shown = whole
-    if writes:
-        print(text_of(tokenizer, ids)[len(shown) :], flush=True)
-        print(_summary(engine, session, begin, times), file=sys.stderr, flush=True)
 
 
 def _turns(prompt: str | None) -> Iterator[str]:

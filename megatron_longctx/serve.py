@@ -10,20 +10,25 @@ import logging
 import os
 import queue
 import signal
+import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from .config import refuse
-from .http_api import Api, ApiLimits, Server
+from .chat import chat_of
+from .config import ServeConfig, refuse
+from .http_api.requests import Model
 from .inference.engine import LongContextEngine
+from .inference.sampling import Sampling
 from .inference.scheduler import Event, Limits, Request, Scheduler
 from .inference_job import InferenceJob, job_of, run, split_words
-from .mcore.tokenizer import text_of
+from .mcore.tokenizer import build_tokenizer, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +38,7 @@ _HEARTBEAT_S = 2.0  # other ranks wait for news no longer than this
 
 @dataclass
 class Inbox:
-    """Requests and cancellations on their way from HTTP threads to the ranks, and events on their way back."""
+    """Requests and cancellations on their way from the server's thread to the ranks, and events on their way back."""
 
     max_waiting: int
     # Of the kind that a signal handler may put into, too.
@@ -43,30 +48,39 @@ class Inbox:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._number = 0
-        self._listeners: dict[int, queue.Queue[Event]] = {}
+        self._listeners: dict[int, Callable[[Event], None]] = {}
 
-    def submit(self, prompt: Sequence[int], sampling: Any) -> tuple[int, queue.Queue[Event]] | None:
-        """The request's number and where its events will come; None where too many wait already."""
+    @property
+    def stopping(self) -> bool:
+        return self.stopped.is_set()
+
+    @property
+    def num_requests(self) -> int:
+        """Under way, those that wait included."""
+        return len(self._listeners)
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, listen: Callable[[Event], None]) -> int | None:
+        """The request's number, its events going to `listen`; None where too many wait already."""
         with self._lock:
-            if len(self._listeners) >= self.max_waiting or self.stopped.is_set():
+            if len(self._listeners) >= self.max_waiting or self.stopping:
                 return None
-            number, events = self._number, queue.Queue[Event]()
+            number = self._number
             self._number += 1
-            self._listeners[number] = events
+            self._listeners[number] = listen
         self.arrived.put(Request(number, tuple(prompt), sampling))
-        return number, events
+        return number
 
     def cancel(self, number: int) -> None:
         self.arrived.put(number)
 
     def deliver(self, events: Sequence[Event]) -> None:
         for event in events:
-            listener = self._listeners.get(event.number)
-            if listener is not None:
-                listener.put(event)
+            listen = self._listeners.get(event.number)
             if event.finish_reason is not None:
                 with self._lock:
                     self._listeners.pop(event.number, None)
+            if listen is not None:
+                listen(event)
 
     def ask_to_stop(self, *_: Any) -> None:
         """Wake whoever takes; a signal handler."""
@@ -78,8 +92,8 @@ class Inbox:
         with self._lock:
             self.stopped.set()
             listeners, self._listeners = self._listeners, {}
-        for number, listener in listeners.items():
-            listener.put(Event(number, finish_reason="error", error="the server is stopping"))
+        for number, listen in listeners.items():
+            listen(Event(number, finish_reason="error", error="the server is stopping"))
 
     def take(self, wait: bool) -> list[Request | int]:
         """What has arrived; if nothing has, and `wait`, after a while at most."""
@@ -99,16 +113,40 @@ def serve(words: Sequence[str]) -> None:
         words: `checkpoint=RUN`, `iteration=N`, and settings over the run's.
 
     Raises:
-        ValueError: words, a checkpoint or sizes that cannot be used; an address that is not this host's own without an
-            API key; a port that is taken.
+        ValueError: packages that are not installed; words, a checkpoint, a chat template or sizes that cannot be used;
+            an address that is not this host's own without an API key; one that cannot be listened at.
         JobFailed: another rank ended.
     """
+    _require_packages()
     own, settings = split_words(words, ("checkpoint", "iteration"))
     job = job_of(own, settings, Path(own.get("checkpoint", "")).name)
     host = job.config.serve.host
     if not _is_loopback(host) and not os.environ.get(API_KEY):
         raise refuse("serve.host", host, f"a loopback address, or {API_KEY} in the environment", "Set a key.")
+    data = job.config.data
+    chat_of(job.config.inference.chat_template, build_tokenizer(data.tokenizer, data.tokenizer_path))
+    if os.environ.get("RANK", "0") == "0":
+        _listen(job.config.serve).close()  # what is taken is refused before the model is loaded
     run(job, _serve)
+
+
+def _require_packages() -> None:
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        remedy = "Install them: pip install 'megatron-longctx[serve]', or pip install starlette uvicorn."
+        raise refuse("serve", f"({error})", "the packages starlette and uvicorn", remedy) from None
+
+
+def _listen(settings: ServeConfig) -> socket.socket:
+    address = settings.host, settings.port
+    try:
+        return socket.create_server(address, family=socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        where, expected = f"{settings.host}:{settings.port}", f"an address to listen at ({reason})"
+        raise refuse("serve.host:serve.port", where, expected, "Choose another port; 0 takes any free one.") from None
 
 
 def _is_loopback(host: str) -> bool:
@@ -123,31 +161,46 @@ def _serve(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None
     chunk = job.config.inference.prefill_chunk or Limits.prefill_chunk
     scheduler = Scheduler(engine, Limits(settings.max_active, chunk, settings.keep_sessions))
     if dist.get_rank() != 0:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it ends
+        for number in (signal.SIGINT, signal.SIGTERM):  # which may go to all ranks: rank 0 says when it ends
+            signal.signal(number, signal.SIG_IGN)
         _rounds(scheduler, None)
         return
     inbox = Inbox(settings.max_waiting)
-    limits = ApiLimits(settings.max_body_bytes, settings.max_connections, job.config.inference.max_new_tokens)
-    api = Api(
+    model = Model(
         name=str(job.options),
         encode=tokenizer.tokenize,
         decode=lambda ids: text_of(tokenizer, ids),
         stop_token=tokenizer.eod,
-        inbox=inbox,
-        limits=limits,
-        key=os.environ.get(API_KEY) or None,
+        chat=chat_of(job.config.inference.chat_template, tokenizer),
+        default_tokens=job.config.inference.max_new_tokens,
     )
-    server = Server((settings.host, settings.port), api)
-    previous = {n: signal.signal(n, inbox.ask_to_stop) for n in (signal.SIGINT, signal.SIGTERM)}
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    logger.info("serving %s at http://%s:%d/v1", api.name, settings.host, server.server_address[1])
-    try:
+    with _serving(model, inbox, settings):
         _rounds(scheduler, inbox)
+
+
+@contextmanager
+def _serving(model: Model, inbox: Inbox, settings: ServeConfig) -> Iterator[None]:
+    """The server, in a thread beside this one, which has the signals and the model; if it ends, so does the inbox."""
+    from .http_api.app import Api
+    from .http_api.server import server_of
+
+    key = os.environ.get(API_KEY) or None
+    api = Api(model, inbox, settings.max_body_bytes, settings.timeout_s, key)
+    server, listener = server_of(api, settings.max_connections), _listen(settings)
+    previous = {n: signal.signal(n, inbox.ask_to_stop) for n in (signal.SIGINT, signal.SIGTERM)}
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    try:
+        with ThreadPoolExecutor(1, "http") as pool:
+            served = pool.submit(server.run, [listener])
+            served.add_done_callback(inbox.ask_to_stop)
+            logger.info("serving %s at http://%s:%d/v1", model.name, host, listener.getsockname()[1])
+            try:
+                yield
+            finally:
+                inbox.stop()
+                server.should_exit = True
+        served.result()  # raises what ended it
     finally:
-        inbox.stop()
-        server.shutdown()
-        server.server_close()
         for number, handler in previous.items():
             signal.signal(number, handler)
 

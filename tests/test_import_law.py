@@ -19,7 +19,7 @@ MOST_LINES = 500
 ROOMS = (
     *("names", "config", "compose"),
     *("layout", "topology", "schedules", "memory", "kernels", "comm", "attention", "recompute", "metrics"),
-    *("inference", "mcore", "training", "convert", "bench", "inference_job", "generate", "http_api", "serve"),
+    *("inference", "mcore", "training", "convert", "bench", "inference_job", "chat", "generate", "http_api", "serve"),
     *("plan", "doctor", "demo", "cli", "__main__", "testing"),
 )
 # The package's own __init__ is loaded by every import of any room, so it may know none.
@@ -35,6 +35,10 @@ FORBIDDEN = (
     ("kernels", "torch.distributed", ()),
     ("recompute", f"{PACKAGE}.schedules", ()),
     *(("metrics", f"{PACKAGE}.{room}", ()) for room in ROOMS[2:] if room != "metrics"),
+    # The server's packages are optional.
+    *((room, name, ()) for name in ("starlette", "uvicorn") for room in ROOMS if room not in ("http_api", "serve")),
+    ("http_api", "starlette", ("app.py",)),
+    ("http_api", "uvicorn", ("server.py",)),
     *((room, "megatron", ()) for room in (INIT, *ROOMS) if room not in ("mcore", "testing")),
 )
 
@@ -117,6 +121,8 @@ def test_the_package_keeps_the_law() -> None:
         ("attention/a.py", "from megatron.core import parallel_state", "attention may not import megatron"),
         ("training/a.py", "import megatron.core.models", "training may not import megatron"),
         ("cli.py", "import megatron.core", "cli may not import megatron"),
+        ("generate.py", "from uvicorn import Config", "generate may not import uvicorn"),
+        ("http_api/requests.py", "import starlette.requests", "http_api may not import starlette"),
         ("inference/a.py", f"from {PACKAGE} import training", "inference may not import training"),
         (
             "recompute/a.py",

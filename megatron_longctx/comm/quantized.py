@@ -69,7 +69,7 @@ def all_reduce(
         ValueError: an argument that does not fit, before anything is sent.
     """
     first, second = formats(x.dtype, bits, group_size, symmetric)
-    out = _output(x, x.shape, out)
+    out = output_like(x, x.shape, out)
     n = dist.get_world_size(group)
     if n == 1 or x.numel() == 0:
         return out.copy_(x) if out is not x else out
@@ -110,7 +110,7 @@ def reduce_scatter(
         raise ValueError(
             f"x of shape {tuple(x.shape)}: expected a first dimension that {n} ranks divide. Pad it, or use all_reduce."
         )
-    out = _output(x, torch.Size((x.shape[0] // n, *x.shape[1:])), out)
+    out = output_like(x, torch.Size((x.shape[0] // n, *x.shape[1:])), out)
     if n == 1 or x.numel() == 0:
         return out.copy_(x)
     chunk = out.numel()
@@ -135,7 +135,8 @@ def _to_their_ranks(messages: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-def _output(x: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:
+def output_like(x: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:
+    """`out`, if it can hold a result of `shape` for `x`, or a new tensor; ValueError if it cannot."""
     if out is None:
         return torch.empty(shape, dtype=x.dtype, device=x.device)
     if out.shape != shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():

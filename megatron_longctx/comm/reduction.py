@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import REDUCTIONS, refuse
+from ..config import REDUCTION_TRANSPORTS, REDUCTIONS, refuse
 from .crossover import Case, Crossover, crossover
+from .peer_reduce import PeerReduction, peer_reduction
 from .quantized import all_reduce, formats, reduce_scatter
 
 _BITS = {"int8": 8, "int6": 6, "int4": 4}
@@ -31,6 +32,7 @@ class ReductionPolicy:
         group_size: neighbours that share a range: 32, 64 or 128.
         symmetric: ranges around zero.
         min_kib: smaller tensors (KiB of one rank's) are never quantized.
+        transport: over what quantized values travel: peer, collective, or auto; see `peer_reduction`.
 
     Raises:
         ValueError: a value that is not offered.
@@ -40,10 +42,18 @@ class ReductionPolicy:
     group_size: int = 128
     symmetric: bool = False
     min_kib: float = 64.0
+    transport: str = "auto"
 
     def __post_init__(self) -> None:
         if self.mode not in REDUCTIONS:
             raise refuse("mode", self.mode, "one of " + ", ".join(REDUCTIONS), "Choose one of these.")
+        if self.transport not in REDUCTION_TRANSPORTS:
+            raise refuse(
+                "reduction.transport",
+                self.transport,
+                "one of " + ", ".join(REDUCTION_TRANSPORTS),
+                "Choose one of these.",
+            )
         if not 0 <= self.min_kib < float("inf"):
             raise refuse("min_kib", self.min_kib, "at least 0 KiB, and finite", "64 is the default.")
         formats(torch.bfloat16, _AUTO_BITS, self.group_size)
@@ -61,6 +71,7 @@ class Reducer:
     def __init__(self, group: dist.ProcessGroup, policy: ReductionPolicy, folder: Path | None = None) -> None:
         self.group, self.policy, self._folder = group, policy, folder
         self._crossovers: dict[tuple[str, torch.dtype, torch.device], Crossover] = {}
+        self._peers: dict[torch.device, PeerReduction | None] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum, of x's shape and dtype, in a new tensor."""
@@ -90,7 +101,8 @@ class Reducer:
 
     def _crossover(self, operation: str, x: Tensor) -> Crossover:
         policy = self.policy
-        kind = f"int{_AUTO_BITS} g{policy.group_size}{' symmetric' * policy.symmetric}"
+        over = " over peers" if self._peer_reduction(x.device) else ""
+        kind = f"int{_AUTO_BITS} g{policy.group_size}{' symmetric' * policy.symmetric}{over}"
         case = Case.of(operation, self.group, x, kind)
         plain, quantized = {
             "all_reduce": (self._plain_sum, self._quantized_sum),
@@ -106,7 +118,9 @@ class Reducer:
         return out
 
     def _quantized_sum(self, x: Tensor, bits: int) -> Tensor:
-        policy = self.policy
+        policy, peers = self.policy, self._peer_reduction(x.device)
+        if peers is not None:
+            return peers.all_reduce(x, bits=bits, group_size=policy.group_size, symmetric=policy.symmetric)
         return all_reduce(x, self.group, bits=bits, group_size=policy.group_size, symmetric=policy.symmetric)
 
     def _plain_share(self, x: Tensor) -> Tensor:
@@ -118,5 +132,13 @@ class Reducer:
         return out
 
     def _quantized_share(self, x: Tensor, bits: int) -> Tensor:
-        policy = self.policy
+        policy, peers = self.policy, self._peer_reduction(x.device)
+        if peers is not None:
+            return peers.reduce_scatter(x, bits=bits, group_size=policy.group_size, symmetric=policy.symmetric)
         return reduce_scatter(x, self.group, bits=bits, group_size=policy.group_size, symmetric=policy.symmetric)
+
+    def _peer_reduction(self, device: torch.device) -> PeerReduction | None:
+        """Set up by all ranks together at the first sum that is quantized; shared by all reducers of a group."""
+        if device not in self._peers:
+            self._peers[device] = peer_reduction(self.policy.transport, self.group, device)
+        return self._peers[device]

@@ -63,8 +63,8 @@ def sample(logits: Tensor, sampling: Sampling, stream: int, step: int) -> int:
     if sampling.temperature == 0:
         return int(logits.argmax())
     # On the CPU in fp64: a draw is then the same on every device.
-    scaled = logits.detach().cpu().double() / sampling.temperature
-    scaled, order = scaled.sort(descending=True, stable=True)
+    logits, order = logits.detach().cpu().double().sort(descending=True, stable=True)
+    scaled = (logits - logits[0]) / sampling.temperature  # never above 0: no temperature is too small
     probabilities = torch.softmax(scaled[: sampling.top_k], 0)
     if sampling.top_p < 1:
         before = probabilities.cumsum(0) - probabilities

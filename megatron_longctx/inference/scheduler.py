@@ -49,7 +49,7 @@ class Event:
 @dataclass(frozen=True)
 class Limits:
     """max_active: most sequences computed together. prefill_chunk: most prompt tokens computed between two decodes.
-    keep_sessions: most finished sequences whose caches are kept for prompts that begin with them."""
+    keep_sessions: most finished or cancelled sequences whose caches are kept for prompts that begin with them."""
 
     max_active: int = 16
     prefill_chunk: int = 2048
@@ -122,7 +122,7 @@ class Scheduler:
         events = []
         for number in self._cancelled:
             if number in self._active:
-                self._active.pop(number).session.close()
+                self._keep(self._active.pop(number).session, "cancelled")
                 events.append(Event(number, finish_reason="cancelled"))
             elif any(request.number == number for request in self._waiting):
                 self._waiting = deque(request for request in self._waiting if request.number != number)
@@ -203,9 +203,10 @@ class Scheduler:
         return events
 
     def _keep(self, session: Session, reason: str) -> None:
-        if reason == "error":
+        if reason == "error" or not session.cached_tokens:
             session.close()
             return
+        del session.tokens[session.cached_tokens :]  # given out last, never computed: another may follow next time
         self._kept.append(session)
         while len(self._kept) > self.limits.keep_sessions:
             self._kept.pop(0).close()

@@ -3,6 +3,8 @@
 fp16 and bf16, fewer KV heads natively, lse `(b, h, s)` fp32. About 60% of cuDNN's speed on Hopper.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -38,7 +40,6 @@ class FlashKernel(AttentionKernel):
             wrong_dtype(request, torch.bfloat16, torch.float16),
             wrong_head_dim(request, multiple=8, most=256),
             flash_backward_gap(request),
-            _not_deterministic(request),
         )
 
     def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
@@ -48,22 +49,23 @@ class FlashKernel(AttentionKernel):
         return token_first(out), lse.permute(2, 0, 1)
 
     def _backward(self, block: Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            heads_first(grad_out),
-            heads_first(block.q),
-            heads_first(block.k),
-            heads_first(block.v),
-            heads_first(out),
-            lse.permute(1, 2, 0).contiguous(),  # the kernel reads it by pointer, as (b, h, s)
-            None,  # cum_seq_q and cum_seq_k: dense, not packed
-            None,
-            block.q.shape[0],
-            block.k.shape[0],
-            0.0,
-            block.causal,
-            *self._seed(block.q.device),
-            scale=block.scale,
-        )
+        with _strictly(self.deterministic):
+            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                heads_first(grad_out),
+                heads_first(block.q),
+                heads_first(block.k),
+                heads_first(block.v),
+                heads_first(out),
+                lse.permute(1, 2, 0).contiguous(),  # the kernel reads it by pointer, as (b, h, s)
+                None,  # cum_seq_q and cum_seq_k: dense, not packed
+                None,
+                block.q.shape[0],
+                block.k.shape[0],
+                0.0,
+                block.causal,
+                *self._seed(block.q.device),
+                scale=block.scale,
+            )
         return token_first(dq), token_first(dk), token_first(dv)
 
     def _seed(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -78,9 +80,15 @@ class FlashKernel(AttentionKernel):
         return self._no_seed[device]
 
 
-def _not_deterministic(request: KernelRequest) -> str | None:
-    """ATen decides by torch's global switch, and with `warn_only` it takes the other algorithm and warns."""
-    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    if not request.deterministic or strict:
-        return None
-    return "deterministic=True is granted only after torch.use_deterministic_algorithms(True, warn_only=False)"
+@contextmanager
+def _strictly(deterministic: bool) -> Iterator[None]:
+    """ATen asks torch's global switch, and under `warn_only` takes the other algorithm and warns."""
+    if not deterministic:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from types import ModuleType
+
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 _LEVELS = 127
 _SCALE_BYTES = torch.float32.itemsize
@@ -36,21 +42,50 @@ def pack_kv(k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
     d = k.shape[-1]
     if d % _SCALE_BYTES:
         raise ValueError(f"head dimension {d}: expected a multiple of {_SCALE_BYTES} for 8-bit keys and values.")
-    x = torch.stack((k, v), dim=1).float()
-    scale = x.abs().amax(-1, keepdim=True) * (1 / _LEVELS)
-    finite = scale.isfinite()
-    inverse = torch.where(finite & (scale > _SMALLEST_SCALE), 1 / scale, 0.0)
-    steps = torch.where(finite, x, 0.0).mul_(inverse).round_().clamp_(-_LEVELS, _LEVELS)
-    packed = torch.empty(packed_shape(k), dtype=torch.uint8, device=x.device) if out is None else out
-    packed[..., :d].view(torch.int8).copy_(steps)
-    packed[..., d:].view(torch.float32).copy_(scale.where(finite, torch.nan))
+    packed = torch.empty(packed_shape(k), dtype=torch.uint8, device=k.device) if out is None else out
+    fused = _fused(packed)
+    if packed.numel():
+        (fused.pack_kv if fused else _pack_torch)(k, v, packed)
     return packed
 
 
 @torch.no_grad()
 def unpack_kv(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The keys and values of `pack_kv`, each `[t, b, g, d]` in `dtype`."""
-    d = packed.shape[-1] - _SCALE_BYTES
-    scale = packed[..., d:].view(torch.float32)
-    k, v = (packed[..., :d].view(torch.int8) * scale).to(dtype).unbind(1)
+    out = torch.empty(*packed.shape[:-1], packed.shape[-1] - _SCALE_BYTES, dtype=dtype, device=packed.device)
+    fused = _fused(packed)
+    if out.numel():
+        (fused.unpack_kv if fused else _unpack_torch)(packed, out)
+    k, v = out.unbind(1)
     return k, v
+
+
+def _pack_torch(k: Tensor, v: Tensor, packed: Tensor) -> None:
+    """`pack_kv` in plain PyTorch: the reference, and the way on CPU."""
+    d = k.shape[-1]
+    x = torch.stack((k, v), dim=1).float()
+    scale = x.abs().amax(-1, keepdim=True) * (1 / _LEVELS)
+    finite = scale.isfinite()
+    inverse = torch.where(finite & (scale > _SMALLEST_SCALE), 1 / scale, 0.0)
+    steps = torch.where(finite, x, 0.0).mul_(inverse).round_().clamp_(-_LEVELS, _LEVELS)
+    packed[..., :d].view(torch.int8).copy_(steps)
+    packed[..., d:].view(torch.float32).copy_(scale.where(finite, torch.nan))
+
+
+def _unpack_torch(packed: Tensor, out: Tensor) -> None:
+    d = out.shape[-1]
+    out.copy_(packed[..., :d].view(torch.int8) * packed[..., d:].view(torch.float32))
+
+
+def _fused(tensor: Tensor) -> ModuleType | None:
+    return _triton_kernels() if tensor.is_cuda else None
+
+
+@functools.cache
+def _triton_kernels() -> ModuleType | None:
+    try:
+        from megatron_longctx.kernels import quantize_kv_triton
+    except ImportError as error:
+        logger.warning("packing keys and values in plain PyTorch, slowly: triton cannot be imported (%s)", error)
+        return None
+    return quantize_kv_triton

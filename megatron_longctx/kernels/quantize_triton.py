@@ -48,7 +48,7 @@ def _store_end(at, end, inside, SHORT: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _unpack_add(  # type: ignore[no-untyped-def]
+def unpack_add(  # type: ignore[no-untyped-def]
     a,
     b,
     values,
@@ -88,22 +88,8 @@ def _unpack_add(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pack(  # type: ignore[no-untyped-def]
-    a,
-    b,
-    in_a,
-    in_b,
-    values,
-    ends,
-    group,
-    groups,
-    inside,
-    BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    SHORT: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """Quantize the two halves, `[ROWS, HALF]` fp32 with 0 outside of in_a and in_b, into groups of one message each."""
+def quantized(a, b, in_a, in_b, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Two halves, `[ROWS, HALF]` fp32 with 0 outside of in_a and in_b, as integers, and the ends of their ranges."""
     LEVELS: tl.constexpr = 2**BITS - 2 if SYMMETRIC else 2**BITS - 1
     ZERO: tl.constexpr = LEVELS // 2 if SYMMETRIC else 0
     if SYMMETRIC:
@@ -144,18 +130,38 @@ def _pack(  # type: ignore[no-untyped-def]
     first = tl.minimum(tl.maximum(steps_a, 0.0), LEVELS).to(tl.int32)
     second = tl.minimum(tl.maximum(steps_b, 0.0), LEVELS).to(tl.int32)
 
-    at = values + group[:, None] * (HALF * 2 * BITS // 8) + tl.arange(0, HALF)[None, :]
-    if BITS == 8:
-        tl.store(at, first.to(tl.uint8), mask=inside[:, None])
-        tl.store(at + HALF, second.to(tl.uint8), mask=inside[:, None])
-    else:
-        tl.store(at, (first | (second << 4)).to(tl.uint8), mask=inside[:, None])
     nan = tl.full(low.shape, float("nan"), tl.float32)
-    if SYMMETRIC:
-        _store_end(ends + group, tl.where(broken, nan, high), inside, SHORT)
+    return first, second, tl.where(broken, nan, low), tl.where(broken, nan, high)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_quantized(  # type: ignore[no-untyped-def]
+    packed,
+    values,
+    ends,
+    group,
+    groups,
+    inside,
+    BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    SHORT: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Store what `quantized` gave into groups of one message each."""
+    first, second, low, high = packed
+    if BITS == 8:
+        # One store of whole groups: half as many packets where the memory is another GPU's.
+        both = tl.permute(tl.join(first.to(tl.uint8), second.to(tl.uint8)), (0, 2, 1))
+        at = values + group[:, None] * (HALF * 2) + tl.arange(0, HALF * 2)[None, :]
+        tl.store(at, tl.reshape(both, [first.shape[0], HALF * 2]), mask=inside[:, None])
     else:
-        _store_end(ends + group, tl.where(broken, nan, low), inside, SHORT)
-        _store_end(ends + groups + group, tl.where(broken, nan, high), inside, SHORT)
+        at = values + group[:, None] * HALF + tl.arange(0, HALF)[None, :]
+        tl.store(at, (first | (second << 4)).to(tl.uint8), mask=inside[:, None])
+    if SYMMETRIC:
+        _store_end(ends + group, high, inside, SHORT)
+    else:
+        _store_end(ends + group, low, inside, SHORT)
+        _store_end(ends + groups + group, high, inside, SHORT)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -187,7 +193,8 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     b = tl.load(x + at + HALF, mask=in_b, other=0.0).to(tl.float32)
     at_values = values + (row * value_row)[:, None]
     at_ends = ends + row * end_row
-    _pack(a, b, in_a, in_b, at_values, at_ends, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
+    packed = quantized(a, b, in_a, in_b, BITS, SYMMETRIC, SHORT)
+    store_quantized(packed, at_values, at_ends, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -218,7 +225,7 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
     at_values = values + (row * value_row)[:, None]
     at_ends = ends + row * end_row
     for _ in range(count):
-        a, b = _unpack_add(a, b, at_values, at_ends, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
+        a, b = unpack_add(a, b, at_values, at_ends, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
         at_values += value_row
         at_ends += end_row
     place = group[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
@@ -250,7 +257,7 @@ def _requantize_kernel(  # type: ignore[no-untyped-def]
     a = tl.zeros([ROWS, HALF], tl.float32)
     b = tl.zeros([ROWS, HALF], tl.float32)
     for _ in range(count):
-        a, b = _unpack_add(a, b, values, ends, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
+        a, b = unpack_add(a, b, values, ends, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
         values += value_row
         ends += end_row
     place = group[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
@@ -259,7 +266,8 @@ def _requantize_kernel(  # type: ignore[no-untyped-def]
     # The ragged tail is whatever its group's padding unpacks to.
     a = tl.where(in_a, a, 0.0)
     b = tl.where(in_b, b, 0.0)
-    _pack(a, b, in_a, in_b, to_values, to_ends, group, groups, inside, TO_BITS, SYMMETRIC, SHORT, HALF)
+    packed = quantized(a, b, in_a, in_b, TO_BITS, SYMMETRIC, SHORT)
+    store_quantized(packed, to_values, to_ends, group, groups, inside, TO_BITS, SYMMETRIC, SHORT, HALF)
 
 
 def quantize(x: Tensor, chunk: int, form: QuantFormat, packed: Tensor) -> None:
@@ -318,6 +326,8 @@ def _rows(form: QuantFormat) -> int:
 
 def _constants(form: QuantFormat) -> dict[str, Any]:
     return {
+        # Every kernel that quantizes gives the same bits: none fuses multiplications into additions of its own choice.
+        "enable_fp_fusion": False,
         "BITS": form.bits,
         "SYMMETRIC": form.symmetric,
         "SHORT": form.range_dtype == torch.bfloat16,

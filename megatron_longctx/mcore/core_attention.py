@@ -119,6 +119,9 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
                 raise ValueError(
                     f"{name}={type(given).__name__}: expected None. The plans here know causal and full masks."
                 )
+        rotation = self._sequence.rotation
+        if rotation is not None:
+            query, key = rotation(query), rotation(key)
         attention, length, causal = self._sequence.attention, self._sequence.length, _CAUSAL[mask_type]
         if self._tape is not None:
             qkv = (query, key, value)

@@ -16,6 +16,7 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
+from ..comm.reduction import ReductionPolicy
 from ..config import Config, ParallelismConfig, RecomputeConfig, refuse
 from ..inference.cached_attention import CachedAttention, CacheShape
 from ..inference.choice import Chooser
@@ -25,6 +26,7 @@ from ..inference.ledger import CacheLedger
 from . import checkpoint
 from .model import build_model, fingerprint, padded_vocab_size, transformer_config
 from .rope import ShardedRotaryEmbedding
+from .row_parallel import ReducedRowParallelLinear
 from .sequence import build_sequence
 from .step import local_device
 from .tokenizer import build_tokenizer
@@ -57,10 +59,12 @@ class NewPositions:
 class CachedRotaryEmbedding(ShardedRotaryEmbedding):
     """RoPE's table at the new tokens' positions, which differ in every forward pass."""
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
+    ) -> Tensor:
         """The table `[s, 1, 1, d]`."""
         table: Tensor = self.get_emb(max_seq_len, offset)
-        return table
+        return table.float()
 
 
 class CachedGPT:
@@ -83,6 +87,12 @@ class CachedGPT:
             gpt.rotary_pos_emb = CachedRotaryEmbedding(gpt.rotary_pos_emb, self._positions)  # type: ignore[arg-type]
         gpt.post_process = False  # hidden states come out: logits of every row would not fit for long prompts
         gpt.eval()
+
+    def follow(self, policy: ReductionPolicy) -> None:
+        """Let every layer that was built with a reduction sum by this policy from now on. All ranks call it."""
+        for module in self._gpt.modules():
+            if isinstance(module, ReducedRowParallelLinear):
+                module.follow(policy)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:

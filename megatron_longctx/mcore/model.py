@@ -97,6 +97,8 @@ def transformer_config(config: Config) -> TransformerConfig:
         bias_activation_fusion=cuda and swiglu,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        cross_entropy_loss_fusion=cuda and bf16,  # its gradients are bf16, whatever the logits' dtype
+        cross_entropy_fusion_impl="native",
         gradient_accumulation_fusion=fused_accumulation,
         attention_softmax_in_fp32=True,
         deterministic_mode=False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..config import refuse
 from ..recompute import AttentionTape, Store
 from .core_attention import ContextParallelCoreAttention
 from .tiles import TiledMLP
+from .unread import unread_output
 
 
 class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
@@ -50,14 +51,19 @@ class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
         core: ContextParallelCoreAttention = self.self_attention.core_attention
 
         def taped(hidden: Tensor) -> Tensor:
-            # Nobody reads the repetition's output: tiles of the MLP are computed once more in backward only.
-            mlp = self.mlp.shape_only() if tape.replaying and isinstance(self.mlp, TiledMLP) else nullcontext()
-            with core.taped(tape), mlp:
+            with core.taped(tape), self._output_unread() if tape.replaying else nullcontext():
                 output, _ = run(hidden, *args, **kwargs)
             tape.rewind()
             return output  # type: ignore[no-any-return]
 
         return tensor_parallel.checkpoint(taped, False, hidden_states), None
+
+    def _output_unread(self) -> AbstractContextManager[None]:
+        """Nobody reads the repetition's output: tiles of the MLP are computed once more in backward only, and of a
+        whole MLP the last product is left out."""
+        if isinstance(self.mlp, TiledMLP):
+            return self.mlp.shape_only()
+        return unread_output(getattr(self.mlp, "linear_fc2", None))
 
 
 def with_recompute(layer: ModuleSpec, store: Store) -> ModuleSpec:

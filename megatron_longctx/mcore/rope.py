@@ -1,7 +1,14 @@
-"""RoPE for any layout: Megatron's own table, taken at the positions that this rank holds."""
+"""RoPE for any layout, applied to queries and keys just before attention.
+
+Megatron's own application reads and writes them five times over without TransformerEngine, and rounds cosines to the
+model's dtype; here one fused pass computes in fp32 and rounds once.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,11 +17,32 @@ from torch import Tensor
 
 from .sequence import ShardedSequence
 
+_SHAPES: set[tuple[Any, ...]] = set()
+_MOST_SHAPES = 6
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotation of one rank's tokens.
+
+    cos, sin: fp32 `[s, r / 2]`: of the angle of every token and pair of elements; r is at most the head dimension, and
+    elements from r on stay as they are. interleaved: elements (2i, 2i + 1) make a pair, otherwise (i, i + r / 2).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[s, b, h, d]` to the same, contiguous, in x's dtype; differentiable in x."""
+        return _Rotate.apply(x, self.cos, self.sin, self.interleaved)  # type: ignore[no-any-return, no-untyped-call]
+
 
 class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
     """Replaces `GPTModel.rotary_pos_emb`, which knows the zigzag layout of even lengths only.
 
-    GPTModel ignores position ids when it makes its table, so the layout has to be known here.
+    The model calls it before its layers; it leaves their `Rotation` with the sequence, whose core attention applies it,
+    and returns None, so that Megatron's layers rotate nothing themselves.
     """
 
     def __init__(self, original: RotaryEmbedding, sequence: ShardedSequence) -> None:
@@ -24,22 +52,66 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
         self.inv_freq = original.inv_freq
         self.cp_group = original.cp_group
         self._sequence = sequence
-        self._table: tuple[int, Tensor] | None = None
+        self._made: tuple[int, Rotation] | None = None
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles `[s, d/2]` in fp32, at this rank's positions instead of `0..max_seq_len-1`."""
-        positions = self._sequence.positions(self.inv_freq.device).to(self.inv_freq.dtype) + offset
+        """Angles `[s, r / 2]` in fp64, at this rank's positions instead of `0..max_seq_len-1`.
+
+        At a million tokens angles in fp32 would be off by 0.03 rad.
+        """
+        positions = (self._sequence.positions(self.inv_freq.device) + offset).double()
         if self.seq_len_interpolation_factor is not None:
             positions *= 1 / self.seq_len_interpolation_factor
-        angles: Tensor = torch.outer(positions, self.inv_freq)
-        return angles
+        return torch.outer(positions, self.inv_freq.double())
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """The table `[s, 1, 1, d]` of this rank; computed once per sequence length."""
-        if offset:
-            table: Tensor = self.get_emb(max_seq_len, offset)
-            return table
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> None:
+        """Leave the rotation with the sequence; computed once per sequence length."""
         length = self._sequence.length
-        if self._table is None or self._table[0] != length:
-            self._table = (length, self.get_emb(max_seq_len))
-        return self._table[1]
+        if self._made is None or self._made[0] != length:
+            angles = self.get_freqs_non_repeated(max_seq_len)
+            self._made = (length, Rotation(angles.cos().float(), angles.sin().float(), self.rotary_interleaved))
+        self._sequence.rotation = self._made[1]
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turn(x, cos, sin, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, -sin, ctx.interleaved), None, None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    turned, rest = x[..., : 2 * cos.shape[-1]].to(torch.promote_types(x.dtype, cos.dtype)), x[..., 2 * cos.shape[-1] :]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, -1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return torch.cat((turned.to(x.dtype), rest), -1).contiguous()
+
+
+@functools.cache
+def _compiled(dynamic: bool) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        return _rotated(x, cos, sin, interleaved)
+
+    return torch.compile(rotated, dynamic=dynamic)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`_rotated`, on GPUs as one kernel: made for the shape, which is five times as fast as one for all shapes, as long
+    as there are few shapes (torch.compile gives up after 8 variants)."""
+    if not x.is_cuda:
+        return _rotated(x, cos, sin, interleaved)
+    kind = (x.shape, x.stride(), x.dtype, interleaved)
+    if kind not in _SHAPES and len(_SHAPES) < _MOST_SHAPES:
+        _SHAPES.add(kind)
+    return _compiled(kind not in _SHAPES)(x, cos, sin, interleaved)

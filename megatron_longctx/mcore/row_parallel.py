@@ -33,7 +33,7 @@ class RowReductions:
     def of(config: ReductionConfig) -> RowReductions:
         """The policies that a configuration asks for."""
         output, down = (
-            ReductionPolicy(mode, config.group_size, config.symmetric, config.min_kib)
+            ReductionPolicy(mode, config.group_size, config.symmetric, config.min_kib, config.transport)
             for mode in (config.output_projection, config.down_projection)
         )
         return RowReductions(output, down, config.in_training)
@@ -104,12 +104,16 @@ class ReducedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         ):
             if value:
                 raise refuse(key, getattr(self, key, value), "a plain parallel layer", "Set its reduction to none.")
-        self._in_training = reductions.in_training
-        self._reducer = reductions.reducer(self.tp_group, policy)
+        self._reductions = reductions
+        self.follow(policy)
+
+    def follow(self, policy: ReductionPolicy) -> None:
+        """Sum by this policy from now on; with `none` it is Megatron's own layer. All ranks call it."""
+        self._reducer = self._reductions.reducer(self.tp_group, policy)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """`[s, b, input / n]` to (`[s, b, output]`, bias or None); `[s / n, b, output]` with sequence parallelism."""
-        if self.training and not self._in_training:
+        if self._reducer.policy.mode == "none" or (self.training and not self._reductions.in_training):
             output, bias = super().forward(input_)
             return output, bias
         partial = self._forward_impl(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,14 @@ class ShardedSequence:
     """One sequence length in flight, sharded over the context-parallel group.
 
     Core attention, RoPE and batch slicing of a model all hold the same object, so they agree on the layout. Set
-    `length` before a batch of another length.
+    `length` before a batch of another length. `rotation` turns the queries and keys of this rank's tokens, where the
+    model has RoPE (`rope.ShardedRotaryEmbedding` sets it).
     """
 
     def __init__(self, attention: ContextParallelAttention, length: int) -> None:
         self.attention = attention
         self.length = length
+        self.rotation: Callable[[Tensor], Tensor] | None = None
         self._positions: dict[tuple[int, torch.device], Tensor] = {}
 
     @property

@@ -17,6 +17,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from ..config import refuse
+from .unread import unread_output
 
 _Run = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
@@ -60,10 +61,14 @@ class TiledMLP(MLP):  # type: ignore[misc]
             biases.append(bias)
             return output, bias
 
+        def again(tile: Tensor) -> tuple[Tensor, Tensor | None]:
+            with unread_output(self.linear_fc2):
+                return plain(tile, *args, **kwargs)  # type: ignore[no-any-return]
+
         ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         rows = max(1, self._tile_tokens // (ranks * hidden_states.shape[1]))
         parameters = tuple(p for p in self.parameters() if p.requires_grad)
-        output = _Tiled.apply(run, rows, self._shape_only, hidden_states, *parameters)  # type: ignore[no-untyped-call]
+        output = _Tiled.apply((run, again), rows, self._shape_only, hidden_states, *parameters)  # type: ignore[no-untyped-call]
         bias = biases[0] if biases else self.linear_fc2.bias if self.linear_fc2.skip_bias_add else None
         return output, bias
 
@@ -92,11 +97,17 @@ def with_mlp_tiles(layer: ModuleSpec, tile_tokens: int) -> ModuleSpec:
 
 
 class _Tiled(torch.autograd.Function):
-    """`run` by rows. Weights' gradients are summed over tiles in fp32, and reach autograd once, as DDP expects."""
+    """The first of `runs` by rows, in backward the second, which need not compute its output.
+
+    Weights' gradients are summed over tiles in fp32, and reach autograd once, as DDP expects.
+    """
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, rows: int, shape_only: bool, hidden: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.run, ctx.rows = run, rows
+    def forward(
+        ctx: Any, runs: tuple[_Run, _Run], rows: int, shape_only: bool, hidden: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        run, ctx.again = runs
+        ctx.rows = rows
         ctx.save_for_backward(hidden, *parameters)
         output = torch.zeros_like(hidden)
         if not shape_only:
@@ -112,7 +123,7 @@ class _Tiled(torch.autograd.Function):
         for part in _parts(hidden, ctx.rows):
             tile = hidden[part].detach().requires_grad_()
             with torch.enable_grad():
-                output, _ = ctx.run(tile)
+                output, _ = ctx.again(tile)
             found = torch.autograd.grad(output, (tile, *parameters), grads[0][part], allow_unused=True)
             del output
             grad_hidden[part] = found[0]

@@ -10,6 +10,7 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
 BYTE_LEVEL_EOD = 256
 BYTE_LEVEL_PAD = 257
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def build_tokenizer(library: str, path: str | None = None) -> MegatronTokenizerText:
@@ -42,3 +43,16 @@ def text_of(tokenizer: MegatronTokenizerText, ids: Sequence[int]) -> str:
     if tokenizer.library == "byte-level":
         return bytes(i for i in ids if i < BYTE_LEVEL_EOD).decode("utf-8", errors="replace")
     return str(tokenizer.detokenize(list(ids)))
+
+
+def template_of(tokenizer: MegatronTokenizerText) -> str | None:
+    """The Jinja chat template that came with the tokenizer; of several, the one called default."""
+    template = getattr(tokenizer, "chat_template", None)
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def special_tokens(tokenizer: MegatronTokenizerText) -> dict[str, str]:
+    """The texts of special tokens that chat templates name, empty where the tokenizer has none."""
+    library = tokenizer._tokenizer
+    texts = {name: getattr(library, name, None) for name in _NAMED_TOKENS}
+    return {name: text if isinstance(text, str) else "" for name, text in texts.items()}

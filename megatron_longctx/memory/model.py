@@ -167,7 +167,8 @@ def _loss(job: Job, layer: LayerBytes) -> tuple[Term, ...]:
     per_logit = 4 + (e if e < 4 else 0)  # softmax in fp32; beside it the logits, or their gradient, in bf16
     chunk = job.config.recompute.head_chunk_tokens
     if chunk is None:
-        forward = tokens * vocabulary * per_logit
+        fused = 4 if job.fused and e < 4 else 0  # Megatron's fused cross-entropy copies the logits to fp32 first
+        forward = tokens * vocabulary * (per_logit + fused)
         backward = tokens * vocabulary * e + weight * e + grad_hidden
         return norm, Term("logits", max(forward, backward), per_token=True)
     return (

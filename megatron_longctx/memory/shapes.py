@@ -117,7 +117,7 @@ class LayerBytes:
     """What one layer's activations take for one micro-batch.
 
     input: the layer's input. result: attention's out and lse. attention: everything else up to there that backward
-    reads (norm, q, keys and values, RoPE's tables); q, k and v of it, as the attention call takes them, are qkv. mlp:
+    reads (norm, q, keys and values); q, k and v of it, as the attention call takes them, are qkv. mlp:
     everything after attention (norm, its input, the MLP); the MLP's first output of it is fc1. norm: what one norm
     keeps beside its input. tile: with tiles, what lies there of one tile in the place of the MLP's own activations.
     """
@@ -149,7 +149,6 @@ def layer_bytes(job: Job) -> LayerBytes:
     grouped = model.num_kv_heads < model.num_attention_heads
     # Without RoPE keys and values, and with one query head for each of them queries, are views of the projection.
     seen = q + kv + (q if grouped and not rope else 0)
-    tables = 4 * e * per_sequence * model.kv_channels if rope else 0  # cosines and sines, for q and for k
     fc1 = e * tokens * _FC1_COLUMNS[model.activation] * model.ffn_hidden_size // tp
     act = e * tokens * model.ffn_hidden_size // tp
     rms = model.normalization == "rmsnorm"
@@ -159,7 +158,7 @@ def layer_bytes(job: Job) -> LayerBytes:
     return LayerBytes(
         input=hidden,
         result=per_sequence * workload.token_bytes(Kind.OUT),
-        attention=norm + seen + tables,
+        attention=norm + seen,
         qkv=q + kv,
         mlp=hidden + norm + (inside if size is None else 0),
         fc1=fc1,

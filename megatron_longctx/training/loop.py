@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..metrics.flops import performance, training_flops
 from ..metrics.hardware import current_device_name, peak_tflops
 from ..metrics.sinks import ConsoleSink, JsonlSink, Sink, WandbSink
 from .nonfinite import NonFiniteError, dump
+from .profiling import profiled
 from .run_folder import RunFolder
 from .signals import StopRequest
 
@@ -80,7 +82,8 @@ class Trainer:
         try:
             while self.step < train.steps and not self._stopped():
                 begin = time.perf_counter()
-                result = self._one_step()
+                with self._profiled():
+                    result = self._one_step()
                 self.step += 1
                 self._report(result, time.perf_counter() - begin)
                 if train.save_interval and self.step % train.save_interval == 0 and train.save:
@@ -139,6 +142,12 @@ class Trainer:
             self._require_finite("gradient norm", float(grad_norm), batches)
         self.scheduler.step(increment=train.global_batch_size)
         return StepResult(loss, None if grad_norm is None else float(grad_norm), lr)
+
+    def _profiled(self) -> AbstractContextManager[None]:
+        step = self.step + 1
+        if dist.get_rank() != 0 or step != self.config.logging.profile_step:
+            return nullcontext()
+        return profiled(self.folder.path / "profile", step)
 
     def _require_finite(self, what: str, value: float, batches: list[dict[str, Tensor]]) -> None:
         if not math.isfinite(value):

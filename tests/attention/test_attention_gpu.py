@@ -5,6 +5,7 @@ One set of processes for each number of GPUs runs all its cases.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -174,4 +175,46 @@ def test_as_good_as_one_gpu_and_the_same_every_time(n, transport):
         for lines in run_distributed(_every_case, n, n, kernels, transport, backend="nccl", timeout=240)
         for line in lines
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+STEPS = 1000
+
+
+def _a_thousand_steps(rank: int) -> list[str]:
+    """Lengths take turns, one of them replayed from graphs; deterministic, so that equal inputs give equal bits."""
+    device = torch.device("cuda", rank)
+    wrong = []
+    cases = (CASES[0], Case(8 * LENGTH, True, "GQA"))
+    for schedule in ("all_gather", "zigzag", "ulysses"):
+        attention = ContextParallelAttention(dist.group.WORLD, schedule=schedule, deterministic=True)
+        tensors = {
+            case: [shard(x, attention.layout(case.length), rank) for x in case.tensors(device)] for case in cases
+        }
+        first: dict[Case, dict[str, Tensor]] = {}
+        held, differ = [], torch.zeros((), dtype=torch.bool, device=device)
+        for step in range(STEPS if schedule == "all_gather" else STEPS // 20):
+            case = cases[step % 10 == 9]
+            *leaves, grad_out = tensors[case]
+            call = functools.partial(attention, length=case.length)
+            found = forward_backward(call, leaves, grad_out)
+            for key, before in first.setdefault(case, found).items():
+                differ |= (found[key] != before).any()
+            del found, before
+            if step % 10 == 9:
+                torch.cuda.synchronize()
+                stats = torch.cuda.memory_stats(device)
+                held.append((stats["active_bytes.all.current"], stats["reserved_bytes.all.current"]))
+        if held[2] != held[-1]:
+            wrong.append(f"rank {rank}, {schedule}: memory went from {held[2]} to {held[-1]}")
+        if differ.item():
+            wrong.append(f"rank {rank}, {schedule}: steps differ")
+    return wrong
+
+
+def test_a_thousand_deterministic_steps_are_equal_and_hold_no_more_memory() -> None:
+    n = min(4, torch.cuda.device_count())
+    if n < 2:
+        pytest.skip("needs 2 CUDA devices")
+    wrong = [line for lines in run_distributed(_a_thousand_steps, n, backend="nccl", timeout=240) for line in lines]
     assert not wrong, "\n".join(wrong)

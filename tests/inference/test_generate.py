@@ -52,6 +52,21 @@ def test_a_chat_computes_only_what_is_new(trained: Config) -> None:
     assert out.count("\n") >= 2
 
 
+def test_a_chat_by_a_template_computes_what_its_text_does_not_begin_with(trained: Config, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    words = [run_of(trained), "inference.max_new_tokens=3", f"inference.chat_template={template}", "--chat"]
+    template.write_text("{% for m in messages %}{{ m.content }}.{% endfor %}")
+    _, said = generate(["parallelism=cp2", *words], "abcdefgh\nabc\n")
+    assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, said)] == [(9 + 3, 0), (9 + 3 + 1 + 4 + 3, 9 + 2)]
+    # An answer comes where this one has a bracket later: the conversation is computed anew.
+    template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    out, said = generate(["parallelism=single", *words], "abcdefgh\nabc\n")
+    assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, said)] == [(10 + 3, 0), (10 + 5 + 5 + 3, 0)]
+    first, second = out.splitlines()
+    prompt = f"prompt=[abcdefgh][{first}][abc]"
+    assert generate([run_of(trained), "parallelism=single", prompt, *words[1:2]])[0] == second + "\n"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -67,6 +82,7 @@ def test_a_chat_computes_only_what_is_new(trained: Config) -> None:
         (["prompt=a", "inference.pages=3"], "Nearest: inference.page_tokens"),
         (["prompt=a", "model.num_layers=3"], "num_layers: checkpoint 2, model 3"),
         (["prompt=a", "experiment=demo"], "expected settings of a run that exists"),
+        (["inference.chat_template=nowhere", "--chat"], "nowhere: expected a file with a Jinja template"),
         (["prompt=a", "iteration=last"], "iteration=last: expected a number"),
         (["prompt=a", "parallelism.tensor_parallel_size=4"], "expected a divisor of model.num_kv_heads=2"),
         (["prompt=a", "parallelism.pipeline_parallel_size=2"], "expected 1 for inference"),

@@ -29,6 +29,13 @@ def test_draws_follow_the_probabilities(temperature: float) -> None:
         assert abs(counts[token] - p * DRAWS) <= 5 * (p * (1 - p) * DRAWS) ** 0.5 + 1
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-9])
+def test_a_temperature_of_almost_nothing_is_almost_greedy(temperature: float) -> None:
+    for top_p in (1.0, 0.5, 5e-324):
+        draws = {sample(LOGITS, Sampling(temperature=temperature, top_p=top_p), 0, step) for step in range(50)}
+        assert draws == ({1, 4} if top_p == 1 else {1, 4} & draws)
+
+
 def test_top_k_and_top_p_keep_the_likeliest_and_their_ratios() -> None:
     assert set(drawn(Sampling(temperature=1.0, top_k=3))) == {1, 4, 3}
     # 1 and 4 have 0.37 each: the first alone reaches 0.3, both are needed for 0.5, 3 as well for 0.8

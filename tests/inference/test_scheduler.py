@@ -83,6 +83,26 @@ def a_conversation_is_found_again(engine: LongContextEngine) -> None:
     assert tokens_of(events) == engine.generate([second.prompt], second.sampling)[0]
 
 
+def what_was_cancelled_is_found_again(engine: LongContextEngine) -> None:
+    """As after a stop text: the prompt and what was computed of the answer, though the last token was not."""
+    scheduler = Scheduler(engine)
+    first = Request(0, tuple(range(60, 80)), Sampling(max_new_tokens=50))
+    scheduler.submit(first)
+    answer = tokens_of([event for _ in range(4) for event in scheduler.advance()])
+    scheduler.submit(Request(1, (1, 2, 3), first.sampling))  # cancelled before anything of it is computed
+    scheduler.cancel(0)
+    scheduler.cancel(1)
+    assert [event.finish_reason for event in scheduler.advance()] == ["cancelled", "cancelled"]
+    assert not scheduler.busy
+    second = Request(2, (*first.prompt, *answer[:-1], 10, 11), Sampling(max_new_tokens=4))
+    scheduler.submit(second)
+    events = finish(scheduler)[2]
+    assert {event.cached_tokens for event in events} == {23}
+    scheduler.close()
+    assert engine.ledger.used_pages() == 0
+    assert tokens_of(events) == engine.generate([second.prompt], second.sampling)[0]
+
+
 def what_cannot_be_served_harms_nobody(engine: LongContextEngine) -> None:
     scheduler = Scheduler(engine)
     good = Sampling(max_new_tokens=3)
@@ -125,6 +145,7 @@ def every_promise(rank: int, config: Config) -> list[list[int]]:
     found = everybody_gets_their_own(engine)
     a_long_prompt_stalls_nobody(engine)
     a_conversation_is_found_again(engine)
+    what_was_cancelled_is_found_again(engine)
     what_cannot_be_served_harms_nobody(engine)
     requests_wait_for_room(engine)
     groups.destroy()

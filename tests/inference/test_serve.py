@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
 import socket
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,6 @@ import pytest
 
 from megatron_longctx import cli
 from megatron_longctx.config import Config
-from megatron_longctx.http_api import TextStream
 from megatron_longctx.testing.jobs import CLI, clean_environment, started
 
 KEY = "a-secret"
@@ -47,25 +50,35 @@ class Client:
         assert lines[-2:] == ["data: [DONE]", ""] and all(line.startswith("data: ") for line in lines[:-1])
         return [json.loads(line[6:]) for line in lines[:-2]]
 
+    def health(self) -> dict[str, Any]:
+        status, answer = self.raw("GET", "/health", None, {})
+        assert status == 200
+        found: dict[str, Any] = json.loads(answer)
+        return found
 
-@pytest.fixture(scope="module")
-def client(trained: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """A server on 2 context-parallel ranks; it has to end well, too."""
-    words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "parallelism=cp2", "serve.port=0"]
-    words += [
-        "serve.max_body_bytes=5000",
-        "inference.cache_tokens=400",
-        "inference.page_tokens=8",
-        "serve.max_active=3",
-    ]
-    environment = clean_environment(CUDA_VISIBLE_DEVICES="", MEGATRON_LONGCTX_API_KEY=KEY)
-    with started(tmp_path_factory.mktemp("serve"), [*CLI, "serve", *words], environment) as job:
+
+@contextmanager
+def serving(config: Config, folder: Path, *settings: str, **environment: str) -> Iterator[Client]:
+    """A server of the run; it has to end well, too."""
+    words = [f"checkpoint={Path(config.run.root, config.run.name)}", "serve.port=0", "inference.page_tokens=8"]
+    with started(
+        folder, [*CLI, "serve", *words, *settings], clean_environment(CUDA_VISIBLE_DEVICES="", **environment)
+    ) as job:
         job.wait_for("serving trained at http://127.0.0.1:")
         found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", job.out.read_text())
         assert found is not None
         yield Client(int(found.group(1)))
-        job.process.send_signal(signal.SIGTERM)
+        os.killpg(job.process.pid, signal.SIGTERM)  # to all ranks, as torchrun and Slurm send it
         assert job.wait(30) == 0, job.said()
+        assert "Traceback" not in job.said(), job.said()
+
+
+@pytest.fixture(scope="module")
+def client(trained: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A server on 2 context-parallel ranks."""
+    settings = ["parallelism=cp2", "serve.max_body_bytes=5000", "inference.cache_tokens=400", "serve.max_active=3"]
+    with serving(trained, tmp_path_factory.mktemp("serve"), *settings, MEGATRON_LONGCTX_API_KEY=KEY) as found:
+        yield found
 
 
 def test_models_are_listed(client: Client) -> None:
@@ -151,7 +164,7 @@ def test_bad_requests_are_told_why(client: Client, body: Any, status: int, messa
     assert found == status and message in answer["error"]["message"]
 
 
-def test_bad_connections_harm_nobody(client: Client) -> None:
+def test_bad_connections_are_told_why(client: Client) -> None:
     assert client.ask("/v1/models", key="guess")[0] == 401
     assert client.raw("GET", "/v1/models", None, {})[0] == 401
     headers = {"Authorization": f"Bearer {KEY}"}
@@ -160,15 +173,79 @@ def test_bad_connections_harm_nobody(client: Client) -> None:
     assert client.raw("POST", "/v1/other", b"{}", headers)[0] == 404
     assert client.ask("/v2/models")[0] == 404
     assert client.ask("/v1/chat/completions", {"messages": [{"role": "user"}]})[0] == 400
-    with socket.create_connection(("127.0.0.1", client.port)) as connection:
-        connection.sendall(b"nonsense\r\n\r\n")
-    # A client that goes away in the middle of its stream.
-    body = json.dumps({"prompt": "ab", "max_tokens": 300, "stream": True}).encode()
-    with socket.create_connection(("127.0.0.1", client.port)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    assert client.ask("/v1/completions", GOOD)[0] == 200
+
+
+def leave_in_the_middle(client: Client) -> None:
+    """Begin a stream that would fill most of the cache, and go away."""
+    body = json.dumps({"prompt": "xyz", "max_tokens": 200, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", client.port), timeout=60) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: here\r\n"
+        head += f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode("latin-1") + body)
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
-    assert client.ask("/v1/completions", GOOD)[0] == 200
+
+
+def test_bad_requests_leave_others_answers_as_they_are(client: Client) -> None:
+    good = {"prompt": "abcdefgh" * 3, "max_tokens": 30, "temperature": 0.9, "seed": 5}
+    alone = client.ask("/v1/completions", good)[1]["choices"][0]["text"]
+    headers = {"Authorization": f"Bearer {KEY}"}
+    bad = [
+        lambda: client.ask("/v1/completions", {**GOOD, "prompt": [97, 10**6]})[0] == 400,
+        lambda: leave_in_the_middle(client) is None,
+        lambda: client.ask("/v1/completions", {**GOOD, "prompt": "a" * 500})[0] == 400,
+        lambda: client.raw("POST", "/v1/completions", b"{", headers)[0] == 400,
+        lambda: client.ask("/v1/completions", {**GOOD, "prompt": "a" * 6000})[0] == 413,
+        lambda: client.ask("/v1/completions", GOOD, key="guess")[0] == 401,
+        lambda: client.ask("/v1/completions", {**GOOD, "model": "gpt-4"})[0] == 404,
+        # Of the smallest temperature, and ids and sizes that fit no integer of 64 bits.
+        lambda: client.ask("/v1/completions", {**GOOD, "temperature": 5e-324, "top_p": 0.5})[0] == 200,
+        lambda: client.ask("/v1/completions", {**GOOD, "temperature": 1, "top_k": 10**30, "seed": -(10**30)})[0] == 200,
+        lambda: client.ask("/v1/completions", {**GOOD, "prompt": [10**30]})[0] == 400,
+    ]
+    said, done = "", 0
+    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps({**good, "stream": True}), headers)
+    answer = connection.getresponse()
+    while (line := answer.readline()) != b"data: [DONE]\n":
+        if line.startswith(b"data: "):
+            said += json.loads(line[6:])["choices"][0]["text"]
+            if done < len(bad):  # between the pieces of the good one
+                assert bad[done](), f"the bad request {done}"
+                done += 1
+    connection.close()
+    assert said == alone and done == len(bad)
+    deadline = time.monotonic() + 60
+    while client.health()["requests"]:
+        assert time.monotonic() < deadline, "a request was left behind"
+        time.sleep(0.05)
+    # What was promised to the one that left is free again: this needs nearly all of the cache.
+    assert client.ask("/v1/completions", {"prompt": "a" * 350, "max_tokens": 5})[0] == 200
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{% endif %}"
+)
+
+
+def test_a_chat_laid_out_by_a_template_finds_its_cache_again(
+    trained: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_LONGCTX_API_KEY", raising=False)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    with serving(trained, tmp_path, "parallelism=single", f"inference.chat_template={tmp_path}/chat.jinja") as client:
+        messages = [{"role": "user", "content": "abcdefghabcdefgh"}]
+        body = {"messages": messages, "max_tokens": 6, "temperature": 0}
+        first = client.ask("/v1/chat/completions", body)[1]
+        prompt = "<user>abcdefghabcdefgh</s><assistant>"
+        assert first["usage"]["prompt_tokens"] == len(prompt)
+        alone = client.ask("/v1/completions", {"prompt": prompt, "max_tokens": 6, "temperature": 0})[1]
+        assert alone["choices"][0]["text"] == first["choices"][0]["message"]["content"]
+        messages += [first["choices"][0]["message"], {"role": "user", "content": "and?"}]
+        second = client.ask("/v1/chat/completions", body)[1]
+        details = second["usage"]["prompt_tokens_details"]
+        assert details["cached_tokens"] == first["usage"]["total_tokens"] - 1  # the last one was never computed
 
 
 def test_an_open_address_needs_a_key(
@@ -180,19 +257,24 @@ def test_an_open_address_needs_a_key(
     assert "serve.host=0.0.0.0: expected a loopback address, or MEGATRON_LONGCTX_API_KEY" in capsys.readouterr().err
 
 
-def test_stop_texts_end_a_stream_wherever_tokens_cut_them() -> None:
-    def shown(text: str, *stops: str) -> tuple[str, bool]:
-        stream = TextStream(lambda ids: bytes(ids).decode("utf-8", errors="replace"), stops)
-        said = ""
-        for byte in text.encode():
-            said += stream.feed(byte)
-            assert not any(stop in said for stop in stops)
-            if stream.stopped:
-                return said, True
-        return said + stream.finish(), False
+@pytest.mark.parametrize("missing", ["starlette", "uvicorn"])
+def test_packages_that_are_not_installed_are_named(
+    missing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert cli.main(["serve", "checkpoint=nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert f"import of {missing} halted" in said and "pip install 'megatron-longctx[serve]'" in said
 
-    assert shown("one two three", "two", "tw!") == ("one ", True)
-    assert shown("one tw", "two") == ("one tw", False)
-    assert shown("größer", "ß") == ("grö", True)
-    assert shown("größer") == ("größer", False)
-    assert shown("aab", "ab") == ("a", True)
+
+def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(
+    trained: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = f"checkpoint={Path(trained.run.root, trained.run.name)}"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", run, f"serve.port={port}"]) == 2
+    assert f"127.0.0.1:{port}: expected an address to listen at (address already in use" in capsys.readouterr().err
+    (tmp_path / "broken").write_text("{% for")
+    assert cli.main(["serve", run, f"inference.chat_template={tmp_path}/broken"]) == 2
+    assert "broken: expected a Jinja template (line 1:" in capsys.readouterr().err

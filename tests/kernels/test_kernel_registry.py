@@ -18,6 +18,7 @@ from megatron_longctx.kernels import (
     merge_into,
     registry,
 )
+from megatron_longctx.kernels.interface import Block
 
 
 def request_for(**changes):
@@ -103,7 +104,7 @@ def test_without_a_gpu_cuda_requests_name_the_missing_device():
         ("flash", {"head_dim": 256}, None),
         ("flash", {"head_dim": 264}, "multiples of 8 up to 256"),
         ("flash", {"dtype": torch.float64}, "only torch.bfloat16, torch.float16"),
-        ("flash", {"deterministic": True}, r"torch.use_deterministic_algorithms\(True, warn_only=False\)"),
+        ("flash", {"deterministic": True}, None),
         ("reference", {"dtype": torch.float64, "deterministic": True, "head_dim": 7}, None),
         ("cpu", {}, "only 'cpu'"),
     ],
@@ -129,15 +130,23 @@ def test_older_hardware_and_software_are_refused(pretend_hopper, monkeypatch):
     assert "no backward on compute capability 8.6" in PROVIDERS["flash"]().why_not(wide)
 
 
-def test_flash_grants_determinism_only_under_torchs_strict_switch(pretend_hopper):
-    request = request_for(device_type="cuda", dtype=torch.bfloat16, deterministic=True)
-    try:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        assert "warn_only=False" in PROVIDERS["flash"]().why_not(request)
-        torch.use_deterministic_algorithms(True)
-        assert PROVIDERS["flash"]().why_not(request) is None
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_flash_turns_torchs_strict_switch_on_for_its_backward_alone(kernel_math, make_case, monkeypatch):
+    seen = []
+
+    def backward(grad_out, q, k, v, *_, **__):
+        seen.append(
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+        )
+        return q, k, v
+
+    ops = types.SimpleNamespace(aten=types.SimpleNamespace(_scaled_dot_product_flash_attention_backward=backward))
+    monkeypatch.setattr(torch, "ops", ops)
+    q, k, v = (torch.ones(4, 1, 2, 8) for _ in range(3))
+    block = Block(q, k, v, causal=True, scale=1.0)
+    for deterministic in (False, True):
+        PROVIDERS["flash"](deterministic=deterministic)._backward(block, q, q, torch.ones(4, 1, 2))
+        assert not torch.are_deterministic_algorithms_enabled()
+    assert seen == [(False, False), (True, False)]
 
 
 def test_requests_are_checked():

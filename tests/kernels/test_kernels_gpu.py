@@ -110,13 +110,9 @@ def test_kernels_and_merge_never_wait_for_the_device(kernel_math, make_case, nam
 def test_deterministic_kernels_repeat_bit_for_bit(kernel_math, make_case, name, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     case = make_case(2048, 2048, 1, 8, 2, 128, True)
-    torch.use_deterministic_algorithms(True)
-    try:
-        kernel = kernel_or_skip(name, case, torch.bfloat16, deterministic=True)
-        tensors = kernel_math.tensors(case, torch.bfloat16, "cuda")
-        runs = [kernel_math.run(kernel, *tensors, case) for _ in range(4)]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    kernel = kernel_or_skip(name, case, torch.bfloat16, deterministic=True)
+    tensors = kernel_math.tensors(case, torch.bfloat16, "cuda")
+    runs = [kernel_math.run(kernel, *tensors, case) for _ in range(4)]
     assert all(torch.equal(runs[0][key], other[key]) for other in runs[1:] for key in other)
 
 

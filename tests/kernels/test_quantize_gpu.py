@@ -65,7 +65,9 @@ def test_kernels_equal_torch_on_a_gpu(form: QuantFormat, dtype: torch.dtype) -> 
         host_total = torch.empty(chunk)
         sum_quantized(packed, chunk, form, total)
         sum_quantized(packed.cpu(), chunk, form, host_total)
-        torch.testing.assert_close(total.cpu(), host_total, rtol=1e-5, atol=1e-5, equal_nan=True)
+        # A small sum of large values carries their rounding, which differs where multiplications are fused.
+        rounding = 4 * 2.0**-23 * float(x.float().nan_to_num().abs().max())
+        torch.testing.assert_close(total.cpu(), host_total, rtol=1e-5, atol=rounding, equal_nan=True)
         again = requantize_sum(packed, chunk, form, form)
         twice = dequantize(again[None], chunk, form, torch.empty(chunk, device="cuda")).cpu()
         allowed = error_bound(host_total, chunk, form) * 1.001 + host_total.abs() * 1e-5

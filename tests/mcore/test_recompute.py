@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -58,6 +59,7 @@ class Seen:
     forward: int
     backward: int
     messages: int
+    products: int  # of row-parallel layers: two a layer
 
 
 def _counted(owner: Any, name: str, counts: dict[str, int], key: str) -> Any:
@@ -83,13 +85,14 @@ def _see(root: Path, mode: str, settings: dict[str, Any]) -> Seen:
     gpt = build_model(config, megatron, collection, sequence, VOCABULARY)
     if megatron.bf16:
         gpt.bfloat16()
-    counts = {"forward": 0, "backward": 0, "messages": 0}
+    counts = {"forward": 0, "backward": 0, "messages": 0, "products": 0}
     groups.seed_everything(5)
     losses = []
     with (
         _counted(context_parallel.ForwardPass, "run", counts, "forward"),
         _counted(context_parallel.BackwardPass, "run", counts, "backward"),
         _counted(P2PTransport, "start", counts, "messages"),
+        _counted(RowParallelLinear, "_forward_impl", counts, "products"),
     ):
         for index in range(MICRO_BATCHES):  # all in flight before the first backward, as pipeline stages have them
             tokens = torch.randint(VOCABULARY, (2, 39), generator=torch.Generator().manual_seed(index))
@@ -134,6 +137,8 @@ def test_attention_runs_once_and_gradients_are_equal_to_the_bit(world: int, root
             for mode in MODES:
                 found, where = seen[name, mode], f"rank {rank}, {name}, {mode}"
                 assert found.backward == calls, where
+                # A repetition leaves out the last product of the MLP.
+                assert found.products == {"none": 2, "layer": 4}.get(mode, 3) * calls, where
                 assert all(map(torch.equal, found.losses, plain.losses)), where
                 wrong = [key for key, value in plain.gradients.items() if not torch.equal(found.gradients[key], value)]
                 assert not wrong, f"{where}: {wrong}"

@@ -93,6 +93,10 @@ def _one_layer(rank: int) -> list[str]:
                 partial = torch.nn.functional.linear(x, theirs.weight).detach()
                 same = torch.equal(layers[0].eval()(x)[0], all_reduce(partial, collection.tp, bits=8, group_size=32))
                 wrong += [] if same else ["not the quantized all-reduce"]
+                layers[0].follow(ReductionPolicy("none"))
+                wrong += (
+                    [] if torch.equal(layers[0](x)[0], theirs(x)[0]) else ["without a reduction not Megatron's layer"]
+                )
     groups.destroy()
     return wrong
 

@@ -1,9 +1,10 @@
-"""RoPE of a rank: the rows of Megatron's own table at the positions that the rank holds."""
+"""RoPE of a rank: Megatron's own rotation at the positions that the rank holds."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from megatron_longctx.mcore.rope import ShardedRotaryEmbedding
@@ -41,35 +42,62 @@ VARIANTS = [
 
 @pytest.mark.parametrize("schedule", ["ring", "zigzag", "all_gather"])
 @pytest.mark.parametrize(("world", "length", "unit"), [(1, 12, 1), (2, 16, 1), (3, 101, 1), (8, 101, 1), (2, 100, 2)])
-def test_rows_of_megatrons_table(schedule: str, world: int, length: int, unit: int) -> None:
+def test_tokens_turn_as_in_megatron(schedule: str, world: int, length: int, unit: int) -> None:
+    """Output and gradient, at whatever positions a rank holds."""
+    whole = torch.randn(length, 2, 3, 16, generator=torch.Generator().manual_seed(length))
     for variant in VARIANTS:
         original = _megatron(**variant)  # type: ignore[arg-type]
-        for offset in (0, 7):
-            table = original.get_emb(length, offset)
-            rows = []
-            for rank in range(world):
-                sequence = sequence_of(rank, world, length, schedule, unit)
-                ours = ShardedRotaryEmbedding(original, sequence)(length, offset)
-                positions = list(sequence.layout.tokens(rank))
-                assert torch.equal(ours, table[positions]), (variant, offset, rank)
-                rows += positions
-            assert sorted(rows) == list(range(length))
+        table = original.get_emb(length)
+        theirs = whole.clone().requires_grad_()
+        expected = _apply_rotary_pos_emb_bshd(theirs, table, rotary_interleaved=variant.get("interleaved", False))
+        expected.backward(whole.flip(0))
+        rows = []
+        for rank in range(world):
+            sequence = sequence_of(rank, world, length, schedule, unit)
+            assert ShardedRotaryEmbedding(original, sequence)(length) is None, "Megatron's layers turn nothing"
+            positions = list(sequence.layout.tokens(rank))
+            ours = whole[positions].requires_grad_()
+            turned = sequence.rotation(ours)
+            turned.backward(whole.flip(0)[positions])
+            torch.testing.assert_close(turned, expected[positions], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(ours.grad, theirs.grad[positions], rtol=1e-5, atol=1e-5)
+            rows += positions
+        assert sorted(rows) == list(range(length))
 
 
-def test_literal_positions() -> None:
-    rope = ShardedRotaryEmbedding(_megatron(), sequence_of(rank=1, world=2, length=10))
+def test_literal_angles() -> None:
+    sequence = sequence_of(rank=1, world=2, length=10)
+    ShardedRotaryEmbedding(_megatron(), sequence)(10)
     # Pieces of 10 tokens: 0 1 | 2 3 4 | 5 6 | 7 8 9. The fastest angle is the position itself.
-    assert rope(10)[:, 0, 0, 0].tolist() == [2, 3, 4, 5, 6]
-    assert rope(10).shape == (5, 1, 1, 16) and rope(10).dtype == torch.float32
+    expected = torch.tensor([2.0, 3, 4, 5, 6]).cos()
+    assert torch.equal(sequence.rotation.cos[:, 0], expected) and sequence.rotation.cos.shape == (5, 8)
 
 
-def test_the_table_follows_the_length() -> None:
+def test_bf16_is_rounded_once() -> None:
+    sequence = sequence_of(rank=0, world=1, length=64)
+    ShardedRotaryEmbedding(_megatron(), sequence)(64)
+    x = torch.randn(64, 1, 2, 16).bfloat16()
+    assert torch.equal(sequence.rotation(x), sequence.rotation(x.float()).bfloat16())
+
+
+def test_angles_are_exact_at_a_million_tokens() -> None:
+    sequence = sequence_of(rank=1, world=2, length=2**20, schedule="ring")
+    rope = ShardedRotaryEmbedding(_megatron(), sequence)
+    rope(2**20)
+    exact = torch.outer(torch.arange(2**19, 2**20).double(), rope.inv_freq.double())
+    torch.testing.assert_close(sequence.rotation.sin.double(), exact.sin(), rtol=0, atol=1e-7)
+
+
+def test_the_rotation_follows_the_length() -> None:
     sequence = sequence_of(rank=0, world=2, length=8)
     rope = ShardedRotaryEmbedding(_megatron(), sequence)
-    first = rope(8)
-    assert rope(8) is first, "made once"
-    assert rope(8, 3)[:, 0, 0, 0].tolist() == [3, 4, 9, 10] and rope(8) is first
+    rope(8)
+    first = sequence.rotation
+    rope(8)
+    assert sequence.rotation is first, "made once"
     sequence.length = 4
-    assert rope(4)[:, 0, 0, 0].tolist() == [0, 3]
+    rope(4)
+    assert torch.equal(sequence.rotation.cos[:, 0], torch.tensor([0.0, 3]).cos())
     sequence.length = 8
-    assert torch.equal(rope(8), first)
+    rope(8)
+    assert torch.equal(sequence.rotation.cos, first.cos)

@@ -105,8 +105,8 @@ class OneModel:
         self.job = Job(self.config, self.vocabulary, fused=False)
 
     def saved_by_a_layer(self) -> dict[str, int]:
-        """Bytes that autograd keeps of a layer's forward, besides weights, and what the model says."""
-        weights = {p.untyped_storage().data_ptr() for p in self.gpt.parameters()}
+        """Bytes that autograd keeps of a layer's forward, besides weights and RoPE's tables, and what is predicted."""
+        known = {p.untyped_storage().data_ptr() for p in self.gpt.parameters()}
         saved: dict[int, torch.Tensor] = {}
 
         def pack(x: torch.Tensor) -> torch.Tensor:
@@ -114,11 +114,13 @@ class OneModel:
             return x
 
         hidden = torch.randn(self.job.hidden_tokens, 1, self.config.model.hidden_size, requires_grad=True)
-        rope = self.config.model.position_embedding == "rope"
-        table = self.gpt.rotary_pos_emb(0) if rope else None
+        if self.config.model.position_embedding == "rope":
+            self.gpt.rotary_pos_emb(0)
+            rotation = self.sequence.rotation
+            known |= {x.untyped_storage().data_ptr() for x in (rotation.cos, rotation.sin)}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            output = self.gpt.decoder.layers[0](hidden, attention_mask=None, rotary_pos_emb=table)
-        found = sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in weights)
+            output = self.gpt.decoder.layers[0](hidden, attention_mask=None)
+        found = sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in known)
         parameters = sum(p.numel() for p in self.gpt.parameters())
         del output
         predicted = {"predicted": layer_bytes(self.job).total, "predicted parameters": stage_parameters(self.job, 0)}
@@ -186,7 +188,11 @@ def _recorded() -> list[tuple[Config, float]]:
         groups_of = {name: type(getattr(Config(), name))(**values) for name, values in run["config"].items()}
         # Recorded before attention's messages went through peer memory.
         groups_of["attention"] = dataclasses.replace(groups_of["attention"], transport="p2p")
-        recorded.append((dataclasses.replace(Config(), **groups_of), run["medians"]["mem/peak_active_gib"]))
+        config = dataclasses.replace(Config(), **groups_of)
+        # ... and before Megatron's fused cross-entropy, which holds every logit once more in fp32.
+        assert config.model.vocab_size is not None
+        more = 4 * config.data.seq_length // config.parallelism.context_parallel_size * config.model.vocab_size
+        recorded.append((config, run["medians"]["mem/peak_active_gib"] + more / 2**30))
     return recorded
 
 

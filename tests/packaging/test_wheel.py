@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -89,6 +91,7 @@ def test_the_metadata(wheel: Path, members: set[str]) -> None:
         entry, metadata = (archive.read(f"{info}/{name}").decode() for name in ("entry_points.txt", "METADATA"))
     assert "[console_scripts]\nmegatron-longctx = megatron_longctx.cli:main" in entry
     assert "Requires-Dist: megatron-core==0.16.1" in metadata and "Provides-Extra: gpu" in metadata
+    assert "Requires-Dist: starlette>=1.0; extra == 'serve'" in metadata.replace('"', "'")
 
 
 def test_launch_scripts_stay_executable(wheel: Path) -> None:
@@ -170,3 +173,14 @@ def test_copies_inside_the_package_of_a_checkout_are_never_read(
     )
     (tmp_path / "pyproject.toml").write_text("")
     assert compose.bundled("recipes") == tmp_path / "recipes"
+
+
+def test_everything_that_is_asked_for_is_pinned() -> None:
+    """`make setup` installs what is tested: every dependency of the project and of its extras, but for gpu."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = {re.split(r"[<>=;\[ ]", word)[0] for word in (*project["dependencies"], *extras["dev"], *extras["serve"])}
+    pins = [line.partition("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    pinned = [name for name, _, version in pins if version and not name.startswith("#")]
+    assert asked <= set(pinned) and len(pinned) == len(set(pinned))
+    assert {word.partition(">")[0] for word in extras["serve"]} <= {word.partition(">")[0] for word in extras["dev"]}

@@ -37,7 +37,8 @@ def _poison_gradient(trainer: Trainer) -> None:
 
 def _jobs(root: Path) -> dict[str, Job]:
     return {
-        "metrics": Job(tiny_config(root, "metrics", {**CP2, "train.steps": 3, "logging.peak_tflops": 0.5})),
+        "metrics": Job(tiny_config(root, "metrics", {**CP2, "train.steps": 3, "logging.peak_tflops": 0.5,
+                                                     "logging.profile_step": 2})),
         "no clipping": Job(tiny_config(root, "no-clipping", {**CP2, "train.steps": 3, "optim.clip_grad": 0.0})),
         # The distributed optimizer would give every rank the owner's values.
         "parameter": Job(tiny_config(root, "parameter", {**CP2, **SAVED, "optim.distributed": False}),
@@ -93,6 +94,14 @@ def test_metrics_have_every_key(root: Path, runs: dict[str, list[Record]]) -> No
         assert line[names.IMBALANCE_PCT] == pytest.approx(0.0), "zigzag over a length that divides is balanced"
     assert len(lines) == 3
     assert not (root / "metrics" / "checkpoints" / checkpoint.TRACKER).exists(), "train.save=false"
+
+
+def test_a_step_is_profiled_where_asked(root: Path, runs: dict[str, list[Record]]) -> None:
+    folder = root / "metrics" / "profile"
+    assert {path.name for path in folder.iterdir()} == {"step_2.json", "step_2.md", "step_2.trace.json.gz"}
+    found = json.loads((folder / "step_2.json").read_text())
+    assert sum(found["busy_seconds"].values()) == pytest.approx(found["seconds"])
+    assert {"attention forward", "matrix products", "optimizer"} <= found["busy_seconds"].keys()
 
 
 def test_the_norm_is_known_without_clipping(runs: dict[str, list[Record]]) -> None:

@@ -1,0 +1,131 @@
+"""Several training runs by one set of ranks: `python -m analysis.training_cases CASES.yaml OUT [--ranks N]`.
+
+CASES.yaml names a title, settings shared by all (as on the command line of `megatron-longctx train`) and those of every
+case. Each becomes an ordinary run folder under `run.root`, one after the other in the same processes, which compile and
+choose kernels once; OUT.json and OUT.md are made of them as `analysis/record.py` does. A case that fails ends the job;
+those before it are recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from analysis.record import read_run, write
+from megatron_longctx import memory
+from megatron_longctx.comm.local_ranks import run_ranks
+from megatron_longctx.compose import compose_config
+from megatron_longctx.config import Config, data_parallel_size, refuse
+from megatron_longctx.mcore.model import padded_vocab_size
+from megatron_longctx.mcore.tokenizer import build_tokenizer
+from megatron_longctx.training.preflight import check
+from megatron_longctx.training.run_folder import RunFolder
+from megatron_longctx.training.text import prepare
+
+
+@dataclass(frozen=True)
+class Cases:
+    """title, note: of the table. configs: every case's, its name the run's."""
+
+    title: str
+    note: str
+    configs: tuple[Config, ...]
+
+
+def read_cases(path: Path) -> Cases:
+    """The cases of a file.
+
+    Raises:
+        ValueError: a file of another form, or settings that are refused.
+    """
+    try:
+        found: Any = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise refuse("cases", path, "a readable YAML file", str(error)) from error
+    if not isinstance(found, Mapping) or not isinstance(found.get("cases"), Mapping) or "title" not in found:
+        raise refuse(
+            "cases", path, "`title:`, `shared:` and `cases:`, names with lists of settings", "See analysis/cases."
+        )
+    shared = found.get("shared", [])
+    configs = tuple(compose_config([*shared, *words, f"run.name={name}"]) for name, words in found["cases"].items())
+    return Cases(str(found["title"]), str(found.get("note", "")), configs)
+
+
+def _rank(rank: int, configs: Sequence[Config]) -> None:
+    """Train every case; each leaves nothing on the device for the next."""
+    from megatron_longctx.mcore import groups
+    from megatron_longctx.training.loop import Trainer
+    from megatron_longctx.training.signals import StopRequest
+    from megatron_longctx.training.worker import _log_to
+
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    for config in configs:
+        folder = RunFolder.of(config)
+        if rank == 0:
+            folder.prepare(config, None)
+        dist.barrier()
+        _log_to(folder.log, rank)
+        trainer = Trainer(config, folder, StopRequest())
+        trainer.train()
+        del trainer
+        groups.destroy()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def predict(config: Config, ranks: int) -> None:
+    """Write the predicted peak of memory into the run's folder, for the table."""
+    vocab_size = padded_vocab_size(
+        config.model, build_tokenizer(config.data.tokenizer, config.data.tokenizer_path).vocab_size
+    )
+    job = memory.Job(config, vocab_size, data_parallel_size(config, ranks), fused=torch.cuda.is_available())
+    path = RunFolder.of(config).path
+    path.mkdir(parents=True, exist_ok=True)
+    found = memory.predict(job).num_bytes / 2**30
+    (path / "prediction.json").write_text(json.dumps({"predicted_peak_gib": found}) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases and record them; 2 on a user's error."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("out", type=Path, help="path of the result, without suffix")
+    parser.add_argument("--ranks", type=int, help="default: one per GPU here, or as many as the cases need")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for all of it")
+    arguments = parser.parse_args(argv)
+    try:
+        cases = read_cases(arguments.cases)
+        gpus = torch.cuda.device_count()
+        ranks = arguments.ranks or gpus or max(c.parallelism.model_parallel_size for c in cases.configs)
+        for config in cases.configs:
+            if not Path(f"{config.data.prefix}.bin").exists():
+                prepare("stdlib", Path(config.data.prefix), "", config.data.tokenizer, config.data.tokenizer_path)
+            check(config, ranks)
+            predict(config, ranks)
+    except ValueError as error:
+        print(f"training_cases: {error}", file=sys.stderr)
+        return 2
+    try:
+        run_ranks(_rank, ranks, cases.configs, backend="nccl" if gpus else "gloo", timeout=arguments.timeout)
+    finally:
+        done = [folder.path for c in cases.configs if (folder := RunFolder.of(c)).metrics.exists()]
+        if done:
+            print(write([read_run(path) for path in done], arguments.out, cases.title, cases.note))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""`bench prefill`: time to first token of the configured model under each reduction over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import statistics
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..comm.reduction import ReductionPolicy
+from ..config import REDUCTIONS, Config, refuse
+from ..inference.engine import LongContextEngine
+from ..inference.sampling import Sampling
+from ..mcore import groups
+from ..mcore.inference import CachedGPT, build_engine, for_inference
+from ..metrics.environment import environment
+from .command import Where, start
+
+logger = logging.getLogger(__name__)
+_COLOURS = {"none": "#000000", "int8": "#22667a", "int6": "#7a5c99", "int4": "#c0703a", "auto": "#2e7d4f"}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Prompts of so many tokens, reductions of both projections, and measurements of each."""
+
+    lengths: tuple[int, ...]
+    reductions: tuple[str, ...]
+    iterations: int
+
+    @classmethod
+    def of(cls, lengths: str, reductions: str, iterations: int) -> Ask:
+        """From words separated by commas; ValueError for what is not offered."""
+        words = lengths.split(",")
+        if not all(word.isdecimal() and int(word) > 1 for word in words):
+            raise refuse("--lengths", lengths, "numbers of 2 or more, separated by commas", "Correct it.")
+        names = tuple(dict.fromkeys(reductions.split(",")))
+        for name in names:
+            if name not in REDUCTIONS:
+                raise refuse("--reductions", name, "of " + ", ".join(REDUCTIONS), "Separate them by commas.")
+        if iterations < 1:
+            raise refuse("--iterations", iterations, "1 or more", "Raise it.")
+        return cls(tuple(sorted({int(word) for word in words})), names, iterations)
+
+
+@dataclass
+class Prefill:
+    """Seconds from a prompt's arrival to its first token on the host, of the slowest rank, every iteration."""
+
+    tokens: int
+    reduction: str
+    seconds: list[float]
+
+
+def run_prefill(config: Config, ask: Ask, out: Path) -> None:
+    """Measure, write JSON, and a Markdown table and a picture beside it.
+
+    Args:
+        config: its tensor-parallel size is the number of ranks.
+        out: a .json file.
+
+    Raises:
+        ValueError: settings, sizes or a place that cannot be used.
+    """
+    if out.suffix != ".json" or not out.parent.is_dir():
+        raise refuse("--out", out, "a .json file in a folder that exists", "Give another file name.")
+    config = for_inference(config)
+    tp, cp = config.parallelism.tensor_parallel_size, config.parallelism.context_parallel_size
+    if cp != 1:
+        raise refuse("parallelism.context_parallel_size", cp, "1, as tensor-parallel sums are compared", "Set it to 1.")
+    cuda = torch.cuda.is_available() and config.train.device != "cpu"
+    if tp < 2 or (cuda and tp > torch.cuda.device_count()):
+        expected = f"2 to {torch.cuda.device_count()}, the GPUs here" if cuda else "2 or more"
+        raise refuse("parallelism.tensor_parallel_size", tp, expected, "Reductions join two ranks at least.")
+    found: list[Prefill] = start(Where(tp, "cuda" if cuda else "cpu"), measure, _sized(config, ask), ask)[0]
+    facts = environment()
+    if not cuda:
+        facts["device"] = "cpu"
+    data = {
+        "what": "time to first token by reduction: random weights, seconds of the slowest rank",
+        "environment": facts,
+        "model": asdict(config.model),
+        "tensor_parallel_size": tp,
+        "precision": config.train.precision,
+        "reduction": asdict(config.reduction) | {"output_projection": "as measured", "down_projection": "as measured"},
+        "measurements": [asdict(m) | {"median": statistics.median(m.seconds)} for m in found],
+    }
+    out.write_text(json.dumps(data, indent=1) + "\n")
+    layers = f"{config.model.name}, {config.model.num_layers} layers"
+    title = f"{layers}, TP {tp}, {facts['device']}, {config.train.precision}, {facts['date'][:10]}"
+    text = table(found)
+    head = f"{title}, commit {str(facts['commit'])[:9]}; time to first token, medians in ms (of none's)"
+    out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
+    print(text)
+    draw(found, out.with_suffix(".png"), title)
+    logger.info("written to %s, and .md and .png beside it", out)
+
+
+def _sized(config: Config, ask: Ask) -> Config:
+    """With a cache for the longest prompt, and layers that can follow every policy."""
+    longest = max(ask.lengths) + 64
+    return replace(
+        config,
+        inference=replace(config.inference, cache_tokens=longest, prefill_chunk=None),
+        data=replace(config.data, seq_length=max(config.data.seq_length, longest)),
+        reduction=replace(config.reduction, output_projection="int8", down_projection="int8"),
+    )
+
+
+def measure(rank: int, config: Config, ask: Ask) -> list[Prefill]:
+    """All lengths under all reductions, in turns, so that a slow moment of the machine meets all of them."""
+    collection = groups.initialize(tensor=config.parallelism.tensor_parallel_size, context=1)
+    try:
+        engine = build_engine(config, collection, None)[0]
+        model, given = engine.model, config.reduction
+        assert isinstance(model, CachedGPT)
+        rest = (given.group_size, given.symmetric, given.min_kib, given.transport)
+        policies = {name: ReductionPolicy(name, *rest) for name in ask.reductions}
+        found = []
+        for tokens in ask.lengths:
+            prompt = random.Random(tokens).choices(range(model.vocab_size), k=tokens)  # the same on every rank
+            seconds: dict[str, list[float]] = {name: [] for name in policies}
+            for _ in range(1 + ask.iterations):
+                for name, policy in policies.items():
+                    model.follow(policy)
+                    seconds[name].append(_seconds_to_first(engine, prompt, model.attention.device))
+            found += [Prefill(tokens, name, values[1:]) for name, values in seconds.items()]
+        return found
+    finally:
+        groups.destroy()
+
+
+def _seconds_to_first(engine: LongContextEngine, prompt: list[int], device: torch.device) -> float:
+    session = engine.open()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+    begin = time.perf_counter()
+    session.append(prompt)
+    generation = engine.start(session, Sampling())
+    engine.step([generation])  # ends with the token on the host
+    took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64, device=device)
+    if generation.finish_reason == "error":
+        raise refuse("logits", "not finite", "numbers", "Use train.precision=fp32.")
+    session.close()
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
+
+
+def table(found: list[Prefill]) -> str:
+    """Markdown; medians in milliseconds."""
+    names = list(dict.fromkeys(m.reduction for m in found))
+    rows = [["prompt tokens", *names], ["---"] * (1 + len(names))]
+    for tokens in dict.fromkeys(m.tokens for m in found):
+        medians = {m.reduction: statistics.median(m.seconds) for m in found if m.tokens == tokens}
+        plain = medians.get("none")
+        cells = [
+            f"{s * 1e3:.2f}" + (f" ({s / plain:.3f})" if plain and name != "none" else "")
+            for name, s in medians.items()
+        ]
+        rows.append([f"{tokens:,}", *cells])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def draw(found: list[Prefill], path: Path, title: str) -> None:
+    """Write a PNG: time to first token by prompt length, of none's where that was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    plain = {m.tokens: statistics.median(m.seconds) for m in found if m.reduction == "none"}
+    lengths = list(dict.fromkeys(m.tokens for m in found))
+    figure, axes = pyplot.subplots(figsize=(7.0, 4.2))
+    for name in dict.fromkeys(m.reduction for m in found):
+        medians = {m.tokens: statistics.median(m.seconds) for m in found if m.reduction == name}
+        values = [medians[t] / plain[t] if plain else medians[t] * 1e3 for t in lengths]
+        axes.plot(lengths, values, color=_COLOURS[name], marker="o", markersize=4, linewidth=1.4, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{t:,}" for t in lengths])
+    axes.minorticks_off()
+    axes.set_xlabel("prompt tokens")
+    axes.set_ylabel("time to first token / that of none" if plain else "time to first token, ms")
+    axes.grid(color="#e5e5e5", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=3)
+    axes.set_title(title, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

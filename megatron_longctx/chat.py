@@ -1,0 +1,188 @@
+"""Chats to text and tokens back to text: layouts of conversations, and text as it comes.
+
+A conversation is laid out by a Jinja template: that of `inference.chat_template`, else the tokenizer's own. Without one
+it is plain text, a message a line. A conversation's text is a function of its messages alone, so that each turn begins
+with the turns before it and finds their cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .config import refuse
+from .mcore.tokenizer import special_tokens, template_of
+
+KEY = "inference.chat_template"
+_REMEDY = "Correct it, or name another file with inference.chat_template."
+
+Message = Mapping[str, str]
+"""role and content."""
+
+
+class _Generation(Extension):
+    """`{% generation %}`: marks for training what the model has said; here it is rendered as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How conversations become text.
+
+    Attributes:
+        template: None for plain text, a message a line.
+        variables: what the template is given besides the messages.
+        stop_tokens, stop_texts: the template's end of a turn, where it is a single token, or where it is not.
+    """
+
+    template: Template | None = None
+    variables: Mapping[str, str] | None = None
+    stop_tokens: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
+
+    def text(self, messages: Sequence[Message], reply: bool = True) -> str:
+        """The conversation. reply: up to where the model goes on.
+
+        Raises:
+            ValueError: the template refuses the messages, or fails on them.
+        """
+        if self.template is None:
+            return "".join(message["content"] + "\n" for message in messages)
+        try:
+            return self.template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=reply,
+                **(self.variables or {}),
+            )
+        except TemplateError as error:
+            raise ValueError(f"messages: refused by the chat template: {error.message}") from None
+        except Exception as error:  # a template computes: it may divide by zero
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"messages: the chat template fails on them ({what})") from None
+
+
+def chat_of(path: str | None, tokenizer: Any) -> Chat:
+    """The layout of a model's chats: by the template at `path`, else the tokenizer's, else plain.
+
+    Raises:
+        ValueError: a template that cannot be read, is not Jinja, or cannot lay out a question.
+    """
+    source, where = template_of(tokenizer), "of the tokenizer"
+    if path is not None:
+        source, where = _read(path), path
+    if source is None:
+        return Chat()
+    try:
+        template = _environment().from_string(source)
+    except TemplateSyntaxError as error:
+        raise refuse(KEY, where, f"a Jinja template (line {error.lineno}: {error.message})", _REMEDY) from None
+    except TemplateError as error:
+        raise refuse(KEY, where, f"a Jinja template ({error.message})", _REMEDY) from None
+    chat = Chat(template, special_tokens(tokenizer))
+    try:
+        chat.text([{"role": "user", "content": "question"}])
+    except ValueError as error:
+        raise refuse(KEY, where, f"a template that lays out a user's question ({error})", _REMEDY) from None
+    return _with_end(chat, tokenizer.tokenize)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise refuse(KEY, path, f"a file with a Jinja template ({reason})", _REMEDY) from None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What templates of Hugging Face's tokenizers are written for."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """As text for a model: nothing is escaped for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _with_end(chat: Chat, encode: Callable[[str], Sequence[int]]) -> Chat:
+    """The chat, with what its template writes behind an answer as an end of answers."""
+    question, answer = "question", "the-answer"
+    try:
+        text = chat.text([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], reply=False)
+    except ValueError:  # the template will say so again when such a conversation comes
+        return chat
+    end = text.rpartition(answer)[2].strip() if answer in text else ""
+    if not end:
+        return chat
+    ids = tuple(encode(end))
+    if len(ids) == 1:
+        return Chat(chat.template, chat.variables, stop_tokens=ids)
+    return Chat(chat.template, chat.variables, stop_texts=(end,))
+
+
+class TextStream:
+    """Tokens to text as they come: whole characters only, and nothing from a stop text on.
+
+    A token's text may depend on the one before (spaces), so those before what is new are decoded with it; how long the
+    whole text is does not matter.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._stops = stops
+        self._hold = max((len(stop) - 1 for stop in stops), default=0)
+        self._ids: list[int] = []  # some that are text already, then those that are not
+        self._num_known = 0  # of them that are text already
+        self._text = ""  # not shown yet
+        self.stopped = False
+
+    def feed(self, token: int) -> str:
+        """What can be shown now."""
+        self._ids.append(token)
+        new = self._new()
+        if new and not new.endswith("\ufffd"):  # a character may take several tokens
+            self._ids = self._ids[self._num_known :]
+            self._num_known = len(self._ids)
+            self._text += new
+        return self._show(self._hold)
+
+    def finish(self) -> str:
+        """What was held back, at the end."""
+        if self.stopped:
+            return ""
+        self._text += self._new()
+        return self._show(0)
+
+    def _new(self) -> str:
+        return self._decode(self._ids)[len(self._decode(self._ids[: self._num_known])) :]
+
+    def _show(self, hold: int) -> str:
+        found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
+        self.stopped = bool(found)
+        cut = min(found) if found else max(0, len(self._text) - hold)
+        shown, self._text = self._text[:cut], self._text[cut:]
+        return shown

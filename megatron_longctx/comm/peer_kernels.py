@@ -1,0 +1,367 @@
+"""Reductions among GPUs that can write each other's memory, each in one kernel: pack, push, wait, sum, push, unpack.
+
+Every block has its own groups of every chunk, in all steps and on all ranks, and waits for the same block of the peers
+only. A flag is the number of the call, which the kernel reads from device memory and counts up, so that nothing needs
+resetting and a call can be replayed from a CUDA graph. Data is released and acquired at system scope.
+
+Calls use the two halves of the memory in turn. Whoever has ended call k has seen every peer in call k, whose own call
+k - 1 has thus ended: nobody reads any more what call k + 1 overwrites.
+
+Blocks spin, so there are never more of them than a GPU holds at once. Arguments are not checked: see `peer_reduce`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernels.quantize_triton import quantized, store_quantized, unpack_add
+from .peer_memory import MOST_BLOCKS, PeerMemory, Piece, Wire
+
+# Elements that a block handles at once, and its warps: few blocks with much to do need many loads under way.
+_SMALL, _LARGE = (4096, 4), (16384, 16)
+# What kernels are not compiled anew for. They are for sizes that 16 divides, which loads of several elements need.
+_ANY = ["me", "groups", "per", "row", "values", "to_row", "to_values"]
+PUSH, SUM, UNPACK = 1, 2, 4
+ALL = PUSH | SUM | UNPACK
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tell(flags, me, epoch, STEP: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let every rank know that all this block has written is there."""
+    lane = tl.arange(0, LANES)
+    there = lane < WORLD
+    at = tl.load(flags + lane, mask=there, other=0) + ((STEP * MOST + tl.program_id(0)) * WORLD + me) * 8
+    tl.debug_barrier()
+    tl.atomic_xchg(at.to(tl.pointer_type(tl.int64)), epoch, mask=there, sem="release", scope="sys")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _await(flags, me, epoch, STEP: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until this block of every rank has said so."""
+    lane = tl.arange(0, LANES)
+    there = lane < WORLD
+    at = tl.load(flags + me) + ((STEP * MOST + tl.program_id(0)) * WORLD + lane) * 8
+    at = at.to(tl.pointer_type(tl.int64))
+    seen = tl.load(at, mask=there, other=0, volatile=True)
+    while tl.min(tl.where(there, seen, epoch), 0) < epoch:
+        seen = tl.load(at, mask=there, other=0, volatile=True)
+    # The loads above order nothing; these, which find the same, make what was written before visible to the block.
+    tl.atomic_add(at, 0, mask=there, sem="acquire", scope="sys")
+    tl.debug_barrier()
+
+
+@triton.jit
+def _end(state, epoch):  # type: ignore[no-untyped-def]
+    """The last block counts the call."""
+    tl.debug_barrier()
+    if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
+        tl.store(state + 1, 0)
+        tl.store(state, epoch)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _put(  # type: ignore[no-untyped-def]
+    packed,
+    in_a,
+    in_b,
+    base,
+    like,
+    value_bytes,
+    group,
+    groups,
+    inside,
+    BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    SHORT: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Write what `_packed` gave into groups of the messages at the addresses `base`, `[ROWS]`."""
+    base = tl.multiple_of(base, 16)
+    if BITS == 0:
+        to = tl.multiple_of(base.to(tl.pointer_type(like.dtype.element_ty)), 16)[:, None]
+        at = to + group[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+        tl.store(at, packed[0].to(like.dtype.element_ty), mask=in_a)
+        tl.store(at + HALF, packed[1].to(like.dtype.element_ty), mask=in_b)
+    else:
+        values = tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 16)[:, None]
+        ends = (base + value_bytes).to(tl.pointer_type(tl.int16 if SHORT else tl.float32))
+        store_quantized(packed, values, ends, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _packed(a, b, in_a, in_b, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
+    if BITS == 0:  # noqa: SIM108 (decided while compiling)
+        packed = (a, b, a, b)
+    else:
+        packed = quantized(a, b, in_a, in_b, BITS, SYMMETRIC, SHORT)
+    return packed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    in_a,
+    in_b,
+    base,
+    like,
+    value_bytes,
+    group,
+    groups,
+    inside,
+    BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    SHORT: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Add groups of the messages at the addresses `base`, `[ROWS]`, to the two halves."""
+    base = tl.multiple_of(base, 16)
+    if BITS == 0:
+        source = tl.multiple_of(base.to(tl.pointer_type(like.dtype.element_ty)), 16)[:, None]
+        at = source + group[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+        a += tl.load(at, mask=in_a, other=0.0).to(tl.float32)
+        b += tl.load(at + HALF, mask=in_b, other=0.0).to(tl.float32)
+    else:
+        values = tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 16)[:, None]
+        ends = (base + value_bytes).to(tl.pointer_type(tl.int16 if SHORT else tl.float32))
+        a, b = unpack_add(a, b, values, ends, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
+    return a, b
+
+
+@triton.jit(do_not_specialize=_ANY)  # type: ignore[untyped-decorator]
+def _two_step_kernel(  # type: ignore[no-untyped-def]
+    x,
+    out,
+    data,
+    flags,
+    state,
+    me,
+    room,
+    numel,
+    chunk,
+    stride,
+    groups,
+    per,
+    row,
+    values,
+    to_row,
+    to_values,
+    BITS: tl.constexpr,
+    TO_BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    SHORT: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+    MOST: tl.constexpr,
+    SCATTER: tl.constexpr,
+    PHASES: tl.constexpr,
+):
+    """Chunk r, `x[r * stride : r * stride + chunk]`, is summed by rank r: into `out` if SCATTER, else into all `out`s.
+
+    A half of the memory holds a message of `row` bytes from every rank, then a sum of `to_row` bytes from every rank.
+    """
+    epoch = tl.load(state) + 1
+    half = (epoch & 1) * room
+    first = tl.program_id(0) * per
+    count = tl.minimum(per, groups - first)
+    here = tl.load(data + me) + half
+    col = tl.arange(0, HALF)[None, :]
+    if PHASES & 1:
+        for start in range(0, WORLD * count, ROWS):
+            index = start + tl.arange(0, ROWS)
+            inside = index < WORLD * count
+            rank = (index // count + me + 1) % WORLD  # every rank begins with another peer
+            group = first + index % count
+            place = group[:, None].to(tl.int64) * (2 * HALF) + col
+            at = rank[:, None].to(tl.int64) * stride + place
+            in_a = inside[:, None] & (place < chunk) & (at < numel)
+            in_b = inside[:, None] & (place + HALF < chunk) & (at + HALF < numel)
+            a = tl.load(x + at, mask=in_a, other=0.0).to(tl.float32)
+            b = tl.load(x + at + HALF, mask=in_b, other=0.0).to(tl.float32)
+            base = tl.load(data + rank, mask=inside, other=0) + half + me * row
+            packed = _packed(a, b, in_a, in_b, BITS, SYMMETRIC, SHORT)
+            _put(packed, in_a, in_b, base, x, values, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
+        _tell(flags, me, epoch, 0, WORLD, LANES, MOST)
+    if PHASES & 2:
+        _await(flags, me, epoch, 0, WORLD, LANES, MOST)
+        for start in range(0, count, SUM_ROWS):
+            index = start + tl.arange(0, SUM_ROWS)
+            inside = index < count
+            group = first + index
+            place = group[:, None].to(tl.int64) * (2 * HALF) + col
+            in_a = inside[:, None] & (place < chunk)
+            in_b = inside[:, None] & (place + HALF < chunk)
+            a = tl.zeros([SUM_ROWS, HALF], tl.float32)
+            b = tl.zeros([SUM_ROWS, HALF], tl.float32)
+            for source in tl.static_range(WORLD):
+                base = tl.zeros([SUM_ROWS], tl.int64) + (here + source * row)
+                a, b = _add(a, b, in_a, in_b, base, x, values, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
+            if SCATTER:
+                tl.store(out + place, a.to(out.dtype.element_ty), mask=in_a)
+                tl.store(out + place + HALF, b.to(out.dtype.element_ty), mask=in_b)
+            else:
+                # The ragged tail is whatever its group's padding unpacks to.
+                a = tl.where(in_a, a, 0.0)
+                b = tl.where(in_b, b, 0.0)
+                packed = _packed(a, b, in_a, in_b, TO_BITS, SYMMETRIC, SHORT)
+                for shift in range(1, WORLD + 1):
+                    there = tl.load(data + (me + shift) % WORLD) + half + (WORLD * row + me * to_row)
+                    base = tl.zeros([SUM_ROWS], tl.int64) + there
+                    _put(packed, in_a, in_b, base, x, to_values, group, groups, inside, TO_BITS, SYMMETRIC, SHORT, HALF)
+        if not SCATTER:
+            _tell(flags, me, epoch, 1, WORLD, LANES, MOST)
+    if PHASES & 4:
+        if not SCATTER:
+            _await(flags, me, epoch, 1, WORLD, LANES, MOST)
+            for start in range(0, WORLD * count, ROWS):
+                index = start + tl.arange(0, ROWS)
+                inside = index < WORLD * count
+                rank = index // count
+                group = first + index % count
+                place = group[:, None].to(tl.int64) * (2 * HALF) + col
+                at = rank[:, None].to(tl.int64) * stride + place
+                in_a = inside[:, None] & (place < chunk) & (at < numel)
+                in_b = inside[:, None] & (place + HALF < chunk) & (at + HALF < numel)
+                a = tl.zeros([ROWS, HALF], tl.float32)
+                b = tl.zeros([ROWS, HALF], tl.float32)
+                base = here + WORLD * row + rank.to(tl.int64) * to_row
+                a, b = _add(
+                    a, b, in_a, in_b, base, x, to_values, group, groups, inside, TO_BITS, SYMMETRIC, SHORT, HALF
+                )
+                tl.store(out + at, a.to(out.dtype.element_ty), mask=in_a)
+                tl.store(out + at + HALF, b.to(out.dtype.element_ty), mask=in_b)
+        _end(state, epoch)
+
+
+@triton.jit(do_not_specialize=_ANY)  # type: ignore[untyped-decorator]
+def _one_step_kernel(  # type: ignore[no-untyped-def]
+    x,
+    out,
+    data,
+    flags,
+    state,
+    me,
+    room,
+    numel,
+    groups,
+    per,
+    row,
+    values,
+    BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    SHORT: tl.constexpr,
+    HALF: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+    MOST: tl.constexpr,
+    PHASES: tl.constexpr,
+):
+    """Every rank gives its whole message to all, and sums them all itself."""
+    epoch = tl.load(state) + 1
+    half = (epoch & 1) * room
+    first = tl.program_id(0) * per
+    count = tl.minimum(per, groups - first)
+    col = tl.arange(0, HALF)[None, :]
+    if PHASES & 1:
+        for start in range(0, count, SUM_ROWS):
+            index = start + tl.arange(0, SUM_ROWS)
+            inside = index < count
+            group = first + index
+            place = group[:, None] * (2 * HALF) + col
+            in_a = inside[:, None] & (place < numel)
+            in_b = inside[:, None] & (place + HALF < numel)
+            a = tl.load(x + place, mask=in_a, other=0.0).to(tl.float32)
+            b = tl.load(x + place + HALF, mask=in_b, other=0.0).to(tl.float32)
+            packed = _packed(a, b, in_a, in_b, BITS, SYMMETRIC, SHORT)
+            for shift in range(1, WORLD + 1):
+                base = tl.zeros([SUM_ROWS], tl.int64) + (tl.load(data + (me + shift) % WORLD) + half + me * row)
+                _put(packed, in_a, in_b, base, x, values, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
+        _tell(flags, me, epoch, 0, WORLD, LANES, MOST)
+    if PHASES & 2:
+        _await(flags, me, epoch, 0, WORLD, LANES, MOST)
+        here = tl.load(data + me) + half
+        for start in range(0, count, SUM_ROWS):
+            index = start + tl.arange(0, SUM_ROWS)
+            inside = index < count
+            group = first + index
+            place = group[:, None] * (2 * HALF) + col
+            in_a = inside[:, None] & (place < numel)
+            in_b = inside[:, None] & (place + HALF < numel)
+            a = tl.zeros([SUM_ROWS, HALF], tl.float32)
+            b = tl.zeros([SUM_ROWS, HALF], tl.float32)
+            for source in tl.static_range(WORLD):
+                base = tl.zeros([SUM_ROWS], tl.int64) + (here + source * row)
+                a, b = _add(a, b, in_a, in_b, base, x, values, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
+            tl.store(out + place, a.to(out.dtype.element_ty), mask=in_a)
+            tl.store(out + place + HALF, b.to(out.dtype.element_ty), mask=in_b)
+        _end(state, epoch)
+
+
+def two_step(
+    memory: PeerMemory, x: Tensor, out: Tensor, piece: Piece, wires: tuple[Wire, Wire], phases: int = ALL
+) -> None:
+    """Chunk r is summed by rank r, and given to all unless it is a scatter.
+
+    Args:
+        x: contiguous; the last chunk may be ragged.
+        out: contiguous, of x's dtype; x itself, if not a scatter, is possible.
+        wires: of what is summed, and of the sums, which differ in bits at most.
+        phases: PUSH, SUM, UNPACK: one after the other where ranks are simulated one after the other.
+    """
+    first, second = wires
+    groups = first.groups(piece.chunk)
+    per, blocks, rows, warps = _shares(memory, groups, memory.world, first.group_size)
+    sizes = (x.numel(), piece.chunk, piece.stride, groups, per)
+    rows_of = [size for w in wires for size in (w.message_bytes(piece.chunk), w.value_bytes(piece.chunk))]
+    with torch.cuda.device(x.get_device()):  # a CPU tensor's index, -1, changes nothing
+        _two_step_kernel[(blocks,)](
+            x, out, memory.data, memory.flags, memory.state, memory.rank, memory.room, *sizes, *rows_of,
+            TO_BITS=second.form.bits if second.form else 0, ROWS=rows, SCATTER=piece.scatter, PHASES=phases,
+            SUM_ROWS=rows // 4 if per <= rows // 4 else rows, **_constants(memory, first), num_warps=warps,
+        )  # fmt: skip
+
+
+def one_step(memory: PeerMemory, x: Tensor, out: Tensor, wire: Wire, phases: int = ALL) -> None:
+    """Every rank sums all of x. Arguments as for `two_step`; there is no UNPACK."""
+    groups = wire.groups(x.numel())
+    per, blocks, rows, warps = _shares(memory, groups, 1, wire.group_size)
+    row, values = wire.message_bytes(x.numel()), wire.value_bytes(x.numel())
+    with torch.cuda.device(x.get_device()):
+        _one_step_kernel[(blocks,)](
+            x, out, memory.data, memory.flags, memory.state, memory.rank, memory.room, x.numel(), groups, per, row,
+            values, SUM_ROWS=rows // 4 if per <= rows // 4 else rows, PHASES=phases & (PUSH | SUM),
+            **_constants(memory, wire), num_warps=warps,
+        )  # fmt: skip
+
+
+def _shares(memory: PeerMemory, groups: int, each: int, group_size: int) -> tuple[int, int, int, int]:
+    """Groups of a block, blocks, groups at once, and warps, where a block has `each` chunks' groups to do."""
+    tile, warps = _SMALL
+    if groups * each * group_size > memory.blocks * 2 * tile:
+        tile, warps = _LARGE
+    rows = tile // group_size
+    per = max(-(-groups // memory.blocks), -(-rows // (each * 4)))
+    return per, -(-groups // per), rows, warps
+
+
+def _constants(memory: PeerMemory, wire: Wire) -> dict[str, Any]:
+    form = wire.form
+    return {
+        "enable_fp_fusion": False,  # the same bits as the kernels that only quantize
+        "BITS": form.bits if form else 0,
+        "SYMMETRIC": form.symmetric if form else False,
+        "SHORT": form.range_dtype == torch.bfloat16 if form else False,
+        "HALF": wire.group_size // 2,
+        "WORLD": memory.world,
+        "LANES": triton.next_power_of_2(memory.world),
+        "MOST": MOST_BLOCKS,
+    }

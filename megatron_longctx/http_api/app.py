@@ -1,0 +1,258 @@
+"""The routes, on Starlette. An inbox takes requests and brings back events (`serve.Inbox`)."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..inference.sampling import Sampling
+from ..inference.scheduler import Event
+from .answers import Answer
+from .requests import ApiError, Model, checked
+
+_RETRY_AFTER_S = 1
+
+_T = TypeVar("_T")
+
+
+class Inbox(Protocol):
+    """Where requests go and events come from, through `listen`, which is called from another thread."""
+
+    @property
+    def stopping(self) -> bool: ...
+
+    @property
+    def num_requests(self) -> int: ...
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, listen: Callable[[Event], None]) -> int | None: ...
+
+    def cancel(self, number: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Api:
+    """What the interface serves. key: what clients have to show, None for nothing; timeout_s: to send a body in."""
+
+    model: Model
+    inbox: Inbox
+    max_body_bytes: int
+    timeout_s: float
+    key: str | None = None
+
+
+def application(api: Api) -> Starlette:
+    """The interface: `/v1`, behind the key if there is one, and `/health`."""
+    routes = _Routes(api)
+    v1 = [
+        Route("/models", routes.models),
+        Route("/models/{name:path}", routes.one_model),
+        Route("/completions", routes.completions, methods=["POST"]),
+        Route("/chat/completions", routes.chat_completions, methods=["POST"]),
+    ]
+    guard = [] if api.key is None else [Middleware(_KeyRequired, key=api.key)]
+    return Starlette(
+        routes=[Route("/health", routes.health), Mount("/v1", routes=v1, middleware=guard)],
+        exception_handlers={
+            ApiError: _refused,
+            HTTPException: _not_served,
+            ClientDisconnect: _nobody_there,
+            Exception: _failed,
+        },
+    )
+
+
+class _KeyRequired:
+    """Lets nothing through without the key."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        shown = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
+        if not hmac.compare_digest(shown, self._key):
+            raise ApiError(401, "missing or wrong API key: send Authorization: Bearer KEY", "authentication_error")
+        await self._app(scope, receive, send)
+
+
+class _Routes:
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        name = api.model.name
+        self._model = {"id": name, "object": "model", "created": 0, "owned_by": "megatron-longctx"}
+
+    async def health(self, request: Request) -> Response:
+        inbox = self._api.inbox
+        status = "stopping" if inbox.stopping else "ok"
+        return _json({"status": status, "requests": inbox.num_requests}, 503 if inbox.stopping else 200)
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model]})
+
+    async def one_model(self, request: Request) -> Response:
+        if request.path_params["name"] != self._api.model.name:
+            raise ApiError(404, f"the model is {self._api.model.name!r}", "not_found_error")
+        return _json(self._model)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._complete(request, chat=False)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._complete(request, chat=True)
+
+    async def _complete(self, request: Request, chat: bool) -> Response:
+        api = self._api
+        body = await _body(request, api)
+        # Long texts take a while to encode; meanwhile others' tokens go out.
+        asked = await run_in_threadpool(checked, api.model, body, chat)
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def listen(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        number = api.inbox.submit(asked.prompt, asked.sampling, listen)
+        if number is None:
+            if api.inbox.stopping:
+                raise ApiError(503, "the server is stopping", "server_error")
+            raise ApiError(429, "too many requests wait already: try again later", "rate_limit_error")
+        answer = Answer(api.model, asked, number)
+        streams = False
+        try:
+            if not asked.stream:
+                return _json(answer.whole(await _while_connected(request, _text(answer, events))))
+            # Before the status goes out, it has to be known that the ranks do not refuse.
+            first = answer.take(await _while_connected(request, events.get()))
+            streams = True
+            return StreamingResponse(
+                _parts(answer, first, events),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-cache"},
+                background=BackgroundTask(self._leave, answer),  # also where the client has gone
+            )
+        finally:
+            if not streams:
+                await self._leave(answer)
+
+    async def _leave(self, answer: Answer) -> None:
+        """Nobody waits for the rest of it."""
+        if answer.running:
+            self._api.inbox.cancel(answer.number)
+
+
+async def _text(answer: Answer, events: asyncio.Queue[Event]) -> str:
+    text = ""
+    while answer.finish_reason is None:
+        text += answer.take(await events.get())
+    return text
+
+
+async def _parts(answer: Answer, text: str, events: asyncio.Queue[Event]) -> AsyncIterator[bytes]:
+    """The stream, of which `text` is the first event's."""
+    try:
+        while True:
+            if text:
+                yield _event(answer.piece(text))
+            if answer.finish_reason is not None:
+                break
+            text = answer.take(await events.get())
+    except ApiError as error:  # the status is out already
+        yield _event(error.body)
+        return
+    for part in answer.end():
+        yield _event(part)
+    yield b"data: [DONE]\n\n"
+
+
+async def _body(request: Request, api: Api) -> bytes:
+    """The body, if it is small enough and comes in time.
+
+    Raises:
+        ApiError: it is or does not.
+    """
+    most, data = api.max_body_bytes, bytearray()
+    length = request.headers.get("content-length", "0")
+    if int(length) > most:
+        raise ApiError(413, f"the body has {length} bytes: expected at most {most}")
+    try:
+        async with asyncio.timeout(api.timeout_s):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > most:
+                    raise ApiError(413, f"the body has more than {most} bytes: expected at most these")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {api.timeout_s:g} s") from None
+    return bytes(data)
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Do the work, unless the client goes away before it is done.
+
+    Raises:
+        ClientDisconnect: it did.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+def _event(body: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+def _json(body: Mapping[str, Any], status: int = 200, **headers: str) -> Response:
+    if status in (429, 503):
+        headers["Retry-After"] = str(_RETRY_AFTER_S)
+    return Response(json.dumps(body), status, headers, "application/json")
+
+
+def _error(error: ApiError) -> Response:
+    return _json(error.body, error.status, Connection="close")  # the body may not have been read
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _error(error)
+
+
+async def _not_served(request: Request, error: Exception) -> Response:
+    """No such route, or not with this method."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path} is not served here"
+    return _error(ApiError(error.status_code, what, "not_found_error"))
+
+
+async def _nobody_there(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # never sent
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A mistake of ours; uvicorn logs it."""
+    return _error(ApiError(500, "the server failed on this request", "server_error"))

@@ -1,0 +1,175 @@
+"""What a request asks for, checked. Pure: bytes in, tokens and settings out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..chat import Chat
+from ..inference.sampling import Sampling
+
+_MOST_STOPS = 16
+_MOST_SHOWN = 100  # characters of a wrong value that its error repeats
+# What would change the answer, and the values that change nothing.
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status, self.kind = status, kind
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """In the form that clients of the interface know."""
+        return {"error": {"message": str(self), "type": self.kind, "param": None, "code": self.status}}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is served. stop_token: of the end of a text, None without one; default_tokens: where a request says none."""
+
+    name: str
+    encode: Callable[[str], Sequence[int]]
+    decode: Callable[[Sequence[int]], str]
+    stop_token: int | None
+    chat: Chat
+    default_tokens: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A checked request."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    stops: tuple[str, ...]
+    stream: bool
+    usage: bool  # at the end of a stream
+    chat: bool
+
+
+def checked(model: Model, data: bytes, chat: bool) -> Asked:
+    """What the body of a request asks for.
+
+    Raises:
+        ApiError: it cannot be served.
+    """
+    body = _parsed(data)
+    if body.get("model", model.name) != model.name:
+        name = _shown(body["model"])
+        raise ApiError(404, f"model={name} is not served here; the model is {model.name!r}", "not_found_error")
+    for key, harmless in _UNSUPPORTED.items():
+        if body.get(key) is not None and body[key] not in harmless:
+            raise ApiError(400, f"{key} is not supported; leave it out")
+    options = body.get("stream_options") or {}
+    return Asked(
+        prompt=tuple(_encoded(model, model.chat.text, _messages(body)) if chat else _prompt(model, body)),
+        sampling=_sampling(model, body, chat),
+        stops=_stops(body) + (model.chat.stop_texts if chat else ()),
+        stream=body.get("stream") is True,
+        usage=isinstance(options, dict) and options.get("include_usage") is True,
+        chat=chat,
+    )
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body is not a JSON object; send one with model and prompt or messages")
+    return body
+
+
+def _sampling(model: Model, body: Mapping[str, Any], chat: bool) -> Sampling:
+    most = _number(body, "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens", int)
+    ends = () if model.stop_token is None else (model.stop_token,)
+    try:
+        return Sampling(
+            max_new_tokens=model.default_tokens if most is None else int(most),
+            temperature=float(_number(body, "temperature", float, 1.0)),
+            top_k=_number(body, "top_k", int),
+            top_p=float(_number(body, "top_p", float, 1.0)),
+            seed=int(_number(body, "seed", int, time.time_ns())),
+            stop=ends + (model.chat.stop_tokens if chat else ()),
+        )
+    except (ValueError, OverflowError) as error:
+        raise ApiError(400, str(error)) from None
+
+
+def _number(body: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
+    value = body.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
+        raise ApiError(400, f"{key}={_shown(value)}: expected {'a number' if kind is float else 'an integer'}")
+    return value
+
+
+def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
+    stops = body.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not (isinstance(stops, list) and len(stops) <= _MOST_STOPS and all(isinstance(s, str) and s for s in stops)):
+        raise ApiError(400, f"stop: expected a text or up to {_MOST_STOPS} texts")
+    return tuple(stops)
+
+
+def _prompt(model: Model, body: Mapping[str, Any]) -> Sequence[int]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        prompt = list(_encoded(model, str, prompt))
+    if isinstance(prompt, list) and prompt and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+        return prompt
+    raise ApiError(400, "prompt: expected a text that is not empty, or a list of token ids")
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Roles and texts."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, "messages: expected a list of messages with role and content")
+    found = []
+    for message in messages:
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if isinstance(content, list):
+            parts = [part.get("text") for part in content if isinstance(part, dict)]
+            texts = [part for part in parts if isinstance(part, str)]
+            content = "".join(texts) if len(texts) == len(content) else None
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ApiError(400, "messages: expected the role and the content of every message to be text")
+        found.append({"role": role, "content": content})
+    return found
+
+
+def _encoded(model: Model, text_of: Callable[[Any], str], what: Any) -> Sequence[int]:
+    try:
+        text = text_of(what)
+        text.encode()  # JSON may hold half a surrogate pair
+        return model.encode(text)
+    except UnicodeEncodeError:
+        raise ApiError(400, "the text is not valid Unicode") from None
+    except ValueError as error:
+        raise ApiError(400, str(error)) from None
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.{_MOST_SHOWN}}"

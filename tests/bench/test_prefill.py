@@ -1,0 +1,47 @@
+"""`bench prefill` on CPU: first tokens under every reduction, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx import cli
+from megatron_longctx.bench.prefill import Ask, Prefill, table
+
+SETTINGS = ["parallelism.tensor_parallel_size=2", "train.device=cpu", "train.precision=fp32", "model.num_layers=1"]
+
+
+def test_it_measures_every_reduction(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out = tmp_path / "prefill.json"
+    words = "--lengths 48,16 --reductions none,int8,int4 --iterations 2 reduction.min_kib=0 attention.kernel=cpu"
+    assert cli.main(["bench", "prefill", *SETTINGS, *words.split()[-2:], *words.split()[:-2], "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    cases = [(m["tokens"], m["reduction"]) for m in data["measurements"]]
+    assert cases == [(tokens, name) for tokens in (16, 48) for name in ("none", "int8", "int4")]
+    assert all(len(m["seconds"]) == 2 and min(m["seconds"]) <= m["median"] > 0 for m in data["measurements"])
+    assert data["tensor_parallel_size"] == 2 and data["model"]["num_layers"] == 1
+    assert "| 48 | " in out.with_suffix(".md").read_text()
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_compares_with_none() -> None:
+    found = [Prefill(8, "none", [0.2, 0.1, 0.3]), Prefill(8, "int8", [0.1, 0.1, 0.5])]
+    assert table(found).splitlines()[-1] == "| 8 | 200.00 | 100.00 (0.500) |"
+
+
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (("a", "none", 1), "--lengths=a: expected numbers"),
+        (("8", "int5", 1), "--reductions=int5: expected of none, int8"),
+        (("8", "none", 0), "--iterations=0: expected 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Ask.of(*words)
+    out = ["--out", str(tmp_path / "prefill.json")]
+    assert cli.main(["bench", "prefill", "train.device=cpu", *out]) != 0
+    assert "parallelism.tensor_parallel_size=1: expected 2 or more" in capsys.readouterr().err
+    assert cli.main(["bench", "prefill", "parallelism=cp2", "train.device=cpu", *out]) != 0
+    assert "parallelism.context_parallel_size=2: expected 1" in capsys.readouterr().err

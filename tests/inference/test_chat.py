@@ -1,0 +1,180 @@
+"""Chats as text: templates of files and tokenizers, what is wrong with them, and text as its tokens come."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from megatron.core.tokenizers import MegatronTokenizer
+
+from megatron_longctx.chat import Chat, TextStream, chat_of
+from megatron_longctx.mcore.tokenizer import build_tokenizer, special_tokens, template_of, text_of
+
+TEMPLATE = """\
+{%- for message in messages %}
+<|{{ message['role'] }}|>{{ message['content'] }}<|end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "what <is> it?"},
+    {"role": "assistant", "content": "a thing"},
+    {"role": "user", "content": "which?"},
+]
+BYTES = build_tokenizer("byte-level")
+
+
+def chat(template: str, folder: Path) -> Chat:
+    (folder / "chat.jinja").write_text(template)
+    return chat_of(str(folder / "chat.jinja"), BYTES)
+
+
+def test_without_a_template_a_chat_is_a_message_a_line() -> None:
+    plain = chat_of(None, BYTES)
+    assert plain == Chat() and plain.text(TALK) == "be brief\nwhat <is> it?\na thing\nwhich?\n"
+
+
+def test_a_template_lays_out_roles_and_ends_answers(tmp_path: Path) -> None:
+    found = chat(TEMPLATE, tmp_path)
+    assert found.text(TALK[:2]) == "<|system|>be brief<|end|>\n<|user|>what <is> it?<|end|>\n<|assistant|>"
+    assert found.text(TALK[1:3], reply=False) == "<|user|>what <is> it?<|end|>\n<|assistant|>a thing<|end|>\n"
+    assert (found.stop_tokens, found.stop_texts) == ((), ("<|end|>",))
+
+
+def test_an_end_of_a_single_token_is_a_stop_token(tmp_path: Path) -> None:
+    found = chat("{% for m in messages %}{{ m.content }}\x03\n{% endfor %}", tmp_path)
+    assert (found.stop_tokens, found.stop_texts) == ((3,), ())
+
+
+def test_every_turn_begins_with_the_turns_before_it(tmp_path: Path) -> None:
+    for layout in (Chat(), chat(TEMPLATE, tmp_path)):
+        before = BYTES.tokenize(layout.text(TALK[:2]) + "a thing")
+        after = BYTES.tokenize(layout.text(TALK))
+        assert after[: len(before)] == before and len(after) > len(before)
+
+
+def test_a_tokenizers_own_template_is_taken_and_a_files_goes_before_it(tmp_path: Path) -> None:
+    metadata = {"library": "byte-level", "chat_template": "{% for m in messages %}[{{ m.content }}]{% endfor %}"}
+    own = MegatronTokenizer.from_pretrained(metadata_path=metadata)
+    assert chat_of(None, own).text(TALK[:2]) == "[be brief][what <is> it?]"
+    (tmp_path / "other").write_text("{{ messages | length }}{{ eos_token }}")
+    assert chat_of(str(tmp_path / "other"), own).text(TALK) == "4"
+    own.chat_template = {"default": "{{ messages[0].role }}", "tools": "x"}
+    assert chat_of(None, own).text(TALK) == "system"
+    assert template_of(BYTES) is None
+
+
+def test_templates_are_given_the_texts_of_special_tokens(tmp_path: Path) -> None:
+    tokenizer = MegatronTokenizer.from_pretrained(metadata_path={"library": "byte-level"})
+    # As the wrapper of Hugging Face's tokenizers keeps them.
+    tokenizer._tokenizer.bos_token, tokenizer._tokenizer.eos_token = "<s>", "</s>"
+    assert special_tokens(tokenizer) == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "", "pad_token": ""}
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    found = chat_of(str(path), tokenizer)
+    assert found.text(TALK[1:3]) == "<s>what <is> it?</s>a thing</s>" and found.stop_texts == ("</s>",)
+
+
+def test_what_templates_of_hugging_face_use(tmp_path: Path) -> None:
+    source = """\
+{% for m in messages %}
+{% if m.role == 'system' %}{% continue %}{% endif %}
+{% generation %}{{ m | tojson }}{% endgeneration %}{% break %}
+{% endfor %}
+{{ strftime_now('%Y') | length }}{% if tools %}tools{% endif %}"""
+    assert chat(source, tmp_path).text(TALK) == '{"role": "user", "content": "what <is> it?"}4'
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for m in messages %}", r"expected a Jinja template \(line 1: Unexpected end of template"),
+        ("\n{{ messages | nonsense }}", r"expected a Jinja template \(line 2: No filter named 'nonsense'"),
+        ("{{ 1 // 0 }}", r"lays out a user's question \(messages: the chat template fails on them \(ZeroDivisionError"),
+        ("{{ raise_exception('only tools') }}", r"refused by the chat template: only tools\)"),
+        ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
+        ("{{ messages.append(1) }}", "access to attribute .append. of .list. object is unsafe"),
+        ("{% include '/etc/passwd' %}", "fails on them|no loader"),
+        ("{{ nobody.name }}", "'nobody' is undefined"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    ],
+)
+def test_a_broken_template_is_refused(tmp_path: Path, source: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        chat(source, tmp_path)
+    assert str(caught.value).startswith(f"inference.chat_template={tmp_path}/chat.jinja: expected a")
+    assert str(caught.value).endswith("Correct it, or name another file with inference.chat_template.")
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere: expected a file with a Jinja template \(No such file"):
+        chat_of(str(tmp_path / "nowhere"), BYTES)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        chat_of(str(tmp_path / "bytes"), BYTES)
+
+
+def test_messages_that_a_template_refuses(tmp_path: Path) -> None:
+    found = chat("{% if messages[0].role != 'user' %}{{ raise_exception('users first') }}{% endif %}", tmp_path)
+    with pytest.raises(ValueError, match="messages: refused by the chat template: users first"):
+        found.text(TALK)
+    # One that takes no answers at all still serves first questions; it is not asked for the end of an answer.
+    found = chat("{% if messages | length > 1 %}{{ raise_exception('one only') }}{% endif %}", tmp_path)
+    assert found.text(TALK[:1]) == "" and found.stop_texts == ()
+
+
+def shown(text: str, *stops: str) -> tuple[str, bool]:
+    """What a stream of a text's bytes has shown at its end, and whether a stop text ended it."""
+    stream = TextStream(lambda ids: bytes(ids).decode("utf-8", errors="replace"), stops)
+    said = ""
+    for byte in text.encode():
+        said += stream.feed(byte)
+        assert not any(stop in said for stop in stops)
+        if stream.stopped:
+            return said, True
+    return said + stream.finish(), stream.stopped
+
+
+def test_stop_texts_end_a_stream_wherever_tokens_cut_them() -> None:
+    assert shown("one two three", "two", "tw!") == ("one ", True)
+    assert shown("one tw", "two") == ("one tw", False)
+    assert shown("größer", "ß") == ("grö", True)
+    assert shown("größer") == ("größer", False)
+    assert shown("aab", "ab") == ("a", True)
+    assert shown("xaby", "ab", "b") == ("x", True)
+
+
+def test_a_stop_text_before_half_a_character_is_found_at_the_end() -> None:
+    pieces = [b"one", b" sto", b"p\xc3"]
+    stream = TextStream(lambda ids: b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace"), ["stop"])
+    said = [stream.feed(i) for i in range(3)]
+    assert "".join(said) + stream.finish() == "one " and stream.stopped
+
+
+def test_a_stream_shows_what_the_whole_decodes_to() -> None:
+    source = random.Random(0)
+    for _ in range(200):
+        ids = [source.choice((source.randrange(256), *"aß€😀".encode(), 256, 257)) for _ in range(60)]
+        stream = TextStream(lambda ids: text_of(BYTES, ids))
+        said = "".join(stream.feed(token) for token in ids) + stream.finish()
+        assert said == text_of(BYTES, ids)
+
+
+def test_spaces_that_a_decoder_strips_at_the_start_are_kept_between_tokens() -> None:
+    words = ["▁one", "▁two", "th", "ree", "▁", "four"]
+    stream = TextStream(lambda ids: "".join(words[i] for i in ids).replace("▁", " ").lstrip(" "))
+    assert "".join(stream.feed(i) for i in range(6)) + stream.finish() == "one twothree four"
+
+
+def test_the_cost_of_a_token_does_not_grow_with_the_text() -> None:
+    asked: list[int] = []
+
+    def decode(ids: object) -> str:
+        asked.append(len(list(ids)))  # type: ignore[call-overload]
+        return "x" * asked[-1]
+
+    stream = TextStream(decode, ("stop",))
+    for i in range(500):
+        stream.feed(i)
+    assert max(asked) <= 3

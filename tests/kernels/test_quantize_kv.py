@@ -1,0 +1,94 @@
+"""The fused kernels that pack keys and values: under Triton's interpreter, compiled for a GPU, and run on one."""
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_longctx.kernels import quantize_kv
+from megatron_longctx.kernels.quantize_kv import packed_shape
+
+SHAPES = [(7, 2, 3, 64), (33, 1, 2, 128), (5, 1, 1, 72), (3, 2, 1, 4)]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def keys_and_values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Strided views; rows of very different sizes, halves between two steps, zeros, an infinity, a NaN."""
+    t, b, g, d = shape
+    gen = torch.Generator().manual_seed(seed)
+    sizes = torch.exp2(torch.randint(-14, 9, (t, 2, b, g, 1), generator=gen).float())
+    kv = torch.randn(t, 2, b, g, d, generator=gen) * sizes
+    kv[0, 0, 0, 0] = 0
+    kv[1, 1, 0, 0, 1], kv[2, 0, -1, -1, -1] = torch.inf, torch.nan
+    kv[1, 0, 0, 0, :4] = torch.tensor([127.0, 0.5, -2.5, 3.5])
+    kv[1, 0, 0, 0, 4:] = 1.5
+    k, v = kv.to(dtype).unbind(1)
+    return (k, v.transpose(0, 2).contiguous().transpose(0, 2)) if seed % 2 else (k, v)
+
+
+def compare(device: str) -> int:
+    from megatron_longctx.kernels import quantize_kv_triton as fused
+
+    compared = 0
+    for shape, dtype in itertools.product(SHAPES, DTYPES):
+        k, v = keys_and_values(shape, dtype, compared)
+        expected = torch.empty(packed_shape(k), dtype=torch.uint8)
+        quantize_kv._pack_torch(k, v, expected)
+        packed = torch.empty_like(expected, device=device)
+        fused.pack_kv(k.to(device), v.to(device), packed)
+        d = shape[-1]
+        found = packed.cpu()
+        assert torch.equal(found[..., :d], expected[..., :d])
+        scales = [x[..., d:].view(torch.float32) for x in (found, expected)]
+        torch.testing.assert_close(*scales, rtol=0, atol=0, equal_nan=True)
+        for cut in (expected, expected[1:, :, :, -1:]):  # tokens and heads cut out of a longer message
+            outs = [torch.empty(*cut.shape[:-1], d, dtype=dtype) for _ in range(2)]
+            quantize_kv._unpack_torch(cut, outs[0])
+            on_device = expected.to(device)[1:, :, :, -1:] if cut is not expected else expected.to(device)
+            there = outs[1].to(device)
+            fused.unpack_kv(on_device, there)
+            # The interpreter cuts bf16 off where GPUs round it.
+            rtol = 2**-7 if dtype == torch.bfloat16 and device == "cpu" else 0
+            torch.testing.assert_close(there.cpu(), outs[0], rtol=rtol, atol=0, equal_nan=True)
+        compared += 1
+    return compared
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_fused_kernels_equal_torch_under_the_interpreter():
+    # The switch is read while triton is imported, so it needs a fresh process.
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_longctx.kernels import quantize_kv_triton as fused
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"D": 128, "ROWS": 32, "COLS": 128}
+    pointers = {"k": "*bf16", "v": "*bf16", "out": "*bf16", "packed": "*i8"}
+    for kernel in (fused._pack_kernel, fused._unpack_kernel):
+        signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
+        source = ASTSource(kernel, signature, constexprs=constants)
+        assert ".target sm_90" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_fused_kernels_equal_torch_on_a_gpu():
+    assert compare("cuda") == len(SHAPES) * len(DTYPES)
+
+
+if __name__ == "__main__":
+    assert compare("cpu") == len(SHAPES) * len(DTYPES) == 12
