@@ -95,7 +95,7 @@ class AttentionConfig:
     kernel: str = "auto"  # auto | cudnn | flash_attn | flash | cpu | reference
     deterministic: bool = False
     # How blocks travel: peer (pulled out of peers' memory by the copy engine), p2p (batched messages of NCCL or gloo),
-    # auto (peer where all ranks of the group can, else p2p, saying why)
+    # auto (peer where all ranks of the group can, both where only some can, else p2p, saying which and why)
     transport: str = "auto"
     # Over peer memory, attention with at most so many tokens a rank is replayed from CUDA graphs; 0: never
     graph_tokens: int = 4096

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import BufferPool, P2PTransport, PeerTransport, WaitClock, choose_transport
+from ..comm import BufferPool, MixedTransport, PeerTransport, Transport, WaitClock, choose_transport
 from ..kernels import KernelRequest, choose
 from ..layout import Layout
 from ..schedules import DEFAULT_OPTIONS, Kind, Plan, PlanOptions, build_plan, check_heads
@@ -76,7 +76,7 @@ class ContextParallelAttention:
         self._kv_int8 = kv_int8
         self._programs: dict[tuple[int, bool], tuple[Program, Program]] = {}
         self._engines: dict[KernelRequest, Engine] = {}
-        self._links: dict[torch.device, tuple[P2PTransport | PeerTransport | None, BufferPool]] = {}
+        self._links: dict[torch.device, tuple[Transport | None, BufferPool]] = {}
         self.plan(0)
 
     def measure_waiting(self) -> None:
@@ -271,20 +271,31 @@ def _run(
     results: Callable[[Any], Tensors],
 ) -> Tensors:
     """Run a pass, from a graph where it is short; `how`: what tells it from others of its program and shapes."""
-    over_peers = isinstance(engine.transport, PeerTransport)
-    if over_peers and torch.cuda.is_current_stream_capturing():
+    transport = engine.transport
+    if not isinstance(transport, PeerTransport | MixedTransport):
+        return _eager(inputs, make, results)
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "attention over peer memory was captured into a CUDA graph, which cannot be replayed: its memories take "
             "turns. Leave attention out of the graph (it has graphs of its own), or choose attention.transport=p2p."
         )
-    key = (id(program), how, tuple((x.shape, x.dtype) for x in inputs))
-    known = key in engine.replays
-    short = 0 < program.num_tokens <= engine.graph_tokens and (known or len(engine.replays) < _MOST_REPLAYS)
-    if not (short and over_peers):
-        run = make(inputs)
-        run.run()
-        return results(run)
-    if not known:
-        engine.replays[key] = (program, Replay(make, results))  # kept together: an id is only good for what is alive
-    found: Tensors = engine.replays[key][1](inputs)
+    try:
+        key = (id(program), how, tuple((x.shape, x.dtype) for x in inputs))
+        known = key in engine.replays
+        short = 0 < program.num_tokens <= engine.graph_tokens and (known or len(engine.replays) < _MOST_REPLAYS)
+        if not short or isinstance(transport, MixedTransport):
+            return _eager(inputs, make, results)
+        if not known:
+            engine.replays[key] = (program, Replay(make, results))  # together: an id is only good for what is alive
+        found: Tensors = engine.replays[key][1](inputs)
+        return found
+    except BaseException as error:
+        transport.break_off(error)
+        raise
+
+
+def _eager(inputs: Tensors, make: Callable[[Tensors], Any], results: Callable[[Any], Tensors]) -> Tensors:
+    run = make(inputs)
+    run.run()
+    found: Tensors = results(run)
     return found

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import BufferPool, Exchange, P2PTransport, PeerTransport, WaitClock
+from ..comm import BufferPool, Exchange, MixedTransport, PeerTransport, Transport, WaitClock
 from ..kernels import AttentionKernel
 from ..schedules import ALL_HEADS, RESULTS, Block, Heads, Kind
 from .accumulate import Gathering, MergedOutput, Sum
-from .post import DirectPost, Fields, PeerPost, Post, outbox_of
+from .mixed_post import post_over
+from .post import DirectPost, Fields, Post
 from .program import HOME, Away, Call, Place, Program, ProgramStep, Receive, Slot
 
 _HOME_OF = {Kind.OUT: Kind.Q, Kind.DQ: Kind.Q_GRAD, Kind.DKV: Kind.KV} | {
@@ -50,7 +51,7 @@ class Engine:
     """
 
     kernel: AttentionKernel
-    transport: P2PTransport | PeerTransport | None
+    transport: Transport | None
     pool: BufferPool
     graph_tokens: int = 0
     clock: WaitClock | None = None
@@ -141,14 +142,13 @@ class _Pass(ABC):
             self._post = self._find_post(self._engine.transport)
         return self._post
 
-    def _find_post(self, transport: P2PTransport | PeerTransport) -> Post:
-        if not isinstance(transport, PeerTransport):
+    def _find_post(self, transport: Transport) -> Post:
+        if not isinstance(transport, PeerTransport | MixedTransport):
             return DirectPost(transport)
         shapes = tuple(field.shape[1:] for fields in self._home.values() for field in fields)
         key = (id(self._program), shapes)
         if key not in self._engine.posts:
-            outbox = outbox_of(self._program, self._row_bytes)
-            post = PeerPost(transport.mailbox(outbox), outbox)
+            post = post_over(transport, self._program, self._row_bytes)
             self._engine.posts[key] = (self._program, post)  # kept together: an id is only good for what is alive
         return self._engine.posts[key][1]
 

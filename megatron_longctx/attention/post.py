@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm import Exchange, Mailbox, Outbox, OutboxBuilder, P2PTransport, Sent
+from ..comm.peer import aligned
 from ..schedules import Kind
-from .program import HOME, Program
+from ..schedules.publishing import Batch
+from .program import HOME, Program, Send
 
 Fields = tuple[Tensor, ...]
 """The tensors of one kind of block, all with tokens first. KV is one tensor `[t, 2, b, g, d]`."""
@@ -84,7 +86,7 @@ class PeerPost(Post):
     def __init__(self, mailbox: Mailbox, outbox: Outbox) -> None:
         self._mailbox = mailbox
         self._passed = [[message.passed for message in messages] for messages in outbox.sends]
-        self._next = outbox.adjacent
+        self._regions, self._next = outbox.regions, outbox.adjacent
 
     @property
     def generation(self) -> int:  # type: ignore[override]
@@ -97,9 +99,11 @@ class PeerPost(Post):
         self._mailbox.join()
 
     def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        return self._mailbox.region(name, shape, dtype)
+        return self._mailbox.region(name, shape, dtype) if name in self._regions else None
 
     def joined(self, names: Sequence[Hashable]) -> bool:
+        if not any(name in self._regions for name in names):
+            return True
         return all(self._next.get(a) == b for a, b in pairwise(names))
 
     def start(
@@ -112,29 +116,78 @@ class PeerPost(Post):
         self._mailbox.wait(exchange)
 
 
-def outbox_of(program: Program, row_bytes: Callable[[Kind, int], Sequence[int]]) -> Outbox:
+def outbox_of(
+    program: Program, row_bytes: Callable[[Kind, int], Sequence[int]], peers: Container[int] | None = None
+) -> Outbox:
     """Where all that a program sends lies; names are those that the executor asks a `Post` for room by.
 
     Args:
         row_bytes: of a kind and the number of parts its heads are in, the bytes of a token by field.
+        peers: the ranks that read it; what goes to others only is left out. None for all.
     """
     builder = OutboxBuilder()
-    sends = []
-    for t, step in enumerate(program.steps):
-        messages = []
-        for j, (_, place, peer, result) in enumerate(step.sends):
-            if place is None:
-                block = program.outgoing[result]
-                for i, size in enumerate(row_bytes(block.kind, block.heads.parts)):
-                    total = block.tokens * size
-                    messages.append(Sent(peer, builder.region(("result", result, i), total), total))
+    made = {away.result: t for t, step in enumerate(program.steps) for call in step.calls for away in call.away}
+    batches: dict[tuple[int, bool], list[tuple[Hashable, int]]] = {}  # by (step, passed on)
+    written: dict[tuple[int, bool], int] = {}
+    read: list[list[tuple[Send, list[_Region]]]] = [
+        [
+            (send, _regions(program, send, (t, j), row_bytes))
+            for j, send in enumerate(step.sends)
+            if peers is None or send.peer in peers
+        ]
+        for t, step in enumerate(program.steps)
+    ]
+    for t, messages in enumerate(read):
+        for send, regions in messages:
+            if send.place is not None and send.place.slot == HOME:
+                for region in regions:
+                    builder.region(region.name, program.num_tokens * region.row)
                 continue
-            for i, size in enumerate(row_bytes(place.kind, place.heads.parts)):
-                total = (place.stop - place.start) * size
-                if place.slot == HOME:
-                    whole = builder.region(("home", place.kind, place.heads, i), program.num_tokens * size)
-                    messages.append(Sent(peer, whole + place.start * size, total))
-                else:
-                    messages.append(Sent(peer, builder.region(("passed", t, j, i), total), total, passed=True))
-        sends.append(tuple(messages))
-    return builder.build(tuple(sends))
+            key = t, send.place is not None
+            batches.setdefault(key, []).extend((region.name, region.tokens * region.row) for region in regions)
+            written[key] = min(written.get(key, t), t if send.place is not None else made[send.result])
+    builder.passing(
+        [
+            (Batch(t, written[t, passed], sum(aligned(size) for _, size in regions), passed), regions)
+            for (t, passed), regions in batches.items()
+        ]
+    )
+    return builder.build(
+        tuple(
+            tuple(
+                Sent(
+                    send.peer,
+                    builder.regions[region.name] + region.start * region.row,
+                    region.tokens * region.row,
+                    passed=send.place is not None and send.place.slot != HOME,
+                )
+                for send, regions in messages
+                for region in regions
+            )
+            for messages in read
+        )
+    )
+
+
+class _Region(NamedTuple):
+    """Where a field of a message is read from: `tokens` rows of `row` bytes of a region, from row `start` on."""
+
+    name: Hashable
+    start: int
+    tokens: int
+    row: int
+
+
+def _regions(
+    program: Program, send: Send, number: tuple[int, int], row_bytes: Callable[[Kind, int], Sequence[int]]
+) -> list[_Region]:
+    """By field; `number`: the message's step, and its place among the sends."""
+    if send.place is None:
+        block = program.outgoing[send.result]
+        rows = row_bytes(block.kind, block.heads.parts)
+        return [_Region(("result", send.result, i), 0, block.tokens, row) for i, row in enumerate(rows)]
+    kind, slot, start, stop, heads, _ = send.place
+    rows = row_bytes(kind, heads.parts)
+    if slot == HOME:
+        return [_Region(("home", kind, heads, i), start, stop - start, row) for i, row in enumerate(rows)]
+    return [_Region(("passed", *number, i), 0, stop - start, row) for i, row in enumerate(rows)]

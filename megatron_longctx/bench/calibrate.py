@@ -11,7 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm import Exchange, Outbox, P2PTransport, PeerTransport, Sent, choose_transport, transport_name
+from ..comm import (
+    Exchange,
+    MixedTransport,
+    Outbox,
+    P2PTransport,
+    PeerTransport,
+    Sent,
+    choose_transport,
+    transport_name,
+)
 from ..kernels import AttentionKernel, KernelRequest, choose, merge_into
 from ..metrics.environment import environment
 from ..schedules.calibration import Calibration
@@ -61,15 +70,15 @@ def calibrate(
     kernel, transport = choice
     chosen = choose(kernel, _request(workload, device))
     cluster = measured_cluster(group, device)
-    links = choose_transport(transport, group, device)
+    chosen_links = choose_transport(transport, group, device)
+    # The slowest link counts, and between hosts messages go point to point.
+    links = chosen_links.messages if isinstance(chosen_links, MixedTransport) else chosen_links
     messages, message_s = _messages(links)
     costs = kernel_costs(group, device, workload, kernel, effort)
     blocking = _blocking(links, workload, chosen) if device.type == "cuda" else 0.0
     costs = replace(costs, message_s=message_s, messages=messages, blocking=blocking)
-    facts = environment()
-    return Calibration(
-        str(facts["device"]), chosen.name, transport_name(links), cluster, replace(workload, batch=1), costs, facts
-    )
+    facts, name = environment(), transport_name(chosen_links)
+    return Calibration(str(facts["device"]), chosen.name, name, cluster, replace(workload, batch=1), costs, facts)
 
 
 def kernel_costs(

@@ -123,7 +123,7 @@ def run_attention(where: Where, cases: Sequence[attention.Case], modes: str, how
             raise refuse("--modes", name, f"all, or of {', '.join(attention.ALL_MODES)}", "Separate names by commas.")
     if not out.parent.is_dir():
         raise refuse("--out", out, "a file in a folder that exists", "Make the folder first.")
-    found, calibrations = start(where, _attention, tuple(cases), names, how, where)[0]
+    found, calibrations, absent = start(where, _attention, tuple(cases), names, how, where)[0]
     chosen = attention.choices(found)
     facts = environment()
     data = {
@@ -138,6 +138,7 @@ def run_attention(where: Where, cases: Sequence[attention.Case], modes: str, how
         },
         "measurements": attention.as_data(found),
         "auto": chosen,
+        "absent": absent,
     }  # fmt: skip
     out.write_text(json.dumps(data, indent=1) + "\n")
     lines = [
@@ -147,6 +148,7 @@ def run_attention(where: Where, cases: Sequence[attention.Case], modes: str, how
         "|---|---|---|---|---|",
     ]
     lines += [f"| {c['length']:,} | {c['heads']} | {c['auto']} | {c['best']} | {c['slower']:.1%} |" for c in chosen]
+    lines += ["", *absent] if absent else []
     head = f"{where.ranks} x {facts['device']}, {facts['date'][:10]}, commit {str(facts['commit'])[:9]}. Times in ms."
     out.with_suffix(".md").write_text("\n".join([head, "", *lines]) + "\n")
     print("\n".join(lines))
@@ -194,7 +196,8 @@ def _calibrate(rank: int, workload: Workload, where: Where, max_tokens: int | No
 
 def _attention(
     rank: int, cases: tuple[attention.Case, ...], names: tuple[str, ...], how: How, where: Where
-) -> tuple[list[attention.Measurement], dict[str, Calibration]]:
+) -> tuple[list[attention.Measurement], dict[str, Calibration], list[str]]:
+    """The measurements, what predictions rest on, and a line for each other package that is not here."""
     device, group = _device(), _group()
     calibrations = {}
     for case in cases:
@@ -203,9 +206,11 @@ def _attention(
             calibrations[heads] = _kept_or_measured(rank, group, device, case.workload, where)
     bench = attention.Bench(group, device, where.kernel, how.iterations, how.check)
     contenders = attention.modes(group, where.kernel, where.transport, names)
+    absent: list[str] = []
     if how.peers:
-        contenders += peers(group, where.kernel)
-    return bench.run(cases, contenders, calibrations), calibrations
+        others, absent = peers(group, where.kernel)
+        contenders += others
+    return bench.run(cases, contenders, calibrations), calibrations, absent
 
 
 def _kept_or_measured(

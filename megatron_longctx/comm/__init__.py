@@ -1,26 +1,31 @@
 """The only room that issues communication. It moves tensors between ranks and knows nothing of attention.
 
 `P2PTransport` sends and receives batches of messages on a stream of its own; `PeerTransport` lets receivers pull out of
-the senders' memory; `choose_transport` takes one of them. `BufferPool` lends the memory in which messages land;
-`WaitClock` measures how long a rank waits for them.
+the senders' memory; `MixedTransport` does the one between hosts and the other within; `choose_transport` takes one of
+them. `BufferPool` lends the memory in which messages land; `WaitClock` measures how long a rank waits for them.
 """
 
 from .buffers import BufferPool
-from .choose import choose_transport, transport_name
+from .choose import Transport, choose_transport, transport_name
 from .collect import sum_over
+from .mixed import MixedTransport
 from .p2p import Exchange, P2PTransport
 from .peer import Mailbox, Outbox, OutboxBuilder, PeerTransport, Sent
+from .together import PeerMemoryError
 from .waiting import WaitClock
 
 __all__ = [
     "BufferPool",
     "Exchange",
     "Mailbox",
+    "MixedTransport",
     "Outbox",
     "OutboxBuilder",
     "P2PTransport",
+    "PeerMemoryError",
     "PeerTransport",
     "Sent",
+    "Transport",
     "WaitClock",
     "choose_transport",
     "sum_over",

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..config import TRANSPORTS
+from .hosts import find_hosts
+from .mixed import MixedTransport
 from .p2p import P2PTransport
-from .peer import PeerTransport, why_no_peers
+from .peer import PeerTransport
+from .together import PeerMemoryError
 
 logger = logging.getLogger(__name__)
 
+Transport = P2PTransport | PeerTransport | MixedTransport
 
-def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> P2PTransport | PeerTransport:
+
+def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
     """All ranks of `group` call this together and get the same kind.
 
     Args:
         name: `peer` for peer memory, `p2p` for point-to-point messages, `auto` for peer memory where the GPUs can read
-            each other's and point-to-point messages elsewhere, said once with the reason.
+            each other's and point-to-point messages elsewhere: all the one, all the other, or mixed, message by
+            message. Said once with the reason.
 
     Raises:
         ValueError: an unknown name, or peer memory asked for where there is none.
@@ -29,12 +34,21 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
         raise ValueError(f"attention.transport={name}: expected one of {', '.join(TRANSPORTS)}. Choose one of these.")
     if name == "p2p" or (name == "auto" and device.type != "cuda"):
         return P2PTransport(group, device)
-    reason = why_no_peers(group, device)
-    transport: PeerTransport | None = None
-    if reason is None:
-        transport, reason = _set_up(group, device)
-    if transport is not None:
-        return transport
+    hosts = find_hosts(group, device)
+    reason = hosts.reason
+    try:
+        if reason is None:
+            return PeerTransport(group, device)
+        if name == "auto" and hosts.any_peers:
+            transport = MixedTransport(group, device, hosts)
+            if dist.get_rank(group) == 0:
+                logger.info(
+                    "attention's messages go through peer memory within hosts (ranks %s) and point to point between "
+                    "them: %s", hosts, reason,
+                )  # fmt: skip
+            return transport
+    except PeerMemoryError as error:  # on all ranks alike
+        reason = str(error).rstrip(".")
     if name == "peer":
         raise ValueError(
             f"attention.transport=peer: expected GPUs that can read each other's memory, but {reason}. "
@@ -45,19 +59,6 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
     return P2PTransport(group, device)
 
 
-def transport_name(transport: P2PTransport | PeerTransport) -> str:
-    """`peer` or `p2p`."""
-    return "peer" if isinstance(transport, PeerTransport) else "p2p"
-
-
-def _set_up(group: dist.ProcessGroup, device: torch.device) -> tuple[PeerTransport | None, str | None]:
-    """The transport if all ranks could set it up, else the reason of one that could not."""
-    transport, failed = None, None
-    try:
-        transport = PeerTransport(group, device)
-    except (RuntimeError, ImportError, OSError) as error:
-        failed = str(error).split("\n", 1)[0]
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, failed, group=group)
-    reasons = [reason for reason in said if reason is not None]
-    return (None, f"setting it up failed: {reasons[0]}") if reasons else (transport, None)
+def transport_name(transport: Transport) -> str:
+    """`peer`, `p2p` or `mixed`."""
+    return {P2PTransport: "p2p", PeerTransport: "peer", MixedTransport: "mixed"}[type(transport)]

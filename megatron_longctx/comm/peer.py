@@ -8,8 +8,6 @@ Figures and the traps this avoids: every message of a NCCL ring takes processors
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..schedules.publishing import Batch, place
 from .flags import FlagOperations
+from .hosts import Hosts
 from .p2p import Exchange
-
-logger = logging.getLogger(__name__)
+from .symmetric import REMEDY, finish, share
+from .together import PeerMemoryError, together
 
 _ALIGNMENT = 256
 _READY, _DONE = 0, 1
@@ -40,12 +40,14 @@ class Sent(NamedTuple):
 @dataclass(frozen=True)
 class Outbox:
     """Where all that a pass sends lies in the sender's memory: offsets of named regions, messages by step. `adjacent`:
-    by region, the one that follows it without a gap."""
+    by region, the one that follows it without a gap. `awaits`: by step, earlier ones that must have been read before
+    it starts, since their memory is used again."""
 
     regions: dict[Hashable, int]
     num_bytes: int
     sends: tuple[tuple[Sent, ...], ...]
     adjacent: dict[Hashable, Hashable] = field(default_factory=dict)
+    awaits: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -56,37 +58,62 @@ class OutboxBuilder:
     num_bytes: int = 0
     _adjacent: dict[Hashable, Hashable] = field(default_factory=dict)
     _full: Hashable = None
+    _awaits: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def region(self, name: Hashable, num_bytes: int) -> int:
-        """The offset of a region, which is new or known by its name."""
+        """The offset of a region that stays; it is new or known by its name."""
         if name not in self.regions:
             self.regions[name] = self.num_bytes
             if self._full is not None:
                 self._adjacent[self._full] = name
-            self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            self.num_bytes += aligned(num_bytes)
             self._full = name if num_bytes % _ALIGNMENT == 0 else None
         return self.regions[name]
 
+    def passing(self, batches: Sequence[tuple[Batch, Sequence[tuple[Hashable, int]]]]) -> None:
+        """Lay out, behind all regions so far, those that are read in one step only: the names and bytes of each batch
+        side by side, the batches where others are no longer read."""
+        placement = place([batch for batch, _ in batches])
+        base = self.num_bytes
+        for offset, (_, regions) in zip(placement.offsets, batches, strict=True):
+            self.num_bytes, self._full = base + offset, None
+            for name, num_bytes in regions:
+                self.region(name, num_bytes)
+        self.num_bytes, self._full = base + placement.num_bytes, None
+        for step, awaiting in sorted(placement.awaited.items()):
+            self._awaits[awaiting] = (*self._awaits.get(awaiting, ()), step)
+
     def build(self, sends: tuple[tuple[Sent, ...], ...]) -> Outbox:
-        return Outbox(self.regions, self.num_bytes, sends, self._adjacent)
+        return Outbox(self.regions, self.num_bytes, sends, self._adjacent, self._awaits)
+
+
+def aligned(num_bytes: int) -> int:
+    """What a region of so many bytes takes."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class PeerTransport:
     """Peer memory among the ranks of one process group, all of which construct it together.
 
     Args:
-        group: ranks whose GPUs can read each other's memory.
+        group: the ranks that send to each other.
         device: this rank's CUDA device.
+        hosts: who can read whose memory; None for all each other's. Others than these get no messages here.
 
     Raises:
-        RuntimeError: symmetric memory cannot be set up; see `why_no_peers`.
+        PeerMemoryError: symmetric memory cannot be set up; raised by all ranks alike.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, hosts: Hosts | None = None) -> None:
         self.group, self.device = group, device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.signals = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.peers = tuple(range(self.world)) if hosts is None else hosts.of(self.rank)
+        self._broken: str | None = None
+        self.stream, self.signals, self._sharing = together(
+            group, lambda: (_stream(device), _stream(device), self._sharing_group()), "setting up peer memory", REMEDY
+        )
+        if hosts is not None:
+            self._check_groups()
         self.generation = 0
         self._capacity = self._steps = 0
         self._halves: list[Any] = []
@@ -104,21 +131,29 @@ class PeerTransport:
         """Make known to all ranks what each will send; all of them call this in the same order.
 
         Waits for the other ranks: once for every new kind of pass, never again.
+
+        Raises:
+            PeerMemoryError: no memory for it on some rank, or a pass was broken off before; raised by all ranks alike.
         """
         every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, (outbox.num_bytes, outbox.sends), group=self.group)
-        capacity = max(self._capacity, *(num_bytes for num_bytes, _ in every))
-        steps = max(self._steps, *(len(sends) for _, sends in every))
+        dist.all_gather_object(every, (outbox.num_bytes, outbox.sends, self._broken), group=self.group)
+        self._refuse_if(next((broken for _, _, broken in every if broken is not None), None))
+        capacity = max(self._capacity, *(num_bytes for num_bytes, _, _ in every))
+        steps = max(self._steps, *(len(sends) for _, sends, _ in every))
         if capacity > self._capacity or steps > self._steps:
             self._reserve(capacity, steps)
-        return Mailbox(self, outbox, [sends for _, sends in every])
+        return Mailbox(self, outbox, [sends for _, sends, _ in every])
 
     def begin(self, unread: Sequence[FlagOperations]) -> int:
         """Start a pass: once all have read what lies there, memory `turn` is this pass's. Returns the turn.
 
         Args:
             unread: by turn, takes the flags by which the peers will say that they have read this pass's messages.
+
+        Raises:
+            PeerMemoryError: a pass was broken off before.
         """
+        self._refuse_if(self._broken)
         self._turn = 1 - self._turn
         before = self._unread[self._turn]
         if before is not None:
@@ -126,35 +161,72 @@ class PeerTransport:
         self._unread[self._turn] = unread[self._turn]
         return self._turn
 
+    def break_off(self, error: BaseException) -> None:
+        """A pass has ended with `error` on this rank: some flags that others wait for will never be set."""
+        self._broken = self._broken or f"{type(error).__name__}: {error}".split("\n", 1)[0]
+
     def bytes_of(self, turn: int, rank: int) -> Tensor:
         """All of a rank's memory, as seen from here."""
-        found: Tensor = self._halves[turn].get_buffer(rank, (self._capacity,), torch.uint8)
+        found: Tensor = self._halves[turn].get_buffer(self.peers.index(rank), (self._capacity,), torch.uint8)
         return found
 
     def flag(self, owner: int, turn: int, step: int, other: int, kind: int) -> int:
         """Address of the flag that rank `other` sets with rank `owner`."""
         index = ((turn * self._steps + step) * self.world + other) * 2 + kind
-        return int(self._flags.buffer_ptrs[owner]) + 4 * index
+        return int(self._flags.buffer_ptrs[self.peers.index(owner)]) + 4 * index
+
+    def _refuse_if(self, broken: str | None) -> None:
+        if broken is not None:
+            raise PeerMemoryError(
+                f"attention over peer memory was broken off before ({broken}): ranks would wait for messages that "
+                "never come. Start the job again from its checkpoint, or choose attention.transport=p2p."
+            )
+
+    def _sharing_group(self) -> dist.ProcessGroup | None:
+        """Of this rank and its peers; None for a rank without any."""
+        if len(self.peers) == self.world:
+            return self.group
+        if len(self.peers) == 1:
+            return None
+        if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
+            raise RuntimeError("init_process_group was given a device_id, so that only all ranks can divide the group")
+        ranks = dist.get_process_group_ranks(self.group)
+        # NCCL connects nobody yet, so that a group which others know by another name does no harm.
+        found: dist.ProcessGroup = dist.new_group(
+            [ranks[rank] for rank in self.peers],
+            backend="nccl" if self.device.type == "cuda" else None,
+            use_local_synchronization=True,
+        )
+        return found
+
+    def _check_groups(self) -> None:
+        """Peers meet by their group's name, which torch makes from its ranks and how many groups a rank is in."""
+        names: list[Any] = [None] * self.world
+        dist.all_gather_object(names, getattr(self._sharing, "group_name", None), group=self.group)
+
+        def check() -> None:
+            if any(names[peer] != names[self.rank] for peer in self.peers):
+                raise RuntimeError("the ranks of a host have made different numbers of process groups")
+
+        together(self.group, check, "dividing the group by hosts", REMEDY)
 
     def _reserve(self, capacity: int, steps: int) -> None:
-        torch.cuda.synchronize(self.device)
-        dist.barrier(self.group)  # nobody reads what is given back here
-        self._halves = []
-        torch.cuda.empty_cache()  # what torch keeps for later is not free for symmetric memory
+        """Memory for `capacity` bytes and the flags of `steps` steps, in place of what there is."""
+        sizes = [max(1, capacity)] * 2 + [2 * steps * self.world * 2 * 4]
+        what = f"setting up peer memory (2 x {capacity / 2**30:.2f} GiB on every rank)"
+        try:
+            together(self.group, lambda: finish(self.device), what, REMEDY)
+            # Nobody reads what is given back here.
+            self._halves, self._flags = [], None
+            torch.cuda.empty_cache()  # what torch keeps for later is not free for symmetric memory
+            *self._halves, self._flags = share(self.group, self._sharing, self.device, sizes, what)
+        except PeerMemoryError as error:
+            self._halves, self._flags = [], None
+            self.break_off(error)
+            raise
         self._capacity, self._steps = capacity, steps
-        self._halves = [self._shared(max(1, capacity)) for _ in range(2)]
-        self._flags = self._shared(2 * steps * self.world * 2 * 4)
-        torch.cuda.synchronize(self.device)
-        dist.barrier(self.group)  # every flag is 0
         self._unread = [None, None]
         self.generation += 1
-
-    def _shared(self, num_bytes: int) -> Any:
-        symmetric = _symmetric_memory()
-        tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        handle = symmetric.rendezvous(tensor, self.group)
-        tensor.zero_()
-        return handle
 
 
 class Mailbox:
@@ -196,7 +268,7 @@ class Mailbox:
         for extent in shape:
             size *= extent
         offset = self._outbox.regions[name]
-        return self._mine[self._turn][offset : offset + size].view(dtype).view(tuple(shape))
+        return self._theirs[self._turn][self._transport.rank][offset : offset + size].view(dtype).view(tuple(shape))
 
     def start(
         self, step: int, passed: Sequence[Tensor], receives: Sequence[tuple[Tensor, int]], after: Sequence[Any]
@@ -219,11 +291,13 @@ class Mailbox:
         # in which the waiting must not come first.
         stream.wait_stream(transport.signals)
         with torch.cuda.stream(stream):
+            if step in self._outbox.awaits:
+                self._read[turn][step].issue(stream)
             if passed:
                 waiting = iter(passed)
                 for message in self._outbox.sends[step]:
                     if message.passed:
-                        room = self._mine[turn][message.offset : message.offset + message.num_bytes]
+                        room = self._theirs[turn][transport.rank][message.offset : message.offset + message.num_bytes]
                         room.copy_(_as_bytes(next(waiting)))
                 ready_passed.issue(stream)
             left = {peer: iter(messages) for peer, messages in self._incoming[step].items()}
@@ -236,7 +310,9 @@ class Mailbox:
                             self._theirs[turn][peer][message.offset : message.offset + message.num_bytes]
                         )
                 done.issue(stream)
-            return Exchange(arrived=stream.record_event() if receives or passed else None)
+            return Exchange(
+                arrived=stream.record_event() if receives or passed or step in self._outbox.awaits else None
+            )
 
     def wait(self, exchange: Exchange) -> None:
         """Make the caller's stream wait until the messages are in."""
@@ -246,13 +322,14 @@ class Mailbox:
     def _prepare(self) -> None:
         """Views and flag operations for the memory as it is now."""
         transport, me = self._transport, self._transport.rank
-        peers = range(transport.world)
-        with torch.inference_mode(False):  # they outlive the call that needs them first
-            self._mine = [transport.bytes_of(turn, me) for turn in range(2)]
-            self._theirs = [[transport.bytes_of(turn, peer) for peer in peers] for turn in range(2)]
-        self._ready, self._arrivals, self._unread = [], [], []
+        self._theirs: list[dict[int, Tensor]] = [{}, {}]
+        if len(transport.peers) > 1:
+            with torch.inference_mode(False):  # they outlive the call that needs them first
+                self._theirs = [{peer: transport.bytes_of(turn, peer) for peer in transport.peers} for turn in range(2)]
+        self._ready, self._arrivals, self._read, self._unread = [], [], [], []
+        early = {step for steps in self._outbox.awaits.values() for step in steps}
         for turn in range(2):
-            ready, arrivals, unread = [], [], []
+            ready, arrivals = [], []
             for t, messages in enumerate(self._outbox.sends):
                 passing = sorted({m.peer for m in messages if m.passed})  # their flag waits for all that goes there
                 others = sorted({m.peer for m in messages} - set(passing))
@@ -260,7 +337,6 @@ class Mailbox:
                     tuple(FlagOperations.set([transport.flag(p, turn, t, me, _READY) for p in group])
                           for group in (others, passing))
                 )  # fmt: skip
-                unread += [transport.flag(me, turn, t, peer, _DONE) for peer in (*others, *passing)]
                 arrivals.append(
                     [
                         (
@@ -274,8 +350,15 @@ class Mailbox:
                 )
             self._ready.append(ready)
             self._arrivals.append(arrivals)
-            self._unread.append(FlagOperations.take(unread))
+            self._read.append({t: self._taken(turn, steps) for t, steps in self._outbox.awaits.items()})
+            self._unread.append(self._taken(turn, [t for t in range(self._steps) if t not in early]))
         self._generation = transport.generation
+
+    def _taken(self, turn: int, steps: Sequence[int]) -> FlagOperations:
+        """Wait until the messages of these steps have been read, and clear the flags that say so."""
+        transport, sends = self._transport, self._outbox.sends
+        readers = [(t, peer) for t in steps for peer in sorted({message.peer for message in sends[t]})]
+        return FlagOperations.take([transport.flag(transport.rank, turn, t, peer, _DONE) for t, peer in readers])
 
     def _nearest_first(self, step: int) -> list[tuple[int, list[Sent]]]:
         """Every rank begins with another peer, so that they do not all read from the same one."""
@@ -287,37 +370,5 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _symmetric_memory() -> Any:
-    # Pulls need no multicast, and systems without NVLink SHARP fail when it is set up.
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    from torch.distributed import _symmetric_memory
-
-    return _symmetric_memory
-
-
-def why_no_peers(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why the ranks of `group` cannot read each other's memory, alike on all of them; None where they can."""
-    facts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(facts, _facts(device), group=group)
-    if any(fact is None for fact in facts):
-        return "not all ranks have a CUDA device"
-    if len({host for host, _ in facts}) > 1:
-        return "they are on several hosts"
-    said: list[Any] = [None] * len(facts)  # what one process sees of the devices, another may not
-    dist.all_gather_object(said, _unreadable(device, [index for _, index in facts]), group=group)
-    return next((reason for reason in said if reason is not None), None)
-
-
-def _facts(device: torch.device) -> tuple[str, int] | None:
-    if device.type != "cuda":
-        return None
-    return os.uname().nodename, torch.cuda.current_device() if device.index is None else device.index
-
-
-def _unreadable(device: torch.device, indices: Sequence[int]) -> str | None:
-    """Why this rank's device cannot read one of the others; None where nothing is known against it."""
-    mine = torch.cuda.current_device() if device.index is None else device.index
-    for index in indices:
-        if index != mine and index < torch.cuda.device_count() and not torch.cuda.can_device_access_peer(mine, index):
-            return f"GPU {mine} cannot read the memory of GPU {index}"
-    return None
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

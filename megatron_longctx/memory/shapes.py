@@ -7,7 +7,8 @@ from functools import cached_property
 
 from ..config import Config, refuse
 from ..schedules import Kind, Plan, PlanOptions, Workload, backward_plan, build_plan
-from ..schedules.simulate import peak_bytes, published_bytes
+from ..schedules.publishing import published_bytes
+from ..schedules.simulate import peak_bytes
 
 _FC1_COLUMNS = {"swiglu": 2, "gelu": 1}
 """Columns of the MLP's first matrix, in units of the MLP's width."""

@@ -11,7 +11,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("megatron-longctx", "megatron-core", "torch", "triton", "transformer-engine", "flash-attn", "apex")
+_PACKAGES = (
+    "megatron-longctx",
+    "megatron-core",
+    "torch",
+    "triton",
+    "transformer-engine",
+    "flash-attn",
+    "ring-flash-attn",
+    "apex",
+)
 
 
 def environment() -> dict[str, Any]:

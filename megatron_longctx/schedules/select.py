@@ -9,7 +9,8 @@ from ..topology import Cluster
 from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads
 from .cost import GIB, Costs, Workload
 from .hide import backward_plan
-from .simulate import Simulation, published_bytes, simulate
+from .publishing import published_bytes
+from .simulate import Simulation, simulate
 
 _MOST_MESSAGES = 400_000
 """Plans with more messages than this take too long to build to be candidates."""

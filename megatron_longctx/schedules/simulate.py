@@ -325,20 +325,3 @@ def _outgoing_bytes(plan: Plan, workload: Workload) -> int:
                 sizes[move.source] = sizes.get(move.source, 0) + workload.block_bytes(move.block)
         most = max(most, max(sizes.values(), default=0))
     return most
-
-
-def published_bytes(plan: Plan, workload: Workload) -> int:
-    """Most that a rank lays out for its peers to read in one pass over peer memory: its own tensors that it sends, the
-    results it computes for others, and what it passes on."""
-    own: list[set[tuple[Kind, Heads]]] = [set() for _ in range(plan.n)]
-    sent = [0] * plan.n
-    for step in plan.steps:
-        for block, source, _, _ in step.moves:
-            if block.home == source and block.kind not in RESULTS:
-                own[source].add((block.kind, block.heads))
-            else:
-                sent[source] += workload.block_bytes(block)
-    return max(
-        sent[rank] + plan.layout.num_tokens(rank) * sum(workload.token_bytes(kind, heads) for kind, heads in own[rank])
-        for rank in range(plan.n)
-    )

@@ -59,7 +59,9 @@ def _figures(config: Config, folder: Path | None) -> tuple[Cluster, Costs | None
     par = config.parallelism
     device = "cpu" if config.train.device == "cpu" else str(environment()["device"])
     wanted = config.attention.transport
-    transports = ("p2p",) if config.train.device == "cpu" else (("peer", "p2p") if wanted == "auto" else (wanted,))
+    transports = ("peer", "mixed", "p2p") if wanted == "auto" else (wanted,)
+    if config.train.device == "cpu":
+        transports = ("p2p",)
     paths = [
         calibration_path(device, par.context_parallel_size, Workload.of(config), name, folder) for name in transports
     ]

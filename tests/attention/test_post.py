@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_longctx.attention.post import outbox_of
-from megatron_longctx.attention.program import programs
+from megatron_longctx.attention.program import HOME, programs
 from megatron_longctx.comm import OutboxBuilder
-from megatron_longctx.schedules import RESULTS, SCHEDULES, Kind, PlanOptions, Workload, backward_plan, build_plan
-from megatron_longctx.schedules.simulate import published_bytes
+from megatron_longctx.schedules import SCHEDULES, Kind, PlanOptions, Workload, backward_plan, build_plan
+from megatron_longctx.schedules.publishing import published_bytes
 
 ROW_BYTES: dict[Kind, tuple[int, ...]] = {
     Kind.Q: (64,),
@@ -44,19 +44,53 @@ def test_receivers_expect_what_senders_offer(schedule: str, backward: int) -> No
                 assert offered == expected
 
 
-@pytest.mark.parametrize("schedule", ["all_gather", "tasp", "ulysses", "helper"])
-def test_regions_do_not_overlap_and_hold_their_messages(schedule: str) -> None:
-    program = programs(build_plan(schedule, 4, 131), 1)[1]
-    box = outbox_of(program, row_bytes)
-    starts = sorted(box.regions.values())
-    assert len(set(starts)) == len(starts) and all(start % 256 == 0 for start in starts)
-    ends = dict(zip(starts, [*starts[1:], box.num_bytes], strict=True))
-    for messages in box.sends:
-        for message in messages:
-            start = max(s for s in starts if s <= message.offset)
-            assert message.offset + message.num_bytes <= ends[start]
-    sent = {name[0] for name in box.regions}
-    assert ("result" in sent) == any(m.block.kind in RESULTS for step in program.steps for m in step.sends)
+@pytest.mark.parametrize("n", [4, 6])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("backward", [0, 1])
+def test_memory_is_used_again_only_when_it_has_been_read(schedule: str, backward: int, n: int) -> None:
+    """What is passed on waits by itself in its step; results wait with the messages of the step before."""
+    plan = build_plan(schedule, n, 16 * n + 3, options=PlanOptions(inner_size=2))
+    for rank in range(n):
+        program = programs(plan, rank)[backward]
+        box = outbox_of(program, row_bytes)
+        made = {away.result: t for t, step in enumerate(program.steps) for call in step.calls for away in call.away}
+        kept = [name for name in box.regions if name[0] == "home"]  # type: ignore[index]
+        messages: list[tuple[int, int, int, int]] = []  # step, the step whose messages must be done, start, stop
+        for t, (step, sent) in enumerate(zip(program.steps, box.sends, strict=True)):
+            offered = iter(sent)
+            for send in step.sends:
+                kind = send.block.kind
+                for _ in row_bytes(kind, send.block.heads.parts):
+                    message = next(offered)
+                    assert message.offset + message.num_bytes <= box.num_bytes
+                    if send.place is None:
+                        before = made[send.result] - 1
+                    elif send.place.slot != HOME:
+                        before = t
+                    else:
+                        continue
+                    start, stop = message.offset, message.offset + message.num_bytes
+                    assert all(
+                        start >= box.regions[name] + program.num_tokens * row_bytes(name[1], name[2].parts)[name[3]]  # type: ignore[index]
+                        for name in kept
+                    )
+                    messages.append((t, before, start, stop))
+        for i, (later, before, start, stop) in enumerate(messages):
+            for earlier, _, other_start, other_stop in messages[:i]:
+                if start < other_stop and other_start < stop:
+                    (awaiting,) = [u for u, steps in box.awaits.items() if earlier in steps]
+                    assert earlier + 2 <= awaiting <= before, (rank, earlier, later)
+        awaited = [step for steps in box.awaits.values() for step in steps]
+        assert len(set(awaited)) == len(awaited)  # a flag can be taken once
+
+
+def test_a_ring_passes_everything_on_through_two_regions() -> None:
+    n, tokens = 8, 64
+    boxes = [outbox_of(program, row_bytes) for program in programs(build_plan("ring", n, n * tokens, causal=False), 3)]
+    assert boxes[0].num_bytes == (1 + 2) * tokens * 32
+    assert boxes[0].awaits == {3: (1,), 4: (2,), 5: (3,), 6: (4,)}
+    # Seven results besides, each of which is written a step before it is sent.
+    assert boxes[1].num_bytes == (1 + 2 + 4) * tokens * 32
 
 
 def test_regions_without_a_gap_know_their_neighbours() -> None:

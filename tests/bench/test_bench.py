@@ -10,6 +10,7 @@ import pytest
 from megatron_longctx import cli
 from megatron_longctx.bench.attention import Measurement, choices, table
 from megatron_longctx.bench.command import cases
+from megatron_longctx.bench.packages import ENGINE, RING, why_not
 from megatron_longctx.schedules.calibration import load_calibration
 from megatron_longctx.topology import load_cluster
 
@@ -40,11 +41,16 @@ def test_calibrate_leaves_what_auto_goes_by(cache: Path, tmp_path: Path) -> None
 
 def test_attention_measures_predicts_and_checks(tmp_path: Path) -> None:
     out = tmp_path / "modes.json"
-    words = "--device cpu --lengths 96 --heads 4:2 --head-dim 16 --dtype fp32 --iterations 2 --check --ranks 2"
+    words = "--device cpu --lengths 96 --heads 4:2 --head-dim 16 --dtype fp32 --iterations 2 --check --ranks 2 --peers"
     assert cli.main(["bench", "attention", *words.split(), "--modes", "zigzag,ulysses", "--out", str(out)]) == 0
     data = json.loads(out.read_text())
     by_name = {m["name"]: m for m in data["measurements"]}
-    assert set(by_name) == {"one device, equal FLOPs", "zigzag", "ulysses"}
+    assert set(by_name) >= {"one device, equal FLOPs", "zigzag", "ulysses", "NCCL Ulysses"}
+    assert max(by_name["NCCL Ulysses"]["errors"].values()) < 1e-5
+    for name, module in (("ring-flash-attn", RING), ("TransformerEngine", ENGINE)):
+        lines = [line for line in data["absent"] if line.startswith(f"{name} is not measured: {module} cannot be")]
+        assert len(lines) == (why_not(module) is not None)
+        assert all(line in out.with_suffix(".md").read_text() for line in lines)
     for name in ("zigzag", "ulysses"):
         m = by_name[name]
         assert m["forward_s"] > 0 and m["backward_s"] > 0 and m["predicted_forward_s"] > 0

@@ -1,0 +1,71 @@
+"""Memory that the ranks of a group can read from each other (torch's symmetric memory), set up so that nobody hangs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .together import together
+
+REMEDY = (
+    "Choose attention.transport=p2p, which needs none, or let ranks send less: shorter sequences, more "
+    "context-parallel ranks, another parallelism.schedule."
+)
+
+
+def share(
+    group: dist.ProcessGroup,
+    sharing: dist.ProcessGroup | None,
+    device: torch.device,
+    sizes: Sequence[int],
+    what: str = "setting up peer memory",
+) -> list[Any]:
+    """Zeroed memory of `sizes` bytes, shared among the ranks of `sharing`: a handle each, or None without `sharing`.
+
+    No rank waits for one that could not allocate: the ranks meet only once all have memory.
+
+    Args:
+        group: the ranks that call this together.
+        sharing: those of them that share this rank's memory.
+
+    Raises:
+        PeerMemoryError: it failed on some rank of `group`; raised by all of them alike.
+    """
+    if sharing is None:
+        for _ in range(2):
+            together(group, lambda: None, what, REMEDY)
+        return [None] * len(sizes)
+
+    def allocate() -> list[Tensor]:
+        symmetric = _symmetric_memory()
+        return [symmetric.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+
+    tensors = together(group, allocate, what, REMEDY)
+
+    def meet() -> list[Any]:
+        handles = [_symmetric_memory().rendezvous(tensor, sharing) for tensor in tensors]
+        for tensor in tensors:
+            tensor.zero_()
+        finish(device)
+        return handles
+
+    return together(group, meet, what, REMEDY)
+
+
+def finish(device: torch.device) -> None:
+    """Wait for all that the device was given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _symmetric_memory() -> Any:
+    # Pulls need no multicast, and systems without NVLink SHARP fail when it is set up.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory

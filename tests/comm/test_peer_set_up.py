@@ -1,0 +1,157 @@
+"""Peer memory is set up by all ranks or refused by all, in the same words; nobody is left waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_longctx.comm import Outbox, PeerMemoryError, PeerTransport, peer, symmetric
+from megatron_longctx.comm.hosts import Hosts
+from megatron_longctx.comm.together import together
+from megatron_longctx.testing.distributed import run_distributed
+
+CPU = torch.device("cpu")
+
+
+class Memory:
+    """Stands for torch's symmetric memory on a rank where it may fail. Meeting is a barrier: whoever comes alone waits
+    until the group's time is out."""
+
+    def __init__(self, limit: int = 2**62, meets: bool = True) -> None:
+        self.limit, self.meets = limit, meets
+        self.met = 0
+
+    def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if size > self.limit:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.\nand more lines")
+        return torch.ones(min(size, 16), dtype=dtype, device=device)
+
+    def rendezvous(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        self.met += 1
+        if not self.meets:
+            raise RuntimeError("handles could not be exchanged")
+        return tensor
+
+
+def _with(memory: Memory) -> None:
+    symmetric._symmetric_memory = lambda: memory
+    peer._stream = lambda device: None  # type: ignore[assignment, return-value]
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _error(work: Callable[[], Any]) -> str:
+    try:
+        return f"no error: {work()}"
+    except PeerMemoryError as error:
+        return str(error)
+
+
+def _together(rank: int) -> list[Any]:
+    def work() -> int:
+        if rank == 1:
+            raise MemoryError("all is full\nindeed")
+        return rank
+
+    said = _error(lambda: together(_world(), work, "packing", "Take less."))
+    return [said, together(_world(), lambda: 10 * rank, "packing", "Take less.")]
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_work_goes_on() -> None:
+    said = "packing failed on rank 1 of the group's 3: MemoryError: all is full. Take less."
+    assert run_distributed(_together, 3) == [[said, 0], [said, 10], [said, 20]]
+
+
+def _sharing(rank: int) -> list[Any]:
+    found: list[Any] = []
+    full = Memory(limit=100 if rank == 1 else 2**62)
+    _with(full)
+    found += [_error(lambda: symmetric.share(_world(), _world(), CPU, [50, 1000])), full.met]
+    deaf = Memory(meets=rank != 0)
+    _with(deaf)
+    found.append(_error(lambda: symmetric.share(_world(), _world(), CPU, [50])))
+    _with(Memory())
+    handles = symmetric.share(_world(), _world(), CPU, [8, 4])
+    found += [[handle.tolist() for handle in handles]]
+    # A rank without peers takes part in the votes.
+    alone = symmetric.share(_world(), None if rank == 0 else _world(), CPU, [8])
+    return [*found, alone[0] is None]
+
+
+def _growing(rank: int) -> list[Any]:
+    _with(Memory(limit=2**30 if rank == 1 else 2**62))
+    transport = PeerTransport(_world(), CPU)
+    transport.mailbox(Outbox({}, 2**20, ((),)))
+    found = [transport.generation]
+    transport.mailbox(Outbox({}, 2**21 if rank == 0 else 0, ((),)))
+    found += [transport.generation]
+    found += [_error(lambda: transport.mailbox(Outbox({}, 2**32 if rank == 0 else 0, ((),))))]
+    return [*found, _error(lambda: transport.mailbox(Outbox({}, 8, ((),)))), _error(lambda: transport.begin(()))]
+
+
+def _broken_off(rank: int) -> list[Any]:
+    _with(Memory())
+    transport = PeerTransport(_world(), CPU)
+    if rank == 1:
+        transport.break_off(ValueError("a kernel gave up\nwith details"))
+        transport.break_off(ValueError("and again"))
+    begun = _error(lambda: transport.begin((peer.FlagOperations([]),) * 2))
+    return [begun, _error(lambda: transport.mailbox(Outbox({}, 8, ((),))))]
+
+
+def _all(rank: int) -> dict[str, list[Any]]:
+    return {"sharing": _sharing(rank), "growing": _growing(rank), "broken off": _broken_off(rank)}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, list[Any]]]:
+    """What two ranks found, in one set of processes."""
+    return run_distributed(_all, 2)
+
+
+def test_ranks_meet_only_when_all_have_memory(ranks: list[dict[str, list[Any]]]) -> None:
+    one, other = (found["sharing"] for found in ranks)
+    assert one[:4] == other[:4]
+    refused, met, unmet, zeroed = one[:4]
+    assert "failed on rank 1 of the group's 2: OutOfMemoryError: CUDA out of memory" in refused and met == 0
+    assert "attention.transport=p2p" in refused and "more lines" not in refused
+    assert "failed on rank 0 of the group's 2: RuntimeError: handles could not be exchanged" in unmet
+    assert zeroed == [[0] * 8, [0] * 4]
+    assert (one[4], other[4]) == (True, False)
+
+
+def test_memory_that_cannot_grow_is_refused_by_all_and_so_is_what_follows(ranks: list[dict[str, list[Any]]]) -> None:
+    one, other = (found["growing"] for found in ranks)
+    assert one == other and one[:2] == [1, 2]
+    assert one[2].startswith("setting up peer memory (2 x 4.00 GiB on every rank) failed on rank 1 of the group's 2")
+    assert all("broken off before" in said and "2 x 4.00 GiB" in said for said in one[3:])
+
+
+def test_a_pass_broken_off_on_one_rank_is_the_last(ranks: list[dict[str, list[Any]]]) -> None:
+    one, other = (found["broken off"] for found in ranks)
+    assert one[0] == "no error: 1"
+    assert "broken off before (ValueError: a kernel gave up): ranks would wait" in other[0]
+    assert one[1] == other[1] == other[0]
+
+
+def _divided(rank: int) -> list[Any]:
+    _with(Memory())
+    hosts = Hosts(((0, 1), (2,)), "they are on several hosts")
+    transport = PeerTransport(_world(), CPU, hosts)
+    transport.mailbox(Outbox({}, 2**21, ((),)))
+    sharing = transport._sharing
+    return [transport.peers, sharing and dist.get_process_group_ranks(sharing), transport.generation]
+
+
+def test_hosts_share_among_themselves_and_vote_together() -> None:
+    found = run_distributed(_divided, 3)
+    assert found == [[(0, 1), [0, 1], 2], [(0, 1), [0, 1], 2], [(2,), None, 2]]
