@@ -24,6 +24,7 @@ def share(
     device: torch.device,
     sizes: Sequence[int],
     what: str = "setting up peer memory",
+    remedy: str = REMEDY,
 ) -> list[Any]:
     """Zeroed memory of `sizes` bytes, shared among the ranks of `sharing`: a handle each, or None without `sharing`.
 
@@ -32,29 +33,30 @@ def share(
     Args:
         group: the ranks that call this together.
         sharing: those of them that share this rank's memory.
+        what, remedy: for the error.
 
     Raises:
         PeerMemoryError: it failed on some rank of `group`; raised by all of them alike.
     """
     if sharing is None:
         for _ in range(2):
-            together(group, lambda: None, what, REMEDY)
+            together(group, lambda: None, what, remedy)
         return [None] * len(sizes)
 
     def allocate() -> list[Tensor]:
-        symmetric = _symmetric_memory()
+        symmetric = symmetric_memory()
         return [symmetric.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
-    tensors = together(group, allocate, what, REMEDY)
+    tensors = together(group, allocate, what, remedy)
 
     def meet() -> list[Any]:
-        handles = [_symmetric_memory().rendezvous(tensor, sharing) for tensor in tensors]
+        handles = [symmetric_memory().rendezvous(tensor, sharing) for tensor in tensors]
         for tensor in tensors:
             tensor.zero_()
         finish(device)
         return handles
 
-    return together(group, meet, what, REMEDY)
+    return together(group, meet, what, remedy)
 
 
 def finish(device: torch.device) -> None:
@@ -63,7 +65,8 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _symmetric_memory() -> Any:
+def symmetric_memory() -> Any:
+    """torch's module, which is not public yet."""
     # Pulls need no multicast, and systems without NVLink SHARP fail when it is set up.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     from torch.distributed import _symmetric_memory
