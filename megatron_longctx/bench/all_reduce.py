@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.peer import _symmetric_memory, why_no_peers
+from ..comm.hosts import why_no_peers
 from ..comm.peer_reduce import peer_reduction
 from ..comm.quantized import all_reduce
+from ..comm.symmetric import symmetric_memory
 from ..config import refuse
 from ..metrics.environment import environment
 from . import all_reduce_report as report
@@ -204,7 +205,7 @@ def _peers(reduce: Callable[..., Tensor], x: Tensor) -> Call:
 def _torch_ways(
     group: dist.ProcessGroup, device: torch.device, sizes: Sizes, left_out: dict[str, str]
 ) -> dict[str, Callable[[Tensor], Call]]:
-    symmetric = _symmetric_memory()
+    symmetric = symmetric_memory()
     room = symmetric.empty(max(sizes.all()) // sizes.dtype.itemsize, dtype=sizes.dtype, device=device)
     handle = symmetric.rendezvous(room, group)
     ops = torch.ops.symm_mem

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.quantize import QuantFormat
-from .peer import _symmetric_memory
+from .symmetric import share
 
 MOST_BLOCKS = 128
 _STEPS = 2
 _RAW_GROUP = 128
 ROOM = 64 * 2**20
 """Bytes of each of the two halves of a rank's memory; what does not fit is reduced piece by piece."""
+_REMEDY = "Choose reduction.transport=collective, which needs none."
 
 
 @dataclass(frozen=True)
@@ -88,20 +89,16 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device, room: int = ROOM
         room: bytes of a half, a multiple of 16; there are two, and some KiB of flags.
 
     Raises:
-        RuntimeError, ImportError: symmetric memory cannot be used.
+        PeerMemoryError: symmetric memory cannot be used; raised by all ranks alike.
     """
-    symmetric, world = _symmetric_memory(), dist.get_world_size(group)
+    world = dist.get_world_size(group)
+    sizes = (2 * room, 8 * PeerMemory.num_flags(world))
     with torch.inference_mode(False):
-        own = [
-            symmetric.empty(size, dtype=torch.uint8, device=device)
-            for size in (2 * room, 8 * PeerMemory.num_flags(world))
-        ]
-        handles = [symmetric.rendezvous(tensor, group) for tensor in own]
+        handles = share(group, group, device, sizes, remedy=_REMEDY)
         views = [
-            [h.get_buffer(rank, t.shape, torch.uint8) for rank in range(world)]
-            for h, t in zip(handles, own, strict=True)
+            [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(world)]
+            for handle, size in zip(handles, sizes, strict=True)
         ]
-        own[1].zero_()
         data, flags = (torch.tensor([v.data_ptr() for v in of], dtype=torch.int64, device=device) for of in views)
         state = torch.zeros(2, dtype=torch.int64, device=device)
     processors = torch.tensor(torch.cuda.get_device_properties(device).multi_processor_count, device=device)
@@ -109,4 +106,4 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device, room: int = ROOM
     torch.cuda.synchronize(device)
     dist.barrier(group)  # every flag is 0
     blocks = min(MOST_BLOCKS, int(processors))
-    return PeerMemory(dist.get_rank(group), world, data, flags, state, room, blocks, (own, handles, views))
+    return PeerMemory(dist.get_rank(group), world, data, flags, state, room, blocks, (handles, views))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import REDUCTION_TRANSPORTS, refuse
-from .peer import why_no_peers
+from .hosts import why_no_peers
 from .peer_memory import PeerMemory, Piece, Wire, peer_memory
 from .quantized import formats, output_like
 

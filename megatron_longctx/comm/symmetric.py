@@ -24,6 +24,7 @@ def share(
     device: torch.device,
     sizes: Sequence[int],
     what: str = "setting up peer memory",
+    remedy: str = REMEDY,
 ) -> list[Any]:
     """Zeroed memory of `sizes` bytes, shared among the ranks of `sharing`: a handle each, or None without `sharing`.
 
@@ -38,23 +39,23 @@ def share(
     """
     if sharing is None:
         for _ in range(2):
-            together(group, lambda: None, what, REMEDY)
+            together(group, lambda: None, what, remedy)
         return [None] * len(sizes)
 
     def allocate() -> list[Tensor]:
-        symmetric = _symmetric_memory()
+        symmetric = symmetric_memory()
         return [symmetric.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
-    tensors = together(group, allocate, what, REMEDY)
+    tensors = together(group, allocate, what, remedy)
 
     def meet() -> list[Any]:
-        handles = [_symmetric_memory().rendezvous(tensor, sharing) for tensor in tensors]
+        handles = [symmetric_memory().rendezvous(tensor, sharing) for tensor in tensors]
         for tensor in tensors:
             tensor.zero_()
         finish(device)
         return handles
 
-    return together(group, meet, what, REMEDY)
+    return together(group, meet, what, remedy)
 
 
 def finish(device: torch.device) -> None:
@@ -63,7 +64,8 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _symmetric_memory() -> Any:
+def symmetric_memory() -> Any:
+    """torch's module of this name."""
     # Pulls need no multicast, and systems without NVLink SHARP fail when it is set up.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     from torch.distributed import _symmetric_memory

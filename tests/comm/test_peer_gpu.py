@@ -44,11 +44,11 @@ def _too_much(rank: int) -> list[str]:
     found = [_error(lambda: transport.mailbox(Outbox({}, 2**42, ((),))))]
     found += [_error(lambda: transport.mailbox(Outbox({}, 8, ((),)))), _error(lambda: transport.begin(()))]
     found += [_error(lambda: PeerTransport(group, device).generation)]  # a new one is none the worse
-    real = symmetric._symmetric_memory
+    real = symmetric.symmetric_memory
     if rank == 1:
-        symmetric._symmetric_memory = lambda: _Full
+        symmetric.symmetric_memory = lambda: _Full
     found += [_error(lambda: PeerTransport(group, device))]
-    symmetric._symmetric_memory = real
+    symmetric.symmetric_memory = real
     if rank == 0:
         dist.new_group([0], use_local_synchronization=True)
     half = Hosts(((0, 1),), "for the test")

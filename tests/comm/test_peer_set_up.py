@@ -39,7 +39,7 @@ class Memory:
 
 
 def _with(memory: Memory) -> None:
-    symmetric._symmetric_memory = lambda: memory
+    symmetric.symmetric_memory = lambda: memory
     peer._stream = lambda device: None  # type: ignore[assignment, return-value]
 
 
