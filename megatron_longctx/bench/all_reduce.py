@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.hosts import find_hosts
+from ..comm.hosts import why_no_peers
 from ..comm.peer_reduce import peer_reduction
 from ..comm.quantized import all_reduce
 from ..comm.symmetric import symmetric_memory
@@ -164,7 +164,7 @@ def ways(
     """By name, what makes a call that returns the sum of the ranks' x. `left_out`: gets what there is not, and why."""
     makers: dict[str, Callable[[Tensor], Call]] = {LIBRARY[dist.get_backend(group)]: partial(_library, group)}
     library = next(iter(makers))
-    reason = find_hosts(group, device).reason
+    reason = why_no_peers(group, device)
     if reason is None:
         makers |= _torch_ways(group, device, sizes, left_out)
     else:

@@ -65,6 +65,11 @@ def find_hosts(group: dist.ProcessGroup, device: torch.device) -> Hosts:
     return divided(sets, said)
 
 
+def why_no_peers(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why not all ranks of `group` can read each other's memory, alike on all of them; None where they can."""
+    return find_hosts(group, device).reason
+
+
 def by_host(machines: Sequence[str], per_host: int | None) -> tuple[tuple[int, ...], ...]:
     """Ranks by the name of the machine that they are on, in parts of `per_host`."""
     ranks: dict[str, list[int]] = {}

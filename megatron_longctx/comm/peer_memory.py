@@ -15,9 +15,9 @@ from .symmetric import share
 MOST_BLOCKS = 128
 _STEPS = 2
 _RAW_GROUP = 128
-REMEDY = "Choose reduction.transport=collective, which needs none."
 ROOM = 64 * 2**20
 """Bytes of each of the two halves of a rank's memory; what does not fit is reduced piece by piece."""
+_REMEDY = "Choose reduction.transport=collective, which needs none."
 
 
 @dataclass(frozen=True)
@@ -83,18 +83,18 @@ class Piece:
 
 
 def peer_memory(group: dist.ProcessGroup, device: torch.device, room: int = ROOM) -> PeerMemory:
-    """Memory for `PeerReduction`, which all ranks of `group` make together; see `hosts.find_hosts`.
+    """Memory for `PeerReduction`, which all ranks of `group` make together; see `why_no_peers`.
 
     Args:
         room: bytes of a half, a multiple of 16; there are two, and some KiB of flags.
 
     Raises:
-        PeerMemoryError: symmetric memory cannot be used; on all ranks alike.
+        PeerMemoryError: symmetric memory cannot be used; raised by all ranks alike.
     """
     world = dist.get_world_size(group)
     sizes = (2 * room, 8 * PeerMemory.num_flags(world))
     with torch.inference_mode(False):
-        handles = share(group, group, device, sizes, "setting up peer memory for reductions", REMEDY)
+        handles = share(group, group, device, sizes, remedy=_REMEDY)
         views = [
             [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(world)]
             for handle, size in zip(handles, sizes, strict=True)
@@ -103,5 +103,7 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device, room: int = ROOM
         state = torch.zeros(2, dtype=torch.int64, device=device)
     processors = torch.tensor(torch.cuda.get_device_properties(device).multi_processor_count, device=device)
     dist.all_reduce(processors, op=dist.ReduceOp.MIN, group=group)
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # every flag is 0
     blocks = min(MOST_BLOCKS, int(processors))
     return PeerMemory(dist.get_rank(group), world, data, flags, state, room, blocks, (handles, views))

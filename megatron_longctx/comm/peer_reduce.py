@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import REDUCTION_TRANSPORTS, refuse
-from .hosts import find_hosts
+from .hosts import why_no_peers
 from .peer_memory import PeerMemory, Piece, Wire, peer_memory
 from .quantized import formats, output_like
-from .together import PeerMemoryError
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +174,7 @@ def peer_reduction(name: str, group: dist.ProcessGroup, device: torch.device) ->
         return None
     kept = _KEPT.setdefault(group, {})
     if device not in kept:
-        reason = find_hosts(group, device).reason
+        reason = why_no_peers(group, device)
         kept[device] = _set_up(group, device) if reason is None else (None, reason)
         if name == "auto" and kept[device][0] is None and dist.get_rank(group) == 0:
             reason = kept[device][1]
@@ -189,8 +188,13 @@ def peer_reduction(name: str, group: dist.ProcessGroup, device: torch.device) ->
 
 
 def _set_up(group: dist.ProcessGroup, device: torch.device) -> tuple[PeerReduction | None, str | None]:
-    """Peer memory, or the reason why there is none."""
+    """Peer memory if all ranks could set it up, else the reason of one that could not."""
+    found, failed = None, None
     try:
-        return PeerReduction(peer_memory(group, device)), None
-    except PeerMemoryError as error:  # on all ranks alike
-        return None, str(error).rstrip(".")
+        found = PeerReduction(peer_memory(group, device))
+    except (RuntimeError, ImportError, OSError) as error:
+        failed = str(error).split("\n", 1)[0]
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, failed, group=group)
+    reasons = [reason for reason in said if reason is not None]
+    return (None, f"setting it up failed: {reasons[0]}") if reasons else (found, None)

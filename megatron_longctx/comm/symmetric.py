@@ -33,7 +33,6 @@ def share(
     Args:
         group: the ranks that call this together.
         sharing: those of them that share this rank's memory.
-        what, remedy: for the error.
 
     Raises:
         PeerMemoryError: it failed on some rank of `group`; raised by all of them alike.
@@ -66,7 +65,7 @@ def finish(device: torch.device) -> None:
 
 
 def symmetric_memory() -> Any:
-    """torch's module, which is not public yet."""
+    """torch's module of this name."""
     # Pulls need no multicast, and systems without NVLink SHARP fail when it is set up.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     from torch.distributed import _symmetric_memory
