@@ -7,7 +7,7 @@ the senders' memory; `choose_transport` takes one of them. `BufferPool` lends th
 
 from .buffers import BufferPool
 from .choose import choose_transport, transport_name
-from .collect import sum_over
+from .collect import from_first, gather_over, sum_over
 from .p2p import Exchange, P2PTransport
 from .peer import Mailbox, Outbox, OutboxBuilder, PeerTransport, Sent
 from .waiting import WaitClock
@@ -23,6 +23,8 @@ __all__ = [
     "Sent",
     "WaitClock",
     "choose_transport",
+    "from_first",
+    "gather_over",
     "sum_over",
     "transport_name",
 ]

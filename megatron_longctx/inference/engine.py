@@ -9,39 +9,18 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..comm import sum_over
 from ..config import refuse
-from .cached_attention import GIB, CachedAttention
+from .cached_attention import GIB, CachedModel
 from .choice import Chooser
+from .decode import NOT_FINITE, Decoder, DecodeSettings, Next
 from .ledger import CacheFull, CacheLedger, Turn
 from .plan import Batch, build
 from .sampling import Sampling, sample
-
-_NOT_FINITE = -1
-
-
-class CachedModel(Protocol):
-    """A model whose layers attend through a `CachedAttention`. max_positions: None for no bound."""
-
-    vocab_size: int
-    max_positions: int | None
-    attention: CachedAttention
-
-    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """Run this rank's new tokens.
-
-        Args:
-            tokens, positions: int64 `[s]`.
-            rows: int64; whose next tokens are asked for.
-
-        Returns:
-            fp32 `[len(rows), vocab_size]`.
-        """
 
 
 @dataclass(frozen=True)
@@ -54,6 +33,7 @@ class EngineSettings:
 
     prefill_chunk: int | None = None
     evict: bool = False
+    decode: DecodeSettings = field(default_factory=DecodeSettings)
 
 
 class Session:
@@ -67,6 +47,7 @@ class Session:
         self.reused_tokens = 0  # found in the cache by the latest append
         self.last_used = 0
         self.logits: Tensor | None = None  # of the next token, on the rank that computed them
+        self.likeliest: int | None = None  # next token, where all ranks know it
         self._engine = engine
 
     @property
@@ -129,6 +110,16 @@ class LongContextEngine:
         self._clock = itertools.count(1)
         if self.settings.prefill_chunk is not None and self.settings.prefill_chunk < 1:
             raise refuse("inference.prefill_chunk", self.settings.prefill_chunk, "1 or more, or null", "Raise it.")
+        self._decoder = Decoder(model, ledger, self.settings.decode, chooser.mode)
+
+    @property
+    def decoding(self) -> str:
+        """How batches of single tokens are computed."""
+        return self._decoder.name
+
+    def release(self) -> None:
+        """Let go of what refers to process groups; call it before they are destroyed. Sessions can still go on."""
+        self._decoder.release()
 
     def open(self) -> Session:
         """A new, empty session."""
@@ -201,7 +192,7 @@ class LongContextEngine:
         emitted: dict[Generation, int] = {}
         for generation, token in zip(generations, self._sample(generations), strict=True):
             session, sampling = generation.session, generation.sampling
-            if token == _NOT_FINITE:
+            if token == NOT_FINITE:
                 generation.finish_reason = "error"
                 continue
             session.tokens.append(token)
@@ -293,7 +284,7 @@ class LongContextEngine:
                     raise
                 oldest = min(idle, key=lambda session: session.last_used)
                 self.ledger.evict(oldest.number)
-                oldest.logits = None
+                oldest.logits = oldest.likeliest = None
 
     def _advance(self, new: Mapping[Session, list[int]]) -> None:
         """Compute every session's tokens that are not cached, then `new` ones, in chunks; all of it or nothing."""
@@ -307,11 +298,11 @@ class LongContextEngine:
             for start in range(0, max(map(len, todo.values())), size):
                 counts = {s: len(tokens[start : start + size]) for s, tokens in todo.items() if len(tokens) > start}
                 placed.append((list(counts), self._placed(counts)))
-            logits: dict[Session, Tensor | None] = {}
+            found: dict[Session, Next] = {}
             for sessions, turns in placed:
-                texts = [(s.tokens + new[s])[t.cached : t.cached + t.new] for s, t in zip(sessions, turns, strict=True)]
+                texts = [todo[s][t.cached - reused[s] :][: t.new] for s, t in zip(sessions, turns, strict=True)]
                 ends = [t.cached + t.new == reused[s] + len(todo[s]) for s, t in zip(sessions, turns, strict=True)]
-                logits |= self._forward(sessions, turns, texts, ends)
+                found |= self._forward(sessions, turns, texts, ends)
         except BaseException:
             for _, turns in reversed(placed):
                 self.ledger.undo(turns)
@@ -319,15 +310,18 @@ class LongContextEngine:
         now = next(self._clock)
         for session, tokens in new.items():
             session.tokens += tokens
-            session.logits = logits.get(session)
+            session.logits, session.likeliest = found.get(session, Next())
             session.last_used = now
             if tokens:
                 session.reused_tokens = reused[session]
 
     def _forward(
         self, sessions: Sequence[Session], turns: tuple[Turn, ...], texts: Sequence[list[int]], ends: Sequence[bool]
-    ) -> dict[Session, Tensor | None]:
-        """One pass of the model; the next token's logits of sessions that end in it, where their last token is."""
+    ) -> dict[Session, Next]:
+        """One pass of the model; what is known of the next token of sessions that end in it."""
+        if self._decoder.takes(turns):
+            decoded = self._decoder(turns, [text[0] for text in texts])
+            return {session: found for session, found, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
         batch = Batch(self.ledger.n, self.ledger.slots_per_rank, turns)
         self._attention.begin(build(self._chooser.choose(batch).mode, batch))
@@ -345,10 +339,14 @@ class LongContextEngine:
             torch.tensor([row for _, row in mine], dtype=torch.int64, device=device),
         )
         rows = {session: found[i] for i, (session, _) in enumerate(mine)}
-        return {session: rows.get(session) for session, end in zip(sessions, ends, strict=True) if end}
+        return {session: Next(rows.get(session)) for session, end in zip(sessions, ends, strict=True) if end}
 
     def _sample(self, generations: Sequence[Generation]) -> list[int]:
         """Every generation's next token, drawn where its logits are, then known everywhere."""
+        likeliest = [g.session.likeliest for g in generations if g.sampling.temperature == 0]
+        known = [token for token in likeliest if token is not None]
+        if len(known) == len(generations):
+            return known
         ids = torch.zeros(len(generations), dtype=torch.int64, device=self._attention.device)
         for i, generation in enumerate(generations):
             session = generation.session
@@ -356,6 +354,6 @@ class LongContextEngine:
                 try:
                     ids[i] = sample(session.logits, generation.sampling, generation.stream, len(session.tokens))
                 except ValueError:  # all ranks have to hear of it, not this one alone
-                    ids[i] = _NOT_FINITE
+                    ids[i] = NOT_FINITE
         tokens: list[int] = sum_over(self._attention.group, ids).tolist()
         return tokens

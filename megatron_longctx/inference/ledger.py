@@ -204,6 +204,10 @@ class CacheLedger:
         """Over all ranks."""
         return sum(self.pages_per_rank - pool.num_free for pool in self._pools)
 
+    def pages(self, session: int, rank: int) -> Sequence[int]:
+        """The pages that hold the session's tokens on `rank`, in order. They change with the session."""
+        return self._shards(session)[rank].pages
+
     def open(self) -> int:
         """A new, empty session's number; it takes no memory yet."""
         number = self._opened

@@ -1,6 +1,6 @@
 """Attention of single queries over a paged cache (decode), and the merge of what several ranks have found.
 
-Sequence b's tokens lie in the pages that its row of a table names, in order; a page is `page_tokens` neighbouring slots.
+Sequence b's tokens lie in the pages that its row of a table names, in order; a page is `page_tokens` slots.
 Shapes are static and lengths are read on the device, so that calls can be captured in CUDA graphs and replayed with
 other tables. Results are partial: over the keys in these pages alone, to be merged by their lse.
 """

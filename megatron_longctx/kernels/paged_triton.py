@@ -20,8 +20,10 @@ from megatron_longctx.kernels.paged import PackedPartials, Pages
 _LEAST_ROWS = 16
 """Query rows and columns of a matrix product on tensor cores, at least; missing ones are padded."""
 _KEY_BYTES = 16384
-"""Of the keys that a program reads at once. With as many values and three stages they take 96 KiB of shared memory: two
-programs fit into a processor of the GPU."""
+"""Of the keys that a program reads at once; as many of values."""
+_STAGES = 5
+"""The page's number, then keys and values are loaded ahead: with 5 stages two blocks are on their way while one is
+used. They take 72 KiB of shared memory, so that three programs fit into a processor of an H100 or H200."""
 _PROGRAMS = 2
 """Programs wanted for every processor of the GPU."""
 _MOST_SPLITS = 128
@@ -139,7 +141,7 @@ def attend_pages_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float, fo
         _attend_kernel[(kv_heads, splits, rows)](
             q, cache, pages.table, pages.counts, parts.out, parts.lse, scale, splits, heads // kv_heads, head_dim,
             *q.stride()[:2], *cache.stride()[:3], pages.table.stride(0),
-            *parts.out.stride()[:2], *parts.lse.stride()[:2], **constants, num_warps=4, num_stages=3,
+            *parts.out.stride()[:2], *parts.lse.stride()[:2], **constants, num_warps=4, num_stages=_STAGES,
         )  # fmt: skip
     if splits > 1:
         _merge(parts, found.out, found.lse)

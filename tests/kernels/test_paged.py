@@ -169,7 +169,8 @@ def test_kernels_compile_for_hopper(dtype, page, tmp_path, monkeypatch):
         known = {**types, "out": out}
         signature = {name: "constexpr" if name in chosen else known.get(name, "i32") for name in kernel.arg_names}
         source = ASTSource(kernel, signature, constexprs=chosen)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3})
+        options = {"num_warps": 4, "num_stages": fused._STAGES}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert ".target sm_90" in compiled.asm["ptx"]
 
 
@@ -204,7 +205,9 @@ def test_slots_past_two_billion_elements_are_read():
     cache = torch.zeros(slots, 2, 8, 128, dtype=torch.bfloat16, device="cuda")
     cache[-page:].normal_()
     q = torch.randn(1, 32, 128, device="cuda").bfloat16()
-    pages = Pages(torch.tensor([[slots // page - 1]], dtype=torch.int32, device="cuda"), torch.tensor([page]).cuda(), page)
+    pages = Pages(
+        torch.tensor([[slots // page - 1]], dtype=torch.int32, device="cuda"), torch.tensor([page]).cuda(), page
+    )
     found = attend_pages(q, cache, pages, 0.1)
     compare(found, q, cache[-page:], [torch.arange(page)], 0.1)
 
