@@ -158,16 +158,20 @@ class CachedAttention:
         self._storage[layer][new_slots] = torch.stack((k, v), dim=1).to(cache.dtype)
         scale = shape.head_dim**-0.5 if scale is None else scale
         if self._rows is not None:
-            return self._attend_rows(self._rows, q, self._storage[layer], scale)
+            return self._attend_rows(layer, self._rows, q, scale)
         assert self._program is not None
         run = ForwardPass(self._program, self._engine, {Kind.Q: (q,), Kind.KV: (cache,)}, scale)
         run.run()
         out, _ = run.output.finish()
         return out
 
-    def _attend_rows(self, rows: Rows, q: Tensor, cache: Tensor, scale: float) -> Tensor:
+    def attend_here(self, layer: int, q: Tensor, pages: Pages, scale: float) -> PackedPartials:
+        """Queries `[B, h, d]` over what this rank holds of their sequences; see `kernels.paged.attend_pages`."""
+        return attend_pages(q, self._storage[layer][:, :, 0], pages, scale)
+
+    def _attend_rows(self, layer: int, rows: Rows, q: Tensor, scale: float) -> Tensor:
         """Each rank attends over what it holds; all merge what all have found, in the same order."""
-        found = attend_pages(q[:, 0], cache[:, :, 0], rows.pages, scale)
+        found = self.attend_here(layer, q[:, 0], rows.pages, scale)
         if self.world == 1:
             return found.out.to(q.dtype).unsqueeze(1)
         gathered = PackedPartials(gather_over(self.group, found.flat), q.shape[0], q.shape[2], q.shape[3])
