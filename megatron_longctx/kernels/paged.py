@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -105,19 +106,25 @@ def merge_ranks(found: PackedPartials, out: Tensor) -> Tensor:
 def attend_pages_torch(q: Tensor, cache: Tensor, pages: Pages, scale: float, found: PackedPartials) -> None:
     """`attend_pages` in plain PyTorch: the reference, and the way on CPU. Reads the lengths on the host."""
     heads, kv_heads = q.shape[1], cache.shape[2]
-    inside = torch.arange(pages.page_tokens, device=q.device)
     for row, count in enumerate(pages.counts.tolist()):
         if not count:
             found.out[row] = 0
             found.lse[row] = -torch.inf
             continue
-        used = pages.table[row, : -(-count // pages.page_tokens)].long()
-        slots = (used[:, None] * pages.page_tokens + inside).flatten()[:count]
-        k, v = cache[slots].to(found.flat.dtype).permute(1, 2, 0, 3)  # [g, t, d]
+        used = pages.table[row, : -(-count // pages.page_tokens)].tolist()
+        k, v = _tokens(cache, used, pages.page_tokens)[:count].to(found.flat.dtype).permute(1, 2, 0, 3)  # [g, t, d]
         queries = q[row].to(found.flat.dtype).view(kv_heads, heads // kv_heads, -1)
         scores = queries @ k.transpose(1, 2) * scale
         found.lse[row] = scores.logsumexp(-1).flatten()
         found.out[row] = (scores.softmax(-1) @ v).flatten(0, 1)
+
+
+def _tokens(cache: Tensor, pages: list[int], page_tokens: int) -> Tensor:
+    """`[t, 2, g, d]`: the slots of some pages; in place where the pages are neighbours, which they mostly are."""
+    starts = [i for i, page in enumerate(pages) if not i or page != pages[i - 1] + 1]
+    runs = [(pages[i], pages[j - 1] + 1) for i, j in pairwise([*starts, len(pages)])]
+    spans = [cache[first * page_tokens : stop * page_tokens] for first, stop in runs]
+    return spans[0] if len(spans) == 1 else torch.cat(spans)
 
 
 def merge_ranks_torch(found: PackedPartials, out: Tensor) -> None:
