@@ -29,6 +29,7 @@ class EngineSettings:
 
     prefill_chunk: most new tokens of a sequence computed at once; None for all. evict: when the cache is full, forget
     what the least recently used sessions have cached (it is computed again when they go on) instead of refusing.
+    decode: how batches of single tokens are computed.
     """
 
     prefill_chunk: int | None = None
