@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -273,14 +273,15 @@ class LongContextEngine:
     def _reserve(self, more: Mapping[Session, int]) -> None:
         """See that so many more tokens of every session will fit, evicting others if that is allowed."""
         counts = {s: len(s.tokens) - s.cached_tokens + count for s, count in more.items()}
-        self.ledger.undo(self._placed({s: count for s, count in counts.items() if count}))
+        self.ledger.undo(self._placed({s: count for s, count in counts.items() if count}, counts))
 
-    def _placed(self, counts: Mapping[Session, int]) -> tuple[Turn, ...]:
+    def _placed(self, counts: Mapping[Session, int], busy: Collection[Session]) -> tuple[Turn, ...]:
+        """Places for so many new tokens of every session; those that are `busy` are not evicted for them."""
         while True:
             try:
                 return self.ledger.append({session.number: count for session, count in counts.items()})
             except CacheFull:
-                idle = [s for s in self._open.values() if s not in counts and s.cached_tokens]
+                idle = [s for s in self._open.values() if s not in busy and s.cached_tokens]
                 if not (self.settings.evict and idle):
                     raise
                 oldest = min(idle, key=lambda session: session.last_used)
@@ -298,7 +299,7 @@ class LongContextEngine:
         try:
             for start in range(0, max(map(len, todo.values())), size):
                 counts = {s: len(tokens[start : start + size]) for s, tokens in todo.items() if len(tokens) > start}
-                placed.append((list(counts), self._placed(counts)))
+                placed.append((list(counts), self._placed(counts, new)))
             found: dict[Session, Next] = {}
             for sessions, turns in placed:
                 texts = [todo[s][t.cached - reused[s] :][: t.new] for s, t in zip(sessions, turns, strict=True)]

@@ -12,12 +12,14 @@ import torch
 from megatron_longctx.config import Config, InferenceConfig
 from megatron_longctx.inference import decode
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
+from megatron_longctx.inference.choice import Chooser, Figures
 from megatron_longctx.inference.decode import Decoder, DecodeSettings
-from megatron_longctx.inference.engine import LongContextEngine
-from megatron_longctx.inference.ledger import CacheLedger
+from megatron_longctx.inference.engine import EngineSettings, LongContextEngine
+from megatron_longctx.inference.ledger import CacheFull, CacheLedger
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
+from megatron_longctx.schedules import Workload
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.training import changed, tiny_config
 from tests.inference.conversations import converse, parallel
@@ -149,6 +151,18 @@ def test_settings_that_cannot_be_are_refused() -> None:
         decoder(DecodeSettings(cuda_graphs="true"))
     assert decoder(DecodeSettings("plan", "true")).name == "by plans"
     assert InferenceConfig(cuda_graphs="True").cuda_graphs == "true"
+
+
+def test_a_batch_does_not_evict_its_own_sessions() -> None:
+    """All chunks are placed before any is computed; a sequence that ends in the first is needed until then."""
+    ledger = CacheLedger(1, 4, 4)
+    attention = CachedAttention(None, CacheShape(1, 2, 1, 8, torch.float32), 16, torch.device("cpu"))
+    chooser = Chooser(Figures(Workload(2, 1, 8)), rule="bytes")
+    engine = LongContextEngine(NoModel(attention), ledger, chooser, EngineSettings(4, evict=True))  # type: ignore[arg-type]
+    short, long = engine.open(), engine.open()
+    with pytest.raises(CacheFull):
+        engine.append({short: [1] * 4, long: [1] * 16})
+    assert ledger.used_pages() == 0
 
 
 def converse_with(rank: int, configs: list[Config]) -> list[list[tuple[list[int], torch.Tensor]]]:
