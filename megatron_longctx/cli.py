@@ -182,6 +182,7 @@ def _add_bench_inference(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--context", help="context-parallel sizes, e.g. 1,2,4,8 (default: the settings')")
     verb.add_argument("--iterations", type=int, default=5, help="of every first token (default: %(default)s)")
     verb.add_argument("--tokens", type=int, default=64, help="decoded by every sequence (default: %(default)s)")
+    verb.add_argument("--decode-only", action="store_true", help="no first tokens: times between tokens alone")
     verb.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="a .md and a .png go beside it")
 
 
@@ -227,7 +228,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         from .bench.inference import Words, run_inference
 
         lists = (arguments.lengths, arguments.miss_rates, arguments.batches, arguments.context)
-        words = Words(*lists, arguments.iterations, arguments.tokens)
+        words = Words(*lists, arguments.iterations, arguments.tokens, arguments.decode_only)
         run_inference(compose_config(arguments.settings), words, arguments.out)
         return
     if arguments.what == "prefill":

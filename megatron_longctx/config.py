@@ -19,6 +19,8 @@ REDUCTION_TRANSPORTS = ("auto", "peer", "collective")
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 CACHE_MODES = ("auto", "pass_kv", "pass_q", "one_hop")
+DECODES = ("auto", "replicated", "plan")
+CUDA_GRAPHS = ("auto", "true", "false")
 CACHE_RULES = ("auto", "simulate", "algorithm_1", "algorithm_5", "empirical", "bytes")
 WANDB_MODES = ("offline", "online", "disabled")
 TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatron")
@@ -194,6 +196,12 @@ class InferenceConfig:
     # a calibration (`bench calibrate … attention.transport=p2p`) or else parallelism.cluster says how ranks are linked,
     # else bytes.
     rule: str = "auto"
+    # How batches of single new tokens are computed. replicated: the whole model for all of them on every rank, but
+    # attention by each rank over what it holds of the cache, with one exchange of partial results a layer. plan: as any
+    # other batch, by `mode`. auto: replicated up to 128 sequences, unless `mode` names a way.
+    decode: str = "auto"
+    # Replicated steps are replayed from CUDA graphs: auto (where that is possible, else it says why not) | true | false
+    cuda_graphs: str = "auto"
     page_tokens: int = 64
     # The cache of all context-parallel ranks together; null: data.seq_length + max_new_tokens.
     cache_tokens: int | None = None
@@ -204,6 +212,10 @@ class InferenceConfig:
     # A prompt gets bit for bit the same logits whether its beginning is found in the cache or not: only whole chunks of
     # prefill_chunk from its first token on are reused, and prompts are computed one by one. false: all that is found.
     exact_reuse: bool = False
+
+    def __post_init__(self) -> None:
+        # `true`, read as a truth value, becomes the text `True`.
+        object.__setattr__(self, "cuda_graphs", self.cuda_graphs.lower())
 
 
 @dataclass(frozen=True)
@@ -417,6 +429,8 @@ def _validate_training(config: Config) -> None:
 def _validate_inference(inference: InferenceConfig) -> None:
     _one_of("inference.mode", inference.mode, CACHE_MODES)
     _one_of("inference.rule", inference.rule, CACHE_RULES)
+    _one_of("inference.decode", inference.decode, DECODES)
+    _one_of("inference.cuda_graphs", inference.cuda_graphs, CUDA_GRAPHS)
     for name in ("max_new_tokens", "top_k", "page_tokens", "cache_tokens", "prefill_chunk"):
         _at_least(f"inference.{name}", getattr(inference, name), 1)
     if inference.exact_reuse and inference.prefill_chunk is None:

@@ -169,6 +169,9 @@ def _work(job: InferenceJob, work: Work) -> None:
     collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size)
     try:
         engine, tokenizer = build_engine(job.config, collection, job.checkpoints, job.iteration)
-        work(job, engine, tokenizer)
+        try:
+            work(job, engine, tokenizer)
+        finally:
+            engine.release()
     finally:
         groups.destroy()

@@ -35,6 +35,7 @@ class Words:
     context: str | None
     iterations: int
     tokens: int
+    decode_only: bool = False
 
     def sweep(self) -> Sweep:
         """Raises ValueError for what is not such numbers."""
@@ -49,7 +50,7 @@ class Words:
         )
         if min(lengths) < 2:
             raise refuse("--lengths", self.lengths, "2 tokens or more", "Raise them.")
-        return Sweep(lengths, rates, batches, self.iterations, self.tokens)
+        return Sweep(lengths, rates, batches, self.iterations, self.tokens, self.decode_only)
 
     def sizes(self, config: Config) -> tuple[int, ...]:
         """Context-parallel sizes, in the order given."""
@@ -77,7 +78,8 @@ def run_inference(config: Config, words: Words, out: Path) -> None:
     jobs = [_sized(for_inference(config), sweep, n) for n in words.sizes(config)]
     places = [_where(job) for job in jobs]
     for job, where in zip(jobs, places, strict=True):
-        _calibrated(job, where)
+        if not sweep.decode_only:
+            _calibrated(job, where)
     first: list[FirstToken] = []
     decoded: list[Decoded] = []
     for job, where in zip(jobs, places, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -14,13 +14,16 @@ import torch.distributed as dist
 
 from ..config import CACHE_RULES, Config, refuse
 from ..inference.choice import Chooser, Decision, Figures
-from ..inference.engine import LongContextEngine, Session
+from ..inference.decode import why_no_graphs
+from ..inference.engine import EngineSettings, LongContextEngine, Session
 from ..inference.figures import agreed_figures
 from ..inference.ledger import CacheLedger, Turn
 from ..inference.plan import Batch
 from ..inference.sampling import Sampling
+from ..kernels.paged import Pages
 from ..mcore import groups
 from ..mcore.inference import build_engine, pages_per_rank
+from .timing import median_seconds
 
 RINGS = ("pass_kv", "pass_q")
 RULES = tuple(rule for rule in CACHE_RULES if rule != "auto")
@@ -37,6 +40,7 @@ class Sweep:
         batches: sequences decoded together.
         iterations: of every time to first token.
         tokens: decoded by every sequence while the clock runs.
+        decode_only: no first tokens.
     """
 
     lengths: tuple[int, ...]
@@ -44,6 +48,7 @@ class Sweep:
     batches: tuple[int, ...]
     iterations: int
     tokens: int
+    decode_only: bool = False
 
     def turns(self, length: int) -> list[tuple[int, int]]:
         """(cached, new) tokens of every miss rate, the least cached first; 2 new ones at least, as one is a decode."""
@@ -82,13 +87,22 @@ class FirstToken:
 
 @dataclass
 class Decoded:
-    """Seconds between tokens of a batch, of the slowest rank. ranks: context-parallel. mode: as settings choose it."""
+    """Seconds between tokens of a batch, of the slowest rank.
+
+    Attributes:
+        ranks: context-parallel ones.
+        mode: as the settings choose it.
+        attention_s: that the kernels of replicated steps take for a rank's part of the cache, in all layers together.
+        read_bytes: of keys and values meanwhile.
+    """
 
     ranks: int
     cached: int
     batch: int
     mode: str
     seconds: list[float]
+    attention_s: float
+    read_bytes: int
 
 
 class _Pinned(Chooser):
@@ -130,7 +144,9 @@ class _Rewindable(CacheLedger):
             self.undo(self._placed.pop())
         for session in sessions:
             del session.tokens[self.length(session.number) :]
-            session.logits = None  # whatever token a rewound session goes on with takes the same time
+            session.logits = session.likeliest = (
+                None  # whatever token a rewound session goes on with takes the same time
+            )
 
 
 def measure(rank: int, config: Config, sweep: Sweep) -> tuple[list[FirstToken], list[Decoded]]:
@@ -142,7 +158,12 @@ def measure(rank: int, config: Config, sweep: Sweep) -> tuple[list[FirstToken], 
     par = config.parallelism
     collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size)
     try:
-        return _Rig(config, sweep, build_engine(config, collection, None)[0]).run()
+        engine = build_engine(config, collection, None)[0]
+        rig = _Rig(config, sweep, engine)
+        try:
+            return rig.run()
+        finally:
+            rig.release()
     finally:
         groups.destroy()
 
@@ -157,28 +178,40 @@ class _Rig:
         rule = config.inference.rule if self._n > 1 else "bytes"
         self._chooser = _Pinned(self._figures, config.inference.mode, rule)
         self._ledger = _Rewindable(self._n, pages_per_rank(config), config.inference.page_tokens)
-        self._engine = LongContextEngine(engine.model, self._ledger, self._chooser)
+        settings = EngineSettings(decode=engine.settings.decode)
+        self._engine = LongContextEngine(engine.model, self._ledger, self._chooser, settings)
         self._random = random.Random(0)  # the same tokens on every rank
-        self._rules = [Chooser(self._figures, rule=rule) for rule in RULES] if self._n > 1 else []
+        judged = self._n > 1 and not sweep.decode_only
+        self._rules = [Chooser(self._figures, rule=rule) for rule in RULES] if judged else []
 
     def run(self) -> tuple[list[FirstToken], list[Decoded]]:
         first, decoded = [], []
-        for length in self._sweep.lengths:
+        for length in () if self._sweep.decode_only else self._sweep.lengths:
             session = self._engine.open()
             for cached, new in self._sweep.turns(length):
                 self._fill(session, cached)
                 first.append(self._first_token(session, new))
             session.close()
+        self._engine.model.attention.randomize()  # times are those of any keys and values
         for length in self._sweep.lengths:
             sessions: list[Session] = []
             for batch in sorted(set(self._sweep.batches)):
                 while len(sessions) < batch:
                     sessions.append(self._engine.open())
-                    self._fill(sessions[-1], length)
+                    self._pretend(sessions[-1], length)
                 decoded.append(self._decode(sessions, length))
             for session in sessions:
                 session.close()
         return first, decoded
+
+    def release(self) -> None:
+        """Before process groups are destroyed."""
+        self._engine.release()
+
+    def _pretend(self, session: Session, tokens: int) -> None:
+        """Give the session so many random tokens as if they had been computed."""
+        self._ledger.append({session.number: tokens})
+        session.tokens += self._prompt(tokens)
 
     def _fill(self, session: Session, tokens: int) -> None:
         """Give the session random tokens up to so many, computed as the settings choose."""
@@ -236,11 +269,15 @@ class _Rig:
             if i >= _WARM_UP:
                 marks.append(time.perf_counter())
             _check(generations[0].finish_reason)
+        alone, read_bytes = attention_alone(self._engine, sessions)
         self._ledger.rewind(sessions)
-        assert self._chooser.latest is not None
+        mode = self._engine.decoding
+        if not mode.startswith("replicated") and self._chooser.latest is not None:
+            mode = self._chooser.latest[1]
         seconds = self._slowest([b - a for a, b in pairwise(marks)])
-        found = Decoded(self._n, length, len(sessions), self._chooser.latest[1], seconds)
-        self._say(f"batch {len(sessions)} over {length:,}: {sum(seconds) / len(seconds) * 1e3:.2f} ms per token")
+        found = Decoded(self._n, length, len(sessions), mode, seconds, self._slowest([alone])[0], read_bytes)
+        each = sum(seconds) / len(seconds) * 1e3
+        self._say(f"batch {len(sessions)} over {length:,}: {each:.2f} ms per token, {mode}")
         return found
 
     def _together(self) -> None:
@@ -259,6 +296,30 @@ class _Rig:
         """A line for whoever waits for the tables."""
         if dist.get_rank() == 0:
             print(f"  CP {self._n}, {words}", file=sys.stderr, flush=True)
+
+
+def attention_alone(engine: LongContextEngine, sessions: Sequence[Session]) -> tuple[float, int]:
+    """Seconds of paged attention over what this rank holds of the sessions, in all layers, and the bytes it reads."""
+    attention, ledger, rank = engine.model.attention, engine.ledger, engine.model.attention.rank
+    shape, device = attention.shape, attention.device
+    held = [torch.tensor(ledger.pages(session.number, rank), dtype=torch.int32) for session in sessions]
+    counts = torch.tensor([ledger.num_tokens(session.number, rank) for session in sessions])
+    table = torch.nn.utils.rnn.pad_sequence(held, batch_first=True)
+    pages = Pages(table.to(device), counts.to(device), ledger.page_tokens)
+    q = torch.randn(len(sessions), shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
+
+    def work() -> None:
+        for layer in range(shape.num_layers):
+            attention.attend_here(layer, q, pages, shape.head_dim**-0.5)
+
+    timed: Callable[[], None] = work
+    if why_no_graphs(attention) is None:  # launches would take longer than short kernels do
+        work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            work()
+        timed = graph.replay
+    return median_seconds(timed, device, 5), int(counts.sum()) * shape.token_bytes
 
 
 def _check(finish_reason: str | None) -> None:

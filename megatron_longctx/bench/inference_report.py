@@ -61,6 +61,8 @@ def as_data(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> dict[str
                 "batch": m.batch,
                 "mode": m.mode,
                 **percentiles(m.seconds),
+                "attention_s": m.attention_s,
+                "read_bytes_per_rank": m.read_bytes,
             }
             for m in decoded
         ],
@@ -69,11 +71,10 @@ def as_data(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> dict[str
 
 def tables(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> str:
     """Markdown; times in milliseconds."""
-    parts = [
-        "Time to first token: p50 / p90 / p99. A rank alone passes nothing; its time stands under pass_kv.",
-        "",
-        _first_table(first),
-    ]
+    parts = []
+    if first:
+        said = "Time to first token: p50 / p90 / p99. A rank alone passes nothing; its time stands under pass_kv."
+        parts += [said, "", _first_table(first)]
     if rows := shares(first):
         head = ["rule", "right", "share", "slower than the faster ring: mean", "most"]
         cells = [
@@ -82,13 +83,17 @@ def tables(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> str:
             for r in rows
         ]  # fmt: skip
         parts += ["", f"What the rules take; right is within {TIE:.0%} of the faster ring.", "", _table(head, cells)]
-    head = ["CP", "cached", "batch", "mode", "per token (mean)", "p50", "p90", "p99"]
+    head = ["CP", "cached", "batch", "mode", "per token (mean)", "p50", "p90", "p99", "attention alone", "GB/s a rank"]
     cells = [
         [str(m.ranks), f"{m.cached:,}", str(m.batch), m.mode]
         + [f"{percentiles(m.seconds)[name] * 1e3:.2f}" for name in ("mean", "p50", "p90", "p99")]
+        + [f"{m.attention_s * 1e3:.2f}", f"{m.read_bytes / m.attention_s / 1e9:,.1f}"]
         for m in decoded
     ]
-    return "\n".join([*parts, "", "Decode: time between tokens", "", _table(head, cells)])
+    said = (
+        "Decode: time between tokens, over random keys and values; of this, the kernels of replicated attention alone"
+    )
+    return "\n".join([*parts, *([""] if parts else []), said, "", _table(head, cells)])
 
 
 def _first_table(first: Sequence[FirstToken]) -> str:

@@ -7,7 +7,7 @@ them. `BufferPool` lends the memory in which messages land; `WaitClock` measures
 
 from .buffers import BufferPool
 from .choose import Transport, choose_transport, transport_name
-from .collect import sum_over
+from .collect import from_first, gather_over, sum_over
 from .mixed import MixedTransport
 from .p2p import Exchange, P2PTransport
 from .peer import Mailbox, Outbox, OutboxBuilder, PeerTransport, Sent
@@ -28,6 +28,8 @@ __all__ = [
     "Transport",
     "WaitClock",
     "choose_transport",
+    "from_first",
+    "gather_over",
     "sum_over",
     "transport_name",
 ]

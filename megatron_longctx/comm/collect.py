@@ -11,3 +11,20 @@ def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(values, group=group)
     return values
+
+
+def gather_over(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
+    """Every rank's `values` `[s]`, equally many, as `[n, s]`; `[1, s]` where there is no group. Collective."""
+    if group is None or dist.get_world_size(group) == 1:
+        return values[None]
+    n = dist.get_world_size(group)
+    gathered = values.new_empty(n * values.numel())
+    dist.all_gather_into_tensor(gathered, values, group=group)
+    return gathered.view(n, -1)
+
+
+def from_first(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
+    """The `values` of the group's first rank, in place. Collective."""
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.broadcast(values, group=group, group_src=0)
+    return values

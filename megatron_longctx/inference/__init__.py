@@ -4,9 +4,10 @@
 the executor and kernels of training; `LongContextEngine` is what users talk to, `mcore.inference` builds it from a run.
 """
 
-from .cached_attention import CachedAttention, CacheShape
+from .cached_attention import CachedAttention, CachedModel, CacheShape
 from .choice import Chooser, Decision, Figures
-from .engine import CachedModel, EngineSettings, LongContextEngine, Session
+from .decode import DecodeSettings
+from .engine import EngineSettings, LongContextEngine, Session
 from .ledger import CacheFull, CacheLedger, Turn
 from .plan import MODES, Batch, CachePlan, build, verify_over_cache
 from .sampling import Sampling
@@ -22,6 +23,7 @@ __all__ = [
     "CachedModel",
     "Chooser",
     "Decision",
+    "DecodeSettings",
     "EngineSettings",
     "Figures",
     "LongContextEngine",

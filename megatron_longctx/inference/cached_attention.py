@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from ..attention.executor import Engine, ForwardPass
 from ..attention.program import Program, compile_program
-from ..comm import BufferPool, P2PTransport
+from ..comm import BufferPool, P2PTransport, gather_over
 from ..config import refuse
 from ..kernels import KernelRequest, choose
+from ..kernels.paged import PackedPartials, Pages, attend_pages, merge_ranks
 from ..schedules import Kind
 from .ledger import slots_of
 from .plan import CachePlan
@@ -40,10 +42,24 @@ class CacheShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Single new tokens of several sequences, which all ranks compute alike.
+
+    Attributes:
+        pages: what this rank holds of each sequence, its new token included where that is stored here.
+        slots: int64 `[B]`, where the new keys and values are stored; `CachedAttention.nowhere` if on another rank.
+    """
+
+    pages: Pages
+    slots: Tensor
+
+
 class CachedAttention:
     """The tensors of one rank's cache, and the executor that attends over all ranks' caches.
 
-    `begin` takes the plan of a batch; then every layer is called once, in order.
+    `begin` takes the plan of a batch, or `begin_rows` a batch of single tokens; then every layer is called once, in
+    order.
 
     Args:
         group: the context-parallel process group, or None for one rank.
@@ -72,9 +88,11 @@ class CachedAttention:
         self._engine = Engine(choose(kernel, request), transport, BufferPool(device))
         self._program: Program | None = None
         self._new_slots = torch.empty(0, dtype=torch.int64, device=device)
+        self._rows: Rows | None = None
+        self.nowhere = slots  # a slot more than there are, which nobody reads
         try:
-            self._layers = [
-                torch.zeros(slots, 2, 1, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
+            self._storage = [
+                torch.zeros(slots + 1, 2, 1, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
                 for _ in range(shape.num_layers)
             ]
         except (RuntimeError, MemoryError) as error:  # out of memory has no type of its own on CPU
@@ -85,6 +103,8 @@ class CachedAttention:
                 f"a cache that fits into memory; this one takes {size:.2f} GiB a rank ({error})",
                 "Lower it, or use more context-parallel ranks.",
             ) from error
+
+        self._layers = [storage[:slots] for storage in self._storage]
 
     @property
     def num_bytes(self) -> int:
@@ -100,9 +120,19 @@ class CachedAttention:
         """Follow `plan` in the calls that come; its new tokens' keys and values are stored where it says."""
         if plan.n != self.world:
             raise refuse("plan", f"{plan.name} of {plan.n} ranks", f"a plan of {self.world}", "Plan for this group.")
+        self._rows = None
         self._program = compile_program(plan, self.rank)
         slots = list(chain.from_iterable(slots_of(turn.new_runs[self.rank]) for turn in plan.batch.turns))
         self._new_slots = torch.tensor(slots, dtype=torch.int64, device=self.device)
+
+    def begin_rows(self, rows: Rows) -> None:
+        """Attend for these rows in the calls that come, on every rank; a layer's call reads their tensors."""
+        self._rows = rows
+
+    def randomize(self) -> None:
+        """Fill the cache with random keys and values, for measurements."""
+        for layer in self._layers:
+            layer.normal_()
 
     @torch.no_grad()
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -120,18 +150,53 @@ class CachedAttention:
         Raises:
             ValueError: shapes that do not fit the plan or the cache.
         """
-        assert self._program is not None, "begin() comes before the layers"
-        rows, shape = self._new_slots.numel(), self.shape
+        assert self._program is not None or self._rows is not None, "begin() comes before the layers"
+        new_slots = self._new_slots if self._rows is None else self._rows.slots
+        rows, shape = new_slots.numel(), self.shape
         for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
             if x.shape != (rows, 1, heads, shape.head_dim):
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}: expected [{rows}, 1, {heads}, {shape.head_dim}], the new "
-                    f"tokens of rank {self.rank} in the plan that was begun."
+                    f"tokens of rank {self.rank} in the plan or rows that were begun."
                 )
         cache = self._layers[layer]
-        cache[self._new_slots] = torch.stack((k, v), dim=1).to(cache.dtype)
+        self._storage[layer][new_slots] = torch.stack((k, v), dim=1).to(cache.dtype)
         scale = shape.head_dim**-0.5 if scale is None else scale
+        if self._rows is not None:
+            return self._attend_rows(layer, self._rows, q, scale)
+        assert self._program is not None
         run = ForwardPass(self._program, self._engine, {Kind.Q: (q,), Kind.KV: (cache,)}, scale)
         run.run()
         out, _ = run.output.finish()
         return out
+
+    def attend_here(self, layer: int, q: Tensor, pages: Pages, scale: float) -> PackedPartials:
+        """Queries `[B, h, d]` over what this rank holds of their sequences; see `kernels.paged.attend_pages`."""
+        return attend_pages(q, self._storage[layer][:, :, 0], pages, scale)
+
+    def _attend_rows(self, layer: int, rows: Rows, q: Tensor, scale: float) -> Tensor:
+        """Each rank attends over what it holds; all merge what all have found, in the same order."""
+        found = self.attend_here(layer, q[:, 0], rows.pages, scale)
+        if self.world == 1:
+            return found.out.to(q.dtype).unsqueeze(1)
+        gathered = PackedPartials(gather_over(self.group, found.flat), q.shape[0], q.shape[2], q.shape[3])
+        return merge_ranks(gathered, torch.empty_like(q[:, 0], memory_format=torch.contiguous_format)).unsqueeze(1)
+
+
+class CachedModel(Protocol):
+    """A model whose layers attend through a `CachedAttention`. max_positions: None for no bound."""
+
+    vocab_size: int
+    max_positions: int | None
+    attention: CachedAttention
+
+    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """Run this rank's new tokens.
+
+        Args:
+            tokens, positions: int64 `[s]`.
+            rows: int64; whose next tokens are asked for.
+
+        Returns:
+            fp32 `[len(rows), vocab_size]`.
+        """

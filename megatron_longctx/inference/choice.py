@@ -102,7 +102,7 @@ class Chooser:
             if value not in allowed:
                 raise refuse(f"inference.{key}", value, "one of " + ", ".join(allowed), "Choose one of these.")
         self._figures = figures
-        self._mode = mode
+        self.mode = mode
         self._rule = rule if rule != "auto" else "simulate" if figures.cluster is not None else "bytes"
         if mode == "auto" and self._rule in ("simulate", "algorithm_1", "algorithm_5"):
             _ = figures.flops, figures.bandwidth  # refused here rather than in the first batch
@@ -124,9 +124,9 @@ class Chooser:
     def _decide(self, batch: Batch, is_decode: bool) -> Decision:
         facts = (batch.new, batch.cached, len(batch.turns), batch.n)
         if batch.n == 1:
-            return Decision("pass_kv" if self._mode == "auto" else self._mode, "a rank alone", *facts)
-        if self._mode != "auto":
-            return Decision(self._mode, f"inference.mode={self._mode}", *facts)
+            return Decision("pass_kv" if self.mode == "auto" else self.mode, "a rank alone", *facts)
+        if self.mode != "auto":
+            return Decision(self.mode, f"inference.mode={self.mode}", *facts)
         if self._rule == "simulate":
             seconds = self._simulated(batch)
             return Decision(min(seconds, key=lambda mode: seconds[mode]), "simulation", *facts, seconds=seconds)

@@ -8,17 +8,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..comm import sum_over
 from ..config import refuse
-from .cached_attention import GIB, CachedAttention
+from .cached_attention import GIB, CachedModel
 from .choice import Chooser
+from .decode import NOT_FINITE, Decoder, DecodeSettings, Next
 from .ledger import CacheFull, CacheLedger, Fork, Turn
 from .plan import Batch, build
 from .sampling import Sampling, sample
@@ -26,27 +27,7 @@ from .session import Generation, Session
 
 __all__ = ["CachedModel", "EngineSettings", "Generation", "LongContextEngine", "Session"]
 
-_NOT_FINITE = -1
 _T = TypeVar("_T")
-
-
-class CachedModel(Protocol):
-    """A model whose layers attend through a `CachedAttention`. max_positions: None for no bound."""
-
-    vocab_size: int
-    max_positions: int | None
-    attention: CachedAttention
-
-    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """Run this rank's new tokens.
-
-        Args:
-            tokens, positions: int64 `[s]`.
-            rows: int64; whose next tokens are asked for.
-
-        Returns:
-            fp32 `[len(rows), vocab_size]`.
-        """
 
 
 @dataclass(frozen=True)
@@ -57,7 +38,7 @@ class EngineSettings:
     what the least recently used sessions have cached (it is computed again when they go on) instead of refusing. exact:
     prompts are computed in calls of their own, whose results depend on the session's tokens alone, bit for bit: not on
     other sessions, nor on whether a prefix of whole chunks was found in the cache; single tokens that go on from there
-    are still computed together.
+    are still computed together. decode: how batches of single tokens are computed.
 
     Raises:
         ValueError: a chunk of no tokens, or exact without one.
@@ -66,6 +47,7 @@ class EngineSettings:
     prefill_chunk: int | None = None
     evict: bool = False
     exact: bool = False
+    decode: DecodeSettings = field(default_factory=DecodeSettings)
 
     def __post_init__(self) -> None:
         chunk = self.prefill_chunk
@@ -96,6 +78,16 @@ class LongContextEngine:
         self._chooser = chooser
         self._open: dict[int, Session] = {}
         self._clock = itertools.count(1)
+        self._decoder = Decoder(model, ledger, self.settings.decode, chooser.mode)
+
+    @property
+    def decoding(self) -> str:
+        """How batches of single tokens are computed."""
+        return self._decoder.name
+
+    def release(self) -> None:
+        """Let go of what refers to process groups; call it before they are destroyed. Sessions can still go on."""
+        self._decoder.release()
 
     def open(self, prefix_of: Session | None = None, tokens: int | None = None) -> Session:
         """A new session: empty, or with the first `tokens` tokens (default: all) of another, which may go on itself.
@@ -125,6 +117,7 @@ class LongContextEngine:
         session.last_used = prefix_of.last_used
         if count == total:
             session.ready, session.logits = prefix_of.ready, prefix_of.logits
+            session.likeliest = prefix_of.likeliest
         return session
 
     def _opened(self, session: Session) -> Session:
@@ -201,7 +194,7 @@ class LongContextEngine:
         emitted: dict[Generation, int] = {}
         for generation, token in zip(generations, self._sample(generations), strict=True):
             session, sampling = generation.session, generation.sampling
-            if token == _NOT_FINITE:
+            if token == NOT_FINITE:
                 generation.finish_reason = "error"
                 continue
             session.tokens.append(token)
@@ -303,7 +296,7 @@ class LongContextEngine:
                     raise
                 oldest = min(idle, key=lambda session: session.last_used)
                 self.ledger.evict(oldest.number)
-                oldest.logits = None
+                oldest.logits = oldest.likeliest = None
 
     def _advance(self, new: Mapping[Session, list[int]]) -> None:
         """Compute every session's tokens that are not cached, then `new` ones, in chunks; all of it or nothing."""
@@ -320,11 +313,12 @@ class LongContextEngine:
                 for start in range(0, longest, size):
                     counts = {s: len(todo[s][start : start + size]) for s in together if len(todo[s]) > start}
                     placed.append((list(counts), self._placed(counts, new)))
-            logits: dict[Session, Tensor | None] = {}
+            found: dict[Session, Next] = {}
             for sessions, turns in placed:
-                texts = [(s.tokens + new[s])[t.cached : t.cached + t.new] for s, t in zip(sessions, turns, strict=True)]
+                texts = [todo[s][t.cached - reused[s] :][: t.new] for s, t in zip(sessions, turns, strict=True)]
                 ends = [t.cached + t.new == reused[s] + len(todo[s]) for s, t in zip(sessions, turns, strict=True)]
-                logits |= self._forward(sessions, turns, texts, ends)
+                prompts = self.settings.exact and any(new[s] or len(todo[s]) > 1 for s in sessions)
+                found |= self._forward(sessions, turns, texts, ends, single=not prompts)
                 if self.settings.exact and [(t.cached, t.new) for t in turns] == [(exact[sessions[0]], size)]:
                     exact[sessions[0]] += size
         except BaseException:
@@ -334,7 +328,7 @@ class LongContextEngine:
         now = next(self._clock)
         for session, tokens in new.items():
             session.tokens += tokens
-            session.logits = logits.get(session)
+            session.logits, session.likeliest = found.get(session, Next())
             session.ready = True
             session.exact_chunks = exact[session] // (self.settings.prefill_chunk or 1)
             session.last_used = now
@@ -350,9 +344,18 @@ class LongContextEngine:
         return [*alone, going_on] if going_on else alone
 
     def _forward(
-        self, sessions: Sequence[Session], turns: tuple[Turn, ...], texts: Sequence[list[int]], ends: Sequence[bool]
-    ) -> dict[Session, Tensor | None]:
-        """One pass of the model; the next token's logits of sessions that end in it, where their last token is."""
+        self,
+        sessions: Sequence[Session],
+        turns: tuple[Turn, ...],
+        texts: Sequence[list[int]],
+        ends: Sequence[bool],
+        single: bool,
+    ) -> dict[Session, Next]:
+        """One pass of the model; what is known of the next token of sessions that end in it. single: it may go through
+        the decoder, whose results depend on where a session's pages lie."""
+        if single and self._decoder.takes(turns):
+            decoded = self._decoder(turns, [text[0] for text in texts])
+            return {session: found for session, found, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
         batch = Batch(self.ledger.n, self.ledger.slots_per_rank, turns, self.settings.exact)
         self._attention.begin(build(self._chooser.choose(batch).mode, batch))
@@ -370,10 +373,14 @@ class LongContextEngine:
             torch.tensor([row for _, row in mine], dtype=torch.int64, device=device),
         )
         rows = {session: found[i] for i, (session, _) in enumerate(mine)}
-        return {session: rows.get(session) for session, end in zip(sessions, ends, strict=True) if end}
+        return {session: Next(rows.get(session)) for session, end in zip(sessions, ends, strict=True) if end}
 
     def _sample(self, generations: Sequence[Generation]) -> list[int]:
         """Every generation's next token, drawn where its logits are, then known everywhere."""
+        likeliest = [g.session.likeliest for g in generations if g.sampling.temperature == 0]
+        known = [token for token in likeliest if token is not None]
+        if len(known) == len(generations):
+            return known
         ids = torch.zeros(len(generations), dtype=torch.int64, device=self._attention.device)
         for i, generation in enumerate(generations):
             session = generation.session
@@ -381,6 +388,6 @@ class LongContextEngine:
                 try:
                     ids[i] = sample(session.logits, generation.sampling, generation.stream, len(session.tokens))
                 except ValueError:  # all ranks have to hear of it, not this one alone
-                    ids[i] = _NOT_FINITE
+                    ids[i] = NOT_FINITE
         tokens: list[int] = sum_over(self._attention.group, ids).tolist()
         return tokens

@@ -5,13 +5,16 @@ Every rank keeps the books of all ranks, so that sizes and places are known ever
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from ..config import refuse
-from ..layout import zigzag
+from ..layout import zigzag as zigzag_of_any_length
 from .pages import PagePool
+
+zigzag = functools.lru_cache(maxsize=64)(zigzag_of_any_length)  # a decode asks for that of 1 token, over and over
 
 
 class CacheFull(ValueError):
@@ -30,7 +33,7 @@ class _Shard:
     def runs(self, start: int, stop: int, page_tokens: int) -> tuple[range, ...]:
         """Slots of the rank's cache that hold the session's local tokens `start..stop-1`, neighbours joined."""
         if self._runs is None:
-            self._runs = _slot_runs(self.pages, page_tokens)
+            self._runs = _slot_runs(self.pages, page_tokens, [])
         found, at = [], 0
         for run in self._runs:
             if at < stop and start < at + len(run):
@@ -43,10 +46,10 @@ class _Shard:
         start = self.pages[index] * page_tokens if tokens else 0
         return range(start, start + tokens)
 
-    def add_pages(self, pages: Sequence[int]) -> None:
-        if pages:
-            self.pages += pages
-            self._runs = None
+    def add_pages(self, pages: Sequence[int], page_tokens: int) -> None:
+        self.pages += pages
+        if self._runs is not None:
+            _slot_runs(pages, page_tokens, self._runs)
 
     def drop_pages(self, keep: int) -> list[int]:
         """Take all but the first `keep` pages away."""
@@ -78,9 +81,8 @@ class _Shard:
             tokens -= min(tokens, len(last))
 
 
-def _slot_runs(pages: Sequence[int], page_tokens: int) -> list[range]:
-    """The slots of some pages, neighbours joined."""
-    runs: list[range] = []
+def _slot_runs(pages: Sequence[int], page_tokens: int, runs: list[range]) -> list[range]:
+    """Add the slots of some pages to `runs`, neighbours joined."""
     for page in pages:
         start = page * page_tokens
         if runs and runs[-1].stop == start:
@@ -190,6 +192,10 @@ class CacheLedger:
         """Over all ranks, shared ones counted once."""
         return sum(self.pages_per_rank - pool.num_free for pool in self._pools)
 
+    def pages(self, session: int, rank: int) -> Sequence[int]:
+        """The pages that hold the session's tokens on `rank`, in order. They change with the session."""
+        return self._shards(session)[rank].pages
+
     def open(self) -> int:
         """A new, empty session's number; it takes no memory yet."""
         number = self._opened
@@ -224,7 +230,7 @@ class CacheLedger:
             shared = old.pages[:full]
             self._pools[rank].share(shared)
             own = self._pools[rank].take(1 if rest else 0, shared[-1] if shared else -1)
-            new.add_pages([*shared, *own])
+            new.add_pages([*shared, *own], self.page_tokens)
             new.extend(prefixes[rank])
             copies.append((old.page_slots(full, rest, self.page_tokens), new.page_slots(full, rest, self.page_tokens)))
         return Fork(number, tuple(copies))
@@ -338,7 +344,7 @@ class CacheLedger:
         for rank, shard in enumerate(shards):
             shard.extend([range(s.start + cached, s.stop + cached) for s in layout.spans[shares[rank]]])
             missing = self._pages(shard.tokens) - len(shard.pages)
-            shard.add_pages(self._pools[rank].take(missing, shard.pages[-1] if shard.pages else -1))
+            shard.add_pages(self._pools[rank].take(missing, shard.pages[-1] if shard.pages else -1), self.page_tokens)
         return Turn(
             session=session,
             cached=cached,

@@ -25,6 +25,7 @@ class Session:
         self.reused_tokens = 0  # found in the cache by the latest append
         self.last_used = 0
         self.logits: Tensor | None = None  # of the next token, on the rank that computed them
+        self.likeliest: int | None = None  # next token, where all ranks know it
         self.ready = False  # some rank has them
         self.exact_chunks = 0  # see `exact_tokens`
         self._engine = engine

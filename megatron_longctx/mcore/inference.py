@@ -20,6 +20,7 @@ from ..comm.reduction import ReductionPolicy
 from ..config import Config, ParallelismConfig, RecomputeConfig, refuse
 from ..inference.cached_attention import CachedAttention, CacheShape
 from ..inference.choice import Chooser
+from ..inference.decode import DecodeSettings
 from ..inference.engine import EngineSettings, LongContextEngine
 from ..inference.figures import agreed_figures
 from ..inference.ledger import CacheLedger
@@ -180,7 +181,8 @@ def build_engine(
     learned = model.position_embedding == "learned"
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)
     chooser = Chooser(agreed_figures(config, device), inference.mode, inference.rule if n > 1 else "bytes")
-    settings = EngineSettings(inference.prefill_chunk, inference.evict, inference.exact_reuse)
+    decode = DecodeSettings(inference.decode, inference.cuda_graphs)
+    settings = EngineSettings(inference.prefill_chunk, inference.evict, inference.exact_reuse, decode)
     return LongContextEngine(cached, ledger, chooser, settings), tokenizer
 
 

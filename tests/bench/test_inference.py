@@ -46,10 +46,25 @@ def test_it_measures_rings_beside_rules_and_decodes(monkeypatch: pytest.MonkeyPa
     assert fresh["taken"]["simulate"] == "pass_kv" and warm["taken"]["simulate"] == "pass_q"
     assert warm["predicted_attention_s"]["pass_q"] < warm["predicted_attention_s"]["pass_kv"]
     assert [(m["context_parallel_size"], m["batch"]) for m in data["decode"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
-    assert all(m["mode"] != "pass_kv" and 0 < m["p50"] <= m["p99"] for m in data["decode"][2:])
+    assert all(m["mode"] == "replicated" and 0 < m["p50"] <= m["p99"] for m in data["decode"])
+    assert all(m["attention_s"] > 0 and m["read_bytes_per_rank"] > 0 for m in data["decode"])
     assert data["model"]["num_layers"] == 2 and data["environment"]["commit"]
     assert "| 2 | 96 | 5 | 5.21% |" in out.with_suffix(".md").read_text()
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG") and list(path.parent.iterdir()) == [path]
+
+
+def test_decoding_alone_takes_no_calibration_and_no_prompts(tmp_path: Path) -> None:
+    out = tmp_path / "decode.json"
+    words = "--decode-only --context 2 --lengths 3000 --batches 3 --tokens 3"
+    assert cli.main(["bench", "inference", *SETTINGS, "inference.decode=plan", *words.split(), "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    (found,) = data["decode"]
+    assert data["first_token"] == data["rules"] == [] and not out.with_suffix(".png").exists()
+    assert found["mode"] == "one_hop" and found["cached"] == 3000
+    shape = data["model"]
+    head_dim = shape["hidden_size"] // shape["num_attention_heads"]
+    per_token = 2 * shape["num_layers"] * shape["num_kv_heads"] * head_dim * 4
+    assert 3 * 1500 < found["read_bytes_per_rank"] / per_token <= 3 * 1504  # and what was decoded
 
 
 def case(new: int, kv: float, q: float, taken: str) -> FirstToken:
@@ -63,9 +78,9 @@ def test_rules_are_judged_by_medians() -> None:
     assert by_rule["simulate"]["right"] == 2 and by_rule["simulate"]["cases"] == 3  # 0.5% apart are as good
     assert by_rule["simulate"]["most_slower"] == 1.0
     assert by_rule["bytes"]["right"] == 2 and by_rule["bytes"]["mean_slower"] == pytest.approx(1.005 / 3)
-    text = tables(found, [Decoded(4, 1000, 2, "one_hop", [0.001, 0.002, 0.003])])
+    text = tables(found, [Decoded(4, 1000, 2, "one_hop", [0.001, 0.002, 0.003], 5e-4, 10**9)])
     assert "| simulate | 2 of 3 | 67% | 33.5% | 100.0% |" in text
-    assert "| 4 | 1,000 | 2 | one_hop | 2.00 | 2.00 | 3.00 | 3.00 |" in text
+    assert "| 4 | 1,000 | 2 | one_hop | 2.00 | 2.00 | 3.00 | 3.00 | 0.50 | 2,000.0 |" in text
 
 
 def test_percentiles_are_measured_values() -> None:

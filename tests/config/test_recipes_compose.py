@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.compose import compose_config
+from megatron_longctx.compose import compose_config, override_config
 from megatron_longctx.config import KERNELS, SCHEDULES, Config, data_parallel_size
 from megatron_longctx.schedules import PlanOptions, build_plan
 
@@ -142,3 +142,10 @@ def test_null_is_null_only_where_a_value_may_be_missing() -> None:
 def test_values_may_refer_to_other_keys() -> None:
     config = compose_config(["run.name=${model.name}-${train.seed}", "optim.decay_steps=${train.steps}"])
     assert (config.run.name, config.optim.decay_steps) == ("tiny-1234", 20)
+
+
+@pytest.mark.parametrize(("word", "value"), [("true", "true"), ("False", "false"), ("auto", "auto")])
+def test_truth_values_and_words_choose_graphs(word: str, value: str) -> None:
+    config = compose_config([f"inference.cuda_graphs={word}"])
+    assert config.inference.cuda_graphs == value
+    assert override_config(config, [f"inference.cuda_graphs={word}"]).inference.cuda_graphs == value

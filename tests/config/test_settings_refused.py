@@ -197,6 +197,8 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (["optim.warmup_steps=20"], "optim.warmup_steps=20", "fewer steps than the decay (20"),
         (["optim.decay_steps=5"], "optim.warmup_steps=10", "fewer steps than the decay (5"),
         (["train.precision=fp16"], "train.precision=fp16", "one of fp32, bf16"),
+        (["inference.decode=ring"], "inference.decode=ring", "one of auto, replicated, plan"),
+        (["inference.cuda_graphs=never"], "inference.cuda_graphs=never", "one of auto, true, false"),
         (["train.device=tpu"], "train.device=tpu", "one of auto, cpu, cuda"),
         (["recompute.mode=full"], "recompute.mode=full", "one of none, layer, attention_output"),
         (["reduction.down_projection=int5"], "reduction.down_projection=int5", "one of none, int8, int6, int4, auto"),

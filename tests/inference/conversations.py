@@ -59,6 +59,7 @@ def converse(rank: int, config: Config, checkpoints: Path | None) -> list[Record
         record.tokens = list(session.tokens)
         session.close()
     assert engine.ledger.used_pages() == 0
+    engine.release()
     groups.destroy()
     return records
 

@@ -60,8 +60,12 @@ def test_every_turn_gives_the_dense_models_tokens_and_logits(trained: Config, tr
     cases = [(parallel(model.config, n, mode=mode), 0) for mode in modes]
     if n == 2:
         cases.append((parallel(model.config, n, prefill_chunk=4), 0))
+        cases += [
+            (parallel(other.config, n, mode="pass_kv", decode="replicated"), i) for i, other in enumerate(others, 1)
+        ]
     if n == 3:
         cases += [(parallel(other.config, n, mode="pass_q"), i) for i, other in enumerate(others, 1)]
+        cases.append((parallel(model.config, n, decode="plan"), 0))
     if n == 4:
         cases.append((parallel(model.config, 2, tensor=2), 0))
     jobs = [Model(config, model.checkpoints if i == 0 else None) for config, i in cases]

@@ -1,0 +1,232 @@
+"""Decode: one new token of each of several sequences, through the whole model in one replayed CUDA graph.
+
+Hidden states of so few tokens are cheap next to the model's weights, which a rank reads whatever it computes. So every
+rank computes all of them: nothing is gathered before attention, and each layer has one exchange, of what every rank has
+found in its own part of the cache. ("Context Parallelism for Scalable Million-Token Inference", Algorithm 4, passes
+queries around a ring and results back instead.)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm import from_first
+from ..config import CUDA_GRAPHS, DECODES, refuse
+from ..kernels.paged import DTYPES, Pages, fused_kernels
+from .cached_attention import CachedAttention, CachedModel, Rows
+from .ledger import CacheLedger, Turn, slots_of
+
+logger = logging.getLogger(__name__)
+
+MOST_ROWS = 128
+"""Most sequences of one step. With more the model's matrix products take longer than reading its weights does, on an
+H100 or H200 in bf16, and computing them on every rank no longer comes free."""
+NOT_FINITE = -1
+_EAGER = 2
+"""Steps that run as they are before one is captured: kernels are compiled and chosen, communicators are set up."""
+_TOKEN, _POSITION, _SLOT, _COUNT = range(4)
+
+
+class Next(NamedTuple):
+    """What is known of a session's next token.
+
+    logits: fp32 `[vocabulary]`, on one rank. likeliest: on all ranks, after a replicated step: a token, or NOT_FINITE.
+    """
+
+    logits: Tensor | None = None
+    likeliest: int | None = None
+
+
+@dataclass(frozen=True)
+class DecodeSettings:
+    """See `config.InferenceConfig.decode` and `.cuda_graphs`."""
+
+    decode: str = "auto"
+    cuda_graphs: str = "auto"
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("decode", DECODES), ("cuda_graphs", CUDA_GRAPHS)):
+            if getattr(self, key) not in allowed:
+                expected = "one of " + ", ".join(allowed)
+                raise refuse(f"inference.{key}", getattr(self, key), expected, "Choose one of these.")
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+    ids: Tensor
+
+
+class Decoder:
+    """Runs batches of single tokens, or leaves them to plans.
+
+    Batches are padded to a power of two, so that there are 8 graphs at most; they share their memory. Missing rows have
+    no tokens, and their keys and values go nowhere.
+
+    Args:
+        mode: `inference.mode`, which `decode=auto` goes by.
+
+    Raises:
+        ValueError: CUDA graphs asked for where there can be none.
+    """
+
+    def __init__(self, model: CachedModel, ledger: CacheLedger, settings: DecodeSettings, mode: str) -> None:
+        self._model, self._ledger, self._attention = model, ledger, model.attention
+        self._most: float = MOST_ROWS
+        if settings.decode == "plan" or (settings.decode == "auto" and mode != "auto"):
+            self._most = 0
+        elif settings.decode == "replicated":
+            self._most = float("inf")  # in several steps
+        self._graphs = self._most > 0 and _use_graphs(settings.cuda_graphs, self._attention)
+        self._captured: dict[int, _Captured] = {}
+        self._tables = _Tables(self._attention.device, ledger.pages_per_rank if self._most else 0)
+        why = f"inference.decode={settings.decode}" + (f", inference.mode={mode}" if settings.decode == "auto" else "")
+        logger.info("decode: %s (%s)", self.name, why)
+
+    @property
+    def name(self) -> str:
+        """How batches that it takes are computed."""
+        if not self._most:
+            return "by plans"
+        return "replicated, CUDA graphs" if self._graphs else "replicated"
+
+    def takes(self, turns: Sequence[Turn]) -> bool:
+        return len(turns) <= self._most and all(turn.new == 1 for turn in turns)
+
+    def __call__(self, turns: Sequence[Turn], tokens: Sequence[int]) -> list[Next]:
+        """One step of the model over every turn's new token. Collective over the ranks, which all know all turns."""
+        found: list[Next] = []
+        for start in range(0, len(turns), MOST_ROWS):
+            found += self._step(turns[start : start + MOST_ROWS], tokens[start : start + MOST_ROWS])
+        return found
+
+    def release(self) -> None:
+        """Drop the graphs: process groups whose messages they hold cannot be destroyed before."""
+        if self._captured:
+            torch.cuda.synchronize(self._attention.device)
+        self._captured.clear()
+
+    def _step(self, turns: Sequence[Turn], tokens: Sequence[int]) -> list[Next]:
+        size = 1 << (len(turns) - 1).bit_length()
+        numbers = self._tables.staging(size)
+        numbers.zero_()
+        numbers[_SLOT] = self._attention.nowhere
+        rows = [(token, turn.cached, *self._place(turn)) for token, turn in zip(tokens, turns, strict=True)]
+        numbers[:, : len(turns)] = torch.tensor(rows).t()
+        self._tables.send(size)
+        for row, turn in enumerate(turns):
+            self._tables.hold(row, self._ledger.pages(turn.session, self._attention.rank))
+        logits, ids = self._replay(size) if self._graphs else self._compute(size)
+        likeliest = ids.tolist()[: len(turns)]
+        if self._attention.rank:  # one rank's are enough, and the same numbers for all that is drawn from them
+            return [Next(None, token) for token in likeliest]
+        kept = logits[: len(turns)].clone()  # a replay writes where the last one did
+        return [Next(row, token) for row, token in zip(kept, likeliest, strict=True)]
+
+    def _place(self, turn: Turn) -> tuple[int, int]:
+        """Where this rank stores the turn's token, and how many tokens it then has; the books may be further on."""
+        rank = self._attention.rank
+        new, held = slots_of(turn.new_runs[rank]), sum(map(len, turn.cached_runs[rank]))
+        return (new[0], held + 1) if new else (self._attention.nowhere, held)
+
+    @torch.no_grad()
+    def _compute(self, size: int) -> tuple[Tensor, Tensor]:
+        """Logits `[size, vocabulary]`, and the likeliest tokens as the first rank has them."""
+        numbers = self._tables.numbers(size)
+        pages = Pages(self._tables.pages[:size], numbers[_COUNT], self._ledger.page_tokens)
+        self._attention.begin_rows(Rows(pages, numbers[_SLOT]))
+        logits = self._model.logits(numbers[_TOKEN], numbers[_POSITION], self._tables.order[:size])
+        ids = torch.where(torch.isfinite(logits).all(-1), logits.argmax(-1), NOT_FINITE)
+        return logits, from_first(self._attention.group, ids)
+
+    def _replay(self, size: int) -> tuple[Tensor, Tensor]:
+        if size not in self._captured:
+            self._captured[size] = self._capture(size)
+        captured = self._captured[size]
+        captured.graph.replay()
+        return captured.logits, captured.ids
+
+    def _capture(self, size: int) -> _Captured:
+        """A step stores and computes the same however often it runs, so this batch's own serves to warm up."""
+        logger.info("decode: capturing a step of %d sequences", size)
+        aside, now = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(now)
+        with torch.cuda.stream(aside):
+            for _ in range(_EAGER):
+                self._compute(size)
+        now.wait_stream(aside)
+        torch.cuda.synchronize(self._attention.device)
+        graph = torch.cuda.CUDAGraph()
+        pool = next((captured.graph.pool() for captured in self._captured.values()), None)
+        # Other threads may go on with CUDA meanwhile: NCCL's watchdog does.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            logits, ids = self._compute(size)
+        return _Captured(graph, logits, ids)
+
+
+class _Tables:
+    """What a step reads, in memory that stays: its numbers, and the pages of its rows."""
+
+    def __init__(self, device: torch.device, pages: int) -> None:
+        with torch.inference_mode(False):  # they outlive the call
+            self.pages = torch.zeros(MOST_ROWS if pages else 0, pages, dtype=torch.int32, device=device)
+            self.order = torch.arange(MOST_ROWS, device=device)
+            self._numbers = torch.zeros(4 * MOST_ROWS, dtype=torch.int64, device=device)
+            self._staging = torch.zeros(4 * MOST_ROWS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._held: list[list[int]] = [[] for _ in range(MOST_ROWS)]
+
+    def numbers(self, size: int) -> Tensor:
+        """int64 `[4, size]` on the device: by row its token, position, slot, and number of tokens on this rank."""
+        return self._numbers[: 4 * size].view(4, size)
+
+    def staging(self, size: int) -> Tensor:
+        """The same on the host. A step has read its numbers when its tokens are known."""
+        return self._staging[: 4 * size].view(4, size)
+
+    def send(self, size: int) -> None:
+        self._numbers[: 4 * size].copy_(self._staging[: 4 * size], non_blocking=True)
+
+    def hold(self, row: int, pages: Sequence[int]) -> None:
+        """See that a row of the table names these pages."""
+        held = self._held[row]
+        if held == pages:
+            return
+        same = len(held) if held == pages[: len(held)] else 0
+        self.pages[row, same : len(pages)] = torch.tensor(pages[same:], dtype=torch.int32, device=self.pages.device)
+        self._held[row] = list(pages)
+
+
+def _use_graphs(wanted: str, attention: CachedAttention) -> bool:
+    """Whether steps are replayed from graphs.
+
+    Raises:
+        ValueError: they have to be and cannot.
+    """
+    if wanted == "false":
+        return False
+    why = why_no_graphs(attention)
+    if why is not None and wanted == "true":
+        raise refuse("inference.cuda_graphs", wanted, f"auto or false, since {why}", "Set it to auto.")
+    if why is not None:
+        logger.info("decode: no CUDA graphs, since %s", why)
+    return why is None
+
+
+def why_no_graphs(attention: CachedAttention) -> str | None:
+    """Why steps cannot be captured; None if they can."""
+    if attention.device.type != "cuda":
+        return f"the model is on {attention.device.type}"
+    if attention.shape.dtype not in DTYPES:
+        return f"no kernel of ours attends in {attention.shape.dtype}"
+    if not fused_kernels():
+        return "triton cannot be imported"
+    if attention.world > 1 and "nccl" not in dist.get_backend(attention.group):
+        return f"messages of {dist.get_backend(attention.group)} cannot be captured"
+    return None

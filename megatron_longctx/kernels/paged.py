@@ -1,0 +1,174 @@
+"""Attention of single queries over a paged cache (decode), and the merge of what several ranks have found.
+
+Sequence b's tokens lie in the pages that its row of a table names, in order; a page is `page_tokens` slots.
+Shapes are static and lengths are read on the device, so that calls can be captured in CUDA graphs and replayed with
+other tables. Results are partial: over the keys in these pages alone, to be merged by their lse.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from itertools import pairwise
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megatron_longctx.kernels.interface import lse_dtype
+
+logger = logging.getLogger(__name__)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the fused kernels take."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Where the keys of `B` sequences lie.
+
+    Attributes:
+        table: `[B, P]` int32, numbers of pages; entries past a sequence's last page may be anything.
+        counts: `[B]` int32 or int64, tokens of each sequence, at most `P * page_tokens`.
+        page_tokens: slots of a page.
+    """
+
+    table: Tensor
+    counts: Tensor
+    page_tokens: int
+
+
+class PackedPartials:
+    """(out, lse) of `B` queries as one flat message, so that one exchange carries both.
+
+    Attributes:
+        flat: `[..., B * h * (d + 1)]` fp32 (fp64 for fp64 queries).
+        out: a view `[..., B, h, d]`. lse: a view `[..., B, h]`.
+    """
+
+    def __init__(self, flat: Tensor, rows: int, heads: int, head_dim: int) -> None:
+        size, lead = rows * heads * head_dim, flat.shape[:-1]
+        self.flat = flat
+        self.out = flat[..., :size].view(*lead, rows, heads, head_dim)
+        self.lse = flat[..., size:].view(*lead, rows, heads)
+
+    @staticmethod
+    def like(q: Tensor, ranks: tuple[int, ...] = ()) -> PackedPartials:
+        """Room for the results of queries `[B, h, d]`, of each rank."""
+        rows, heads, head_dim = q.shape
+        flat = q.new_empty(*ranks, rows * heads * (head_dim + 1), dtype=lse_dtype(q))
+        return PackedPartials(flat, rows, heads, head_dim)
+
+
+@torch.no_grad()
+def attend_pages(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
+    """Every query over all keys of its own sequence.
+
+    Keys are split among as many programs as the device has room for (Flash-Decoding), whatever the lengths: the split
+    depends on the shapes alone.
+
+    Args:
+        q: `[B, h, d]`; heads and their elements side by side.
+        cache: `[slots, 2, g, d]`, keys and values, q's dtype; `g` divides `h`. Strides of its first three dimensions
+            are free.
+        pages: on q's device.
+        scale: factor of the scores before the softmax.
+
+    Returns:
+        out and natural-log lse in fp32 (fp64 for fp64 q). A sequence without tokens: out 0, lse -inf.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    _check(q, cache, pages)
+    found = PackedPartials.like(q)
+    fused = _fused() if q.is_cuda and q.dtype in DTYPES else None
+    if q.numel():
+        (fused.attend_pages_triton if fused else attend_pages_torch)(q, cache, pages, scale, found)
+    return found
+
+
+@torch.no_grad()
+def merge_ranks(found: PackedPartials, out: Tensor) -> Tensor:
+    """Merge what ranks have found over disjoint keys, in their order: the same numbers wherever it is computed.
+
+    Args:
+        found: of shapes `[n, B, h, d]` and `[n, B, h]`.
+        out: `[B, h, d]` contiguous, any float dtype: is written and returned. 0 where no rank has keys.
+    """
+    fused = _fused() if out.is_cuda and found.flat.dtype == torch.float32 else None
+    if out.numel():
+        (fused.merge_ranks_triton if fused else merge_ranks_torch)(found, out)
+    return out
+
+
+def attend_pages_torch(q: Tensor, cache: Tensor, pages: Pages, scale: float, found: PackedPartials) -> None:
+    """`attend_pages` in plain PyTorch: the reference, and the way on CPU. Reads the lengths on the host."""
+    heads, kv_heads = q.shape[1], cache.shape[2]
+    for row, count in enumerate(pages.counts.tolist()):
+        if not count:
+            found.out[row] = 0
+            found.lse[row] = -torch.inf
+            continue
+        used = pages.table[row, : -(-count // pages.page_tokens)].tolist()
+        k, v = _tokens(cache, used, pages.page_tokens)[:count].to(found.flat.dtype).permute(1, 2, 0, 3)  # [g, t, d]
+        queries = q[row].to(found.flat.dtype).view(kv_heads, heads // kv_heads, -1)
+        scores = queries @ k.transpose(1, 2) * scale
+        found.lse[row] = scores.logsumexp(-1).flatten()
+        found.out[row] = (scores.softmax(-1) @ v).flatten(0, 1)
+
+
+def _tokens(cache: Tensor, pages: list[int], page_tokens: int) -> Tensor:
+    """`[t, 2, g, d]`: the slots of some pages; in place where the pages are neighbours, which they mostly are."""
+    starts = [i for i, page in enumerate(pages) if not i or page != pages[i - 1] + 1]
+    runs = [(pages[i], pages[j - 1] + 1) for i, j in pairwise([*starts, len(pages)])]
+    spans = [cache[first * page_tokens : stop * page_tokens] for first, stop in runs]
+    return spans[0] if len(spans) == 1 else torch.cat(spans)
+
+
+def merge_ranks_torch(found: PackedPartials, out: Tensor) -> None:
+    """`merge_ranks` in plain PyTorch."""
+    most = found.lse.amax(0)
+    base = torch.where(most == -torch.inf, 0.0, most)
+    weights = (found.lse - base).exp()
+    total = torch.zeros_like(found.out[0])
+    for weight, part in zip(weights, found.out, strict=True):
+        total += weight[..., None] * part
+    sums = weights.sum(0)[..., None]
+    out.copy_(total / torch.where(sums == 0, 1.0, sums))
+
+
+def fused_kernels() -> bool:
+    """Whether calls on GPUs run kernels of ours, which graphs can capture."""
+    return _fused() is not None
+
+
+def _check(q: Tensor, cache: Tensor, pages: Pages) -> None:
+    rows = q.shape[0]
+    fits = q.ndim == 3 and cache.ndim == 4 and cache.shape[1] == 2 and cache.shape[3] == q.shape[2]
+    if not fits or not cache.shape[2] or q.shape[1] % cache.shape[2]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, cache {tuple(cache.shape)}: expected q [B, h, d] and a cache [slots, 2, g, d], g a "
+            "divisor of h."
+        )
+    if pages.table.ndim != 2 or pages.table.shape[0] != rows or pages.counts.shape != (rows,) or pages.page_tokens < 1:
+        raise ValueError(
+            f"table {tuple(pages.table.shape)}, counts {tuple(pages.counts.shape)}, {pages.page_tokens} tokens a page: "
+            f"expected [{rows}, P], [{rows}] and 1 or more."
+        )
+    if q.dtype != cache.dtype or q.stride(-1) != 1 or cache.stride(-1) != 1:
+        raise ValueError(
+            f"q is {q.dtype} with strides {q.stride()}, the cache {cache.dtype} with {cache.stride()}: expected one "
+            "dtype, and heads whose elements lie side by side."
+        )
+
+
+@functools.cache
+def _fused() -> ModuleType | None:
+    try:
+        from megatron_longctx.kernels import paged_triton
+    except ImportError as error:
+        logger.warning("decoding attends in plain PyTorch, which is slower: triton cannot be imported (%s)", error)
+        return None
+    return paged_triton

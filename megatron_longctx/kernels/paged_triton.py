@@ -1,0 +1,174 @@
+"""The functions of `paged` as fused kernels. Arguments are not checked: call `paged`.
+
+A program handles one share of one sequence's keys for the query heads of one KV head, so that keys and values are read
+once. Shares of a sequence are merged by a second kernel, in order. KV heads are the grid's fastest dimension: the heads
+of a token are neighbours in memory, and programs that run at the same time read neighbours.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_longctx.kernels.paged import PackedPartials, Pages
+
+_LEAST_ROWS = 16
+"""Query rows and columns of a matrix product on tensor cores, at least; missing ones are padded."""
+_KEY_BYTES = 16384
+"""Of the keys that a program reads at once; as many of values."""
+_STAGES = 5
+"""The page's number, then keys and values are loaded ahead: with 5 stages two blocks are on their way while one is
+used. They take 72 KiB of shared memory, so that three programs fit into a processor of an H100 or H200."""
+_PROGRAMS = 2
+"""Programs wanted for every processor of the GPU."""
+_MOST_SPLITS = 128
+_MERGED = 16
+"""Partials that the merging kernel takes at once."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_kernel(  # type: ignore[no-untyped-def]
+    q, cache, table, counts, out, lse, scale, splits, group, head_dim,
+    q_row, q_head, slot_stride, value_stride, kv_head_stride, table_stride,
+    out_split, out_row, lse_split, lse_row,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2)
+    count = tl.load(counts + row).to(tl.int32)
+    # Shares are whole blocks, so that blocks lie inside a page wherever pages are whole blocks.
+    share = tl.cdiv(tl.cdiv(count, splits), KEYS) * KEYS
+    first = split * share
+    stop = tl.minimum(first + share, count)
+    head = tl.arange(0, ROWS)
+    col = tl.arange(0, COLS)
+    key = tl.arange(0, KEYS)
+    real = head < group
+    heads = kv_head * group + head
+    at_q = q + row.to(tl.int64) * q_row + heads[:, None] * q_head + col[None, :]
+    queries = tl.load(at_q, mask=real[:, None] & (col < head_dim)[None, :], other=0.0)
+    factor = scale * 1.4426950408889634  # log2(e): powers of 2 are what the hardware has
+    most = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+    weights = tl.zeros((ROWS,), dtype=tl.float32)
+    total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    pages = table + row.to(tl.int64) * table_stride
+    base = cache + kv_head * kv_head_stride
+    for start in range(first, stop, KEYS):
+        token = start + key
+        inside = token < stop
+        if PAGE % KEYS == 0:
+            page = tl.load(pages + start // PAGE).to(tl.int64)
+            slot = page * PAGE + start % PAGE + key
+        else:
+            page = tl.load(pages + token // PAGE, mask=inside, other=0).to(tl.int64)
+            slot = page * PAGE + token % PAGE
+        # 64-bit: a million slots of many heads pass 2**31 elements.
+        at = base + (slot * slot_stride)[:, None] + col[None, :]
+        there = inside[:, None] & (col < head_dim)[None, :]
+        keys = tl.load(at, mask=there, other=0.0)
+        values = tl.load(at + value_stride, mask=there, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * factor
+        scores = tl.where(inside[None, :], scores, -float("inf"))
+        # Every block has a key inside, so the maximum is a number.
+        larger = tl.maximum(most, tl.max(scores, 1))
+        shrink = tl.exp2(most - larger)
+        weight = tl.exp2(scores - larger[:, None])
+        weights = weights * shrink + tl.sum(weight, 1)
+        total = total * shrink[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+        most = larger
+    empty = first >= stop
+    divisor = tl.where(empty, 1.0, weights)
+    found = tl.where(empty, -float("inf"), (tl.where(empty, 0.0, most) + tl.log2(divisor)) * 0.6931471805599453)
+    at_out = out + split.to(tl.int64) * out_split + row.to(tl.int64) * out_row
+    at_out += heads[:, None] * head_dim + col[None, :]
+    tl.store(at_out, total / divisor[:, None], mask=real[:, None] & (col < head_dim)[None, :])
+    tl.store(lse + split.to(tl.int64) * lse_split + row.to(tl.int64) * lse_row + heads, found, mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    parts, part_lse, out, lse, count, head_dim, part_stride, part_lse_stride,
+    COLS: tl.constexpr, BLOCK: tl.constexpr, WITH_LSE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # one head of one sequence
+    col = tl.arange(0, COLS)
+    part = tl.arange(0, BLOCK)
+    most = -float("inf")
+    for start in range(0, count, BLOCK):
+        number = start + part
+        at = part_lse + number.to(tl.int64) * part_lse_stride + row
+        most = tl.maximum(most, tl.max(tl.load(at, mask=number < count, other=-float("inf")), 0))
+    base = tl.where(most == -float("inf"), 0.0, most)  # where nothing is, -inf minus -inf would be NaN
+    total = tl.zeros((COLS,), dtype=tl.float32)
+    weights = 0.0
+    for start in range(0, count, BLOCK):
+        number = (start + part).to(tl.int64)
+        there = number < count
+        found = tl.load(part_lse + number * part_lse_stride + row, mask=there, other=-float("inf"))
+        weight = tl.exp(found - base)
+        at = parts + (number * part_stride + row * head_dim)[:, None] + col[None, :]
+        values = tl.load(at, mask=there[:, None] & (col < head_dim)[None, :], other=0.0)
+        total += tl.sum(weight[:, None] * values, 0)
+        weights += tl.sum(weight, 0)
+    # NaN where the inputs are: only a sum that is exactly 0 has no keys.
+    divisor = tl.where(weights == 0, 1.0, weights)
+    tl.store(out + row * head_dim + col, (total / divisor).to(out.dtype.element_ty), mask=col < head_dim)
+    if WITH_LSE:
+        tl.store(lse + row, tl.where(weights == 0, -float("inf"), base + tl.log(divisor)))
+
+
+def attend_pages_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float, found: PackedPartials) -> None:
+    """See `paged.attend_pages`. q's heads may have any strides."""
+    rows, heads, head_dim = q.shape
+    kv_heads = cache.shape[2]
+    splits = num_splits(rows * kv_heads, q.device)
+    parts = PackedPartials.like(q, (splits,)) if splits > 1 else PackedPartials(found.flat[None], rows, heads, head_dim)
+    cols = max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
+    constants = {
+        "PAGE": pages.page_tokens,
+        "ROWS": max(_LEAST_ROWS, triton.next_power_of_2(heads // kv_heads)),
+        "COLS": cols,
+        "KEYS": max(_LEAST_ROWS, min(64, _KEY_BYTES // (cols * cache.element_size()))),
+    }
+    # The launch goes to the current device, which need not be the tensors'. A CPU tensor's index, -1, changes nothing.
+    with torch.cuda.device(q.get_device()):
+        _attend_kernel[(kv_heads, splits, rows)](
+            q, cache, pages.table, pages.counts, parts.out, parts.lse, scale, splits, heads // kv_heads, head_dim,
+            *q.stride()[:2], *cache.stride()[:3], pages.table.stride(0),
+            *parts.out.stride()[:2], *parts.lse.stride()[:2], **constants, num_warps=4, num_stages=_STAGES,
+        )  # fmt: skip
+    if splits > 1:
+        _merge(parts, found.out, found.lse)
+
+
+def merge_ranks_triton(found: PackedPartials, out: Tensor) -> None:
+    """See `paged.merge_ranks`."""
+    _merge(found, out, None)
+
+
+def _merge(parts: PackedPartials, out: Tensor, lse: Tensor | None) -> None:
+    count, rows, heads, head_dim = parts.out.shape
+    constants: dict[str, Any] = {"COLS": triton.next_power_of_2(head_dim), "BLOCK": _MERGED}
+    with torch.cuda.device(out.get_device()):
+        _merge_kernel[(rows * heads,)](
+            parts.out, parts.lse, out, parts.lse if lse is None else lse, count, head_dim,
+            parts.out.stride(0), parts.lse.stride(0), **constants, WITH_LSE=lse is not None,
+        )  # fmt: skip
+
+
+def num_splits(programs: int, device: torch.device) -> int:
+    """Shares of every sequence, where each share takes so many programs. Depends on no length."""
+    return max(1, min(_MOST_SPLITS, -(-_PROGRAMS * _processors(device) // programs)))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # the interpreter's
+    return torch.cuda.get_device_properties(device).multi_processor_count

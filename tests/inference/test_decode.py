@@ -1,0 +1,191 @@
+"""Decode steps that every rank computes: the plans' tokens and logits, few sizes, refusals, graphs on GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_longctx.config import Config, InferenceConfig
+from megatron_longctx.inference import decode
+from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
+from megatron_longctx.inference.choice import Chooser, Figures
+from megatron_longctx.inference.decode import Decoder, DecodeSettings
+from megatron_longctx.inference.engine import EngineSettings, LongContextEngine
+from megatron_longctx.inference.ledger import CacheFull, CacheLedger
+from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.inference import build_engine, for_inference
+from megatron_longctx.schedules import Workload
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.training import changed, tiny_config
+from tests.inference.conversations import converse, parallel
+
+
+class Recorder(Decoder):
+    """Counts the steps, by the number of rows they are padded to."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.sizes: dict[int, int] = {}
+
+    def _compute(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.sizes[size] = self.sizes.get(size, 0) + 1
+        return super()._compute(size)
+
+
+def recorded(engine: LongContextEngine, how: str) -> dict[int, int]:
+    """Replace the engine's decoder; the sizes that it will have run."""
+    decoder = Recorder(engine.model, engine.ledger, DecodeSettings(how), "auto")
+    engine._decoder = decoder
+    return decoder.sizes
+
+
+def tokens_of(engine: LongContextEngine, prompts: list[list[int]], counts: list[int]) -> list[tuple[int, ...]]:
+    """Greedy and drawn continuations beside each other, that end at different times."""
+    sessions = [engine.open() for _ in prompts]
+    engine.append(dict(zip(sessions, prompts, strict=True)))
+    active = [
+        engine.start(session, Sampling(max_new_tokens=count, temperature=0.8 * (i % 4 == 3)), i)
+        for i, (session, count) in enumerate(zip(sessions, counts, strict=True))
+    ]
+    generations = list(active)
+    while active:
+        engine.step(active)
+        active = [generation for generation in active if generation.finish_reason is None]
+    for session in sessions:
+        session.close()
+    return [tuple(generation.tokens) for generation in generations]
+
+
+def both_ways(rank: int, config: Config) -> None:
+    par = config.parallelism
+    collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size, seed=5)
+    engine, _ = build_engine(for_inference(config), collection, None)
+    assert engine.decoding == "replicated"
+    source = random.Random(2)
+    prompts = [[source.randrange(256) for _ in range(size)] for size in (1, 30, 2, 17, 5, 1)]
+    counts = [6, 2, 5, 5, 1, 8]
+    sizes = recorded(engine, "replicated")
+    found = tokens_of(engine, prompts, counts)
+    # The first token of all comes from their prompts, so 5 sequences are the most that are decoded together.
+    assert set(sizes) == {8, 4, 2, 1} and sum(sizes.values()) == max(counts) - 1
+    assert recorded(engine, "plan") == {} and tokens_of(engine, prompts, counts) == found
+
+    # Logits, over a session whose older pages came and went: what a row of the table named before does not matter.
+    for how in ("replicated", "plan", "replicated"):
+        recorded(engine, how)
+        for length in (13, 3):
+            session, fresh = engine.open(), engine.open()
+            session.append(prompts[1][:length])
+            session.append([7])
+            fresh.append([*prompts[1][:length], 7])
+            torch.testing.assert_close(*engine.next_logits([session, fresh]), rtol=2e-5, atol=2e-5)
+            session.close()
+            fresh.close()
+
+    # Prompts in chunks of one token, all placed before the first is computed, and more rows than a step takes.
+    prompts, counts, found = ([*each[:1], *each[2:3]] for each in (prompts, counts, found))
+    engine.settings = dataclasses.replace(engine.settings, prefill_chunk=1)
+    most, decode.MOST_ROWS = decode.MOST_ROWS, 2
+    try:
+        sizes = recorded(engine, "replicated")
+        assert tokens_of(engine, prompts, counts) == found
+        assert set(sizes) == {2, 1}
+    finally:
+        decode.MOST_ROWS = most
+    groups.destroy()
+
+
+def every_shape(rank: int, configs: list[Config]) -> None:
+    for config in configs:
+        both_ways(rank, config)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_steps_of_every_rank_give_the_tokens_of_plans(n: int, tmp_path: Path) -> None:
+    shapes = [(2, "rope"), (1, "learned"), (4, "rope")]
+    config = tiny_config(tmp_path, "x", {"data.seq_length": 128})
+    configs = [
+        parallel(changed(config, {"model.num_kv_heads": heads, "model.position_embedding": positions}), n)
+        for heads, positions in (shapes if n == 3 else shapes[:1])
+    ]
+    run_distributed(every_shape, n, configs)
+
+
+class NoModel:
+    vocab_size, max_positions = 8, None
+
+    def __init__(self, attention: CachedAttention) -> None:
+        self.attention = attention
+
+
+def decoder(how: DecodeSettings, mode: str = "auto") -> Decoder:
+    ledger = CacheLedger(1, 4, 4)
+    attention = CachedAttention(None, CacheShape(1, 2, 1, 8, torch.float32), 16, torch.device("cpu"))
+    return Decoder(NoModel(attention), ledger, how, mode)  # type: ignore[arg-type]
+
+
+def test_what_is_taken_is_what_the_settings_say() -> None:
+    ledger = CacheLedger(1, 300, 4)
+    sessions = [ledger.open() for _ in range(129)]
+    one, two = ledger.append({sessions[0]: 1}), ledger.append({sessions[1]: 2})
+    most, more = ledger.append(dict.fromkeys(sessions[1:], 1)), ledger.append(dict.fromkeys(sessions, 1))
+    automatic = decoder(DecodeSettings())
+    assert automatic.takes(one) and not automatic.takes((*one, *two))
+    assert automatic.takes(most) and not automatic.takes(more)
+    assert decoder(DecodeSettings("replicated"), "pass_q").takes(more)
+    assert not decoder(DecodeSettings(), "pass_q").takes(one) and not decoder(DecodeSettings("plan")).takes(one)
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"inference.decode=ring: expected one of auto, replicated, plan"):
+        DecodeSettings("ring")
+    with pytest.raises(ValueError, match=r"inference.cuda_graphs=1: expected one of auto, true, false"):
+        DecodeSettings(cuda_graphs="1")
+    with pytest.raises(ValueError, match=r"cuda_graphs=true: expected auto or false, since the model is on cpu"):
+        decoder(DecodeSettings(cuda_graphs="true"))
+    assert decoder(DecodeSettings("plan", "true")).name == "by plans"
+    assert InferenceConfig(cuda_graphs="True").cuda_graphs == "true"
+
+
+def test_a_batch_does_not_evict_its_own_sessions() -> None:
+    """All chunks are placed before any is computed; a sequence that ends in the first is needed until then."""
+    ledger = CacheLedger(1, 4, 4)
+    attention = CachedAttention(None, CacheShape(1, 2, 1, 8, torch.float32), 16, torch.device("cpu"))
+    chooser = Chooser(Figures(Workload(2, 1, 8)), rule="bytes")
+    engine = LongContextEngine(NoModel(attention), ledger, chooser, EngineSettings(4, evict=True))  # type: ignore[arg-type]
+    short, long = engine.open(), engine.open()
+    with pytest.raises(CacheFull):
+        engine.append({short: [1] * 4, long: [1] * 16})
+    assert ledger.used_pages() == 0
+
+
+def converse_with(rank: int, configs: list[Config]) -> list[list[tuple[list[int], torch.Tensor]]]:
+    """Tokens and logits of the same conversations, by the settings of each."""
+    found = []
+    for config in configs:
+        records = converse(rank, config, None)
+        found.append([(r.tokens, torch.stack([x.cpu() for x in r.logits.values()])) for r in records])
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("context", "tensor"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_replayed_steps_give_the_tokens_of_plans_on_gpus(context: int, tensor: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < context * tensor:
+        pytest.skip(f"needs {context * tensor} CUDA devices")
+    settings = {"train.device": "cuda", "data.seq_length": 128, "model.hidden_size": 64}
+    config = tiny_config(tmp_path, "x", settings)
+    ways = [{"cuda_graphs": "true"}, {"cuda_graphs": "false"}, {"decode": "plan"}]
+    configs = [parallel(config, context, tensor, **way) for way in ways]
+    for found in run_distributed(converse_with, context * tensor, configs, backend="nccl", timeout=300):
+        for (tokens, replayed), (eager_tokens, eager), (plan_tokens, planned) in zip(*found, strict=True):
+            assert tokens == eager_tokens == plan_tokens
+            torch.testing.assert_close(replayed, eager, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(replayed, planned, rtol=1e-4, atol=1e-4)

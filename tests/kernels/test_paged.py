@@ -1,0 +1,216 @@
+"""Attention over pages: against fp64 by the definition, in plain PyTorch and as fused kernels under the interpreter."""
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_longctx.kernels.paged import (
+    PackedPartials,
+    Pages,
+    attend_pages,
+    attend_pages_torch,
+    merge_ranks,
+    merge_ranks_torch,
+)
+
+COUNTS = (0, 1, 37, 128, 5)
+ERRORS = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def case(heads, kv_heads, head_dim, page_tokens, dtype, counts=COUNTS, device="cpu", seed=0):
+    """Queries, a cache with NaN wherever no token is, and shuffled pages; the cache is the front of a larger one."""
+    gen = torch.Generator().manual_seed(seed)
+    needed = [-(-count // page_tokens) for count in counts]
+    order = torch.randperm(sum(needed) + 3, generator=gen)
+    table = torch.full((len(counts), max(needed) + 1), 2**30, dtype=torch.int32)
+    slots = []
+    for row, (count, pages) in enumerate(zip(counts, needed, strict=True)):
+        mine = order[sum(needed[:row]) :][:pages]
+        table[row, :pages] = mine.int()
+        slots.append((mine[:, None] * page_tokens + torch.arange(page_tokens)).flatten()[:count])
+    cache = torch.full(((len(order) + 1) * page_tokens, 2, kv_heads, head_dim), torch.nan, dtype=dtype)
+    for mine in slots:
+        cache[mine] = torch.randn(len(mine), 2, kv_heads, head_dim, generator=gen).to(dtype)
+    # As a layer gives them: rows of queries, keys and values together.
+    q = torch.randn(len(counts), heads + 2 * kv_heads, head_dim, generator=gen).to(dtype)[:, :heads]
+    pages = Pages(table.to(device), torch.tensor(counts, device=device), page_tokens)
+    return q.to(device), cache.to(device), pages, slots
+
+
+def expected(q, cache, slots, scale):
+    """In fp64, by the definition."""
+    rows, heads, head_dim = q.shape
+    out = torch.zeros(rows, heads, head_dim, dtype=torch.float64)
+    lse = torch.full((rows, heads), -torch.inf, dtype=torch.float64)
+    repeat = heads // cache.shape[2]
+    for row, mine in enumerate(slots):
+        if len(mine):
+            k, v = cache[mine].double().repeat_interleave(repeat, 2).unbind(1)
+            scores = torch.einsum("hd,thd->ht", q[row].double(), k) * scale
+            out[row] = torch.einsum("ht,thd->hd", scores.softmax(-1), v)
+            lse[row] = scores.logsumexp(-1)
+    return out, lse
+
+
+def compare(found, q, cache, slots, scale):
+    out, lse = expected(q.cpu(), cache.cpu(), slots, scale)
+    bound = ERRORS[q.dtype]
+    torch.testing.assert_close(found.out.cpu().double(), out, rtol=bound, atol=bound)
+    torch.testing.assert_close(found.lse.cpu().double(), lse, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_sequences_attend_their_own_pages(heads, kv_heads, dtype):
+    for head_dim, page_tokens in ((16, 4), (20, 64)):
+        q, cache, pages, slots = case(heads, kv_heads, head_dim, page_tokens, dtype)
+        found = attend_pages(q, cache, pages, 0.3)
+        compare(found, q, cache, slots, 0.3)
+        assert found.flat.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def ranks_of(n, head_dim, dtype, seed=0):
+    """What n ranks might have found: each with keys for some rows only, and a row with keys nowhere."""
+    gen = torch.Generator().manual_seed(seed)
+    rows, heads = 3, 4
+    found = PackedPartials(torch.empty(n, rows * heads * (head_dim + 1), dtype=dtype), rows, heads, head_dim)
+    found.out.copy_(torch.randn(found.out.shape, generator=gen))
+    found.lse.copy_(torch.randn(found.lse.shape, generator=gen) * 5)
+    for rank in range(n):
+        for row in {rank % rows, 2}:
+            found.out[rank, row], found.lse[rank, row] = 0, -torch.inf
+    return found
+
+
+def expected_merge(found):
+    weights = found.lse.double().exp()
+    sums = weights.sum(0)
+    total = (weights[..., None] * found.out.double()).sum(0)
+    return torch.where(sums[..., None] > 0, total / sums[..., None], 0.0), sums.log()
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_ranks_found_is_merged(n, dtype):
+    found = ranks_of(n, 8, dtype)
+    out = merge_ranks(found, torch.empty(3, 4, 8, dtype=dtype))
+    torch.testing.assert_close(out.double(), expected_merge(found)[0], rtol=1e-6, atol=1e-6)
+    assert (out[2] == 0).all()
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    q, cache, pages, _ = case(4, 2, 16, 4, torch.float32)
+    for bad in (
+        (q[:, :3], cache, pages),
+        (q[..., :8], cache, pages),
+        (q.double(), cache, pages),
+        (q, cache, Pages(pages.table[:2], pages.counts, 4)),
+        (q, cache, Pages(pages.table, pages.counts, 0)),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            attend_pages(*bad, 1.0)
+
+
+def compare_fused_with_torch() -> None:
+    """Run in a process of its own, whose environment switches Triton's interpreter on."""
+    from megatron_longctx.kernels import paged_triton as fused
+
+    shapes = [(8, 2, 64, 64), (4, 4, 16, 4), (6, 1, 20, 32), (40, 1, 128, 128), (2, 2, 8, 48)]
+    # Not bf16: the interpreter multiplies its bits as integers.
+    for shape, dtype in itertools.product(shapes, (torch.float32, torch.float16)):
+        q, cache, pages, slots = case(*shape, dtype)
+        for processors in (1, 40):  # one share, merged by nobody; and more shares than some sequences have tokens
+            fused._processors = lambda _, count=processors: count
+            found, torchs = PackedPartials.like(q), PackedPartials.like(q)
+            found.flat.fill_(torch.nan)
+            fused.attend_pages_triton(q, cache, pages, 0.3, found)
+            compare(found, q, cache, slots, 0.3)
+            attend_pages_torch(q, cache, pages, 0.3, torchs)
+            torch.testing.assert_close(found.flat, torchs.flat, rtol=ERRORS[dtype], atol=ERRORS[dtype])
+    for n, head_dim, dtype in itertools.product((1, 3, 17), (8, 20), (torch.float32, torch.bfloat16)):
+        found = ranks_of(n, head_dim, torch.float32)
+        out, torchs = (torch.full((3, 4, head_dim), torch.nan, dtype=dtype) for _ in range(2))
+        fused.merge_ranks_triton(found, out)
+        merge_ranks_torch(found, torchs)
+        torch.testing.assert_close(out, torchs)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_fused_kernels_equal_the_definition_under_the_interpreter():
+    # The switch is read while triton is imported, so it needs a fresh process.
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("dtype", "page"), [("bf16", 64), ("bf16", 4), ("fp32", 64)])
+def test_kernels_compile_for_hopper(dtype, page, tmp_path, monkeypatch):
+    """Triton's interpreter, which runs them on CPUs, takes more than its compiler does."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_longctx.kernels import paged_triton as fused
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"PAGE": page, "ROWS": 16, "COLS": 128, "KEYS": 64 if dtype == "bf16" else 32}
+    constants |= {"BLOCK": 16, "WITH_LSE": dtype == "bf16"}
+    types = {"q": f"*{dtype}", "cache": f"*{dtype}", "table": "*i32", "counts": "*i64", "scale": "fp32"}
+    types |= dict.fromkeys(("parts", "part_lse", "lse"), "*fp32")
+    for kernel, out in ((fused._attend_kernel, "*fp32"), (fused._merge_kernel, f"*{dtype}")):
+        chosen = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        known = {**types, "out": out}
+        signature = {name: "constexpr" if name in chosen else known.get(name, "i32") for name in kernel.arg_names}
+        source = ASTSource(kernel, signature, constexprs=chosen)
+        options = {"num_warps": 4, "num_stages": fused._STAGES}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert ".target sm_90" in compiled.asm["ptx"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(32, 8, 128, 64), (8, 8, 64, 4), (64, 1, 128, 32), (16, 2, 256, 48)], ids=str)
+def test_kernels_equal_the_definition_on_a_gpu(shape, dtype):
+    """Also replayed from a graph, with other lengths than it was captured with."""
+    counts = (0, 1, 6000, 129, 20001)
+    q, cache, pages, slots = case(*shape, dtype, counts, "cuda")
+    compare(attend_pages(q, cache, pages, 0.1), q, cache, slots, 0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend_pages(q, cache, pages, 0.1)
+        merged = merge_ranks(PackedPartials(found.flat[None], *q.shape), torch.empty_like(q))
+    shorter = torch.tensor((0, 1, 777, 64, 13), device="cuda")
+    pages.counts.copy_(shorter)
+    graph.replay()
+    kept = [mine[:count] for mine, count in zip(slots, shorter.tolist(), strict=True)]
+    compare(found, q, cache, kept, 0.1)
+    torch.testing.assert_close(merged, found.out.to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_slots_past_two_billion_elements_are_read():
+    """The last page of a 6 GiB cache."""
+    slots, page = 3 * 2**19, 64  # 1.5M slots of 2 x 8 x 128 elements
+    if torch.cuda.mem_get_info()[0] < 9 * 2**30:
+        pytest.skip("needs 9 GiB of GPU memory")
+    cache = torch.zeros(slots, 2, 8, 128, dtype=torch.bfloat16, device="cuda")
+    cache[-page:].normal_()
+    q = torch.randn(1, 32, 128, device="cuda").bfloat16()
+    pages = Pages(
+        torch.tensor([[slots // page - 1]], dtype=torch.int32, device="cuda"), torch.tensor([page]).cuda(), page
+    )
+    found = attend_pages(q, cache, pages, 0.1)
+    compare(found, q, cache[-page:], [torch.arange(page)], 0.1)
+
+
+if __name__ == "__main__":
+    compare_fused_with_torch()
