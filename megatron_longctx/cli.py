@@ -17,7 +17,7 @@ _EPILOG = """\
 Settings are words of the form group=NAME or key.subkey=value, e.g.
   megatron-longctx train experiment=demo parallelism=cp4 train.steps=50
   megatron-longctx plan parallelism.schedule=zigzag parallelism.context_parallel_size=8 --draw plan.png
-Groups and their recipes lie in recipes/; every key is explained in megatron_longctx/config.py."""
+Groups and their recipes lie in recipes/; every key is explained in megatron_longctx/config/tree.py."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -170,7 +170,7 @@ def _for_hydra(word: str) -> str:
 
 def _unknown_key(name: str) -> ValueError:
     near = _nearest(name, [*_fields(), *_groups()])
-    hint = f"Nearest: {near}." if near else "The keys are in megatron_longctx/config.py, the recipes in recipes/."
+    hint = f"Nearest: {near}." if near else "The keys are in megatron_longctx/config/tree.py, the recipes in recipes/."
     return ValueError(f"{name}: expected a key of the configuration; there is none of this name. {hint}")
 
 
