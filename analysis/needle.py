@@ -1,9 +1,10 @@
-"""Needles in haystacks, at one rank and at several: `python -m analysis.needle [--length 1024] [--out FOLDER] [words]`.
+"""Needles in haystacks, over one rank and over several: `python -m analysis.needle [--out FOLDER] [words]`.
 
-Trains a small GPT to find codes in long texts (or goes on with the run of an earlier call): a short sequence first, then
-the whole one. Then asks it for needles at all depths of texts of several lengths, through `LongContextEngine` over 1, 2, 3
-and 4 context-parallel ranks, with keys, queries or partial results passed, the text given at once and over several
-turns. Writes `needle.json`, `.md` and `.png`; fails where an answer is not that of one rank. COST
+Trains a small GPT to find codes in long texts (or goes on with the run of an earlier call): on short sequences first,
+then on whole ones. Then asks it for needles at all depths of texts of several lengths, through `LongContextEngine` on
+1, 2, 3 and 4 context-parallel ranks, with keys, queries or queries straight to all ranks passed, the text given at once
+and over several turns. Writes `needle.json`, `.md` and `.png`; fails where an answer is not that of one rank.
+COST
 """
 
 from __future__ import annotations
@@ -308,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=1024, help="trained, and the longest that is asked (tokens)")
     parser.add_argument("--steps", type=int, nargs=3, default=STEPS, help="at an 8th, half and all of it")
     parser.add_argument("--trials", type=int, default=4, help="questions for every length and depth")
-    parser.add_argument("--threads", type=int, default=2, help="of training")
+    parser.add_argument("--threads", type=int, default=1, help="of training")
     parser.add_argument("--out", type=Path, default=Path("analysis/results"), help="folder of the results")
     parser.add_argument("words", nargs="*", help="settings of the run, after those of this analysis")
     args = parser.parse_args(arguments)
