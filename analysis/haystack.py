@@ -51,7 +51,7 @@ def lesson(length: int, draw: random.Random) -> str:
     Short and long ways from needle to question come in one text, and so do many and few needles.
     """
     filler = draw.uniform(0.0, 0.8)
-    keys = draw.sample(KEYS, draw.randint(2, min(len(KEYS), 2 + length // 64)))
+    keys = draw.sample(KEYS, draw.randint(1, 6))
     codes: dict[str, str] = {}
     parts: list[str] = []
     size = 0

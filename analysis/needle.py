@@ -37,9 +37,9 @@ RANKS = (2, 3, 4)
 MODES = ("pass_kv", "pass_q", "one_hop")
 TURNS = (1, 4)
 DEPTHS = tuple(i / 10 for i in range(11))
-OTHERS = 7  # needles in the text that are not asked for
-SHARES = (8, 2, 1)  # of the length, by stage
-STEPS = (1000, 150, 80)
+OTHERS = 3  # needles in the text that are not asked for
+SHARES = (4, 2, 1)  # of the length, by stage
+STEPS = (800, 400, 300)
 _LESSON_TOKENS = 8_000_000
 _WORDS = (
     # Biases make attention to the token before, which comes first in finding anything, quick to learn.
@@ -270,7 +270,7 @@ def axes_of(questions: Sequence[Question]) -> tuple[list[int], list[float]]:
 
 
 def stages_of(length: int, steps: Sequence[int], words: Sequence[str]) -> list[Config]:
-    """Configurations of one run, at an 8th, half and the whole of the length."""
+    """Configurations of one run, at a quarter, half and the whole of the length."""
     stages, done = [], 0
     for share, more in zip(SHARES, steps, strict=True):
         done += more
@@ -306,8 +306,8 @@ def _trained(config: Config) -> tuple[float, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m analysis.needle", description=__doc__)
-    parser.add_argument("--length", type=int, default=1024, help="trained, and the longest that is asked (tokens)")
-    parser.add_argument("--steps", type=int, nargs=3, default=STEPS, help="at an 8th, half and all of it")
+    parser.add_argument("--length", type=int, default=512, help="trained, and the longest that is asked (tokens)")
+    parser.add_argument("--steps", type=int, nargs=3, default=STEPS, help="at a quarter, half and all of it")
     parser.add_argument("--trials", type=int, default=4, help="questions for every length and depth")
     parser.add_argument("--threads", type=int, default=1, help="of training")
     parser.add_argument("--out", type=Path, default=Path("analysis/results"), help="folder of the results")
