@@ -46,19 +46,22 @@ def code_of(draw: random.Random) -> str:
 
 
 def lesson(length: int, draw: random.Random) -> str:
-    """`length` characters to learn from: needles with questions for any earlier one among them, and filler.
+    """`length` characters to learn from: needles, questions for any earlier one among them, and filler.
 
-    Short and long ways from needle to question come in one text, and so do many and few needles.
+    Short and long ways from needle to question come in one text, many and few needles. In every second text all
+    questions wait for a place in it, so that their needles have been named nowhere near.
     """
     filler = draw.uniform(0.0, 0.8)
+    wait = draw.uniform(0.0, 0.9) * length if draw.random() < 0.5 else 0.0
     keys = draw.sample(KEYS, draw.randint(1, 6))
     codes: dict[str, str] = {}
     parts: list[str] = []
     size = 0
     while size < length:
-        if draw.random() < filler:
+        new = len(codes) < len(keys) and (not codes or draw.random() < 0.4)
+        if draw.random() < filler or not (new or (codes and size >= wait)):
             part = draw.choice(FILLER)
-        elif not codes or (len(codes) < len(keys) and draw.random() < 0.4):
+        elif new:
             key = keys[len(codes)]
             codes[key] = code_of(draw)
             part = needle(key, codes[key])
