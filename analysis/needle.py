@@ -328,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{more} steps at {stage.data.seq_length:,}" for more, stage in zip(args.steps, stages, strict=True)
     )
     title = f"{facts['date'][:10]}, commit {str(facts['commit'])[:9]}. Trained for {lengths} tokens "
-    title += f"({config.train.global_batch_size} sequences a step, on {args.threads} CPU thread{'s' * (args.threads > 1)} for {seconds:.0f} s)."
+    title += f"({config.train.global_batch_size} sequences a step, CPU threads: {args.threads}, {seconds:.0f} s)."
     stem = args.out / "needle"
     text = report(title, found, questions)
     stem.with_suffix(".md").write_text(text)
