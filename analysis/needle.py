@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--out {args.out}: expected a folder that exists")
     stages = stages_of(args.length, args.steps, args.words)
     config, facts = stages[-1], environment()
-    questions = grid([args.length * i // 8 for i in range(1, 9)], DEPTHS, args.trials)
+    questions = grid([args.length * i // 4 for i in range(1, 5)], DEPTHS, args.trials)
     step = train(stages, args.threads)
     if step < config.train.steps:
         print(f"stopped in step {step} of {config.train.steps}: the same command goes on from there", file=sys.stderr)
