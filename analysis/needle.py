@@ -40,7 +40,7 @@ DEPTHS = tuple(i / 10 for i in range(11))
 OTHERS = 3  # needles in the text that are not asked for
 SHARES = (4, 2, 1)  # of the length, by stage
 STEPS = (800, 400, 750)
-END = 8  # all lessons end with the trained length: from so many tokens before on, the model expects it
+END = 8  # asked up to so many fewer: all lessons end with the trained length, and the model expects that near it
 _LESSON_TOKENS = 8_000_000
 _WORDS = (
     # Biases make attention to the token before, which comes first in finding anything, quick to learn.
