@@ -3,7 +3,9 @@ than running them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,24 @@ _EAGER = 2
 
 Tensors = tuple[Tensor, ...]
 Pass = ForwardPass | BackwardPass
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """Capture what is issued inside.
+
+    Other threads may go on with CUDA meanwhile: NCCL's watchdog does. Garbage is collected before and not meanwhile,
+    since memory that peers read cannot be given back while a stream is captured.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Captured(NamedTuple):
@@ -61,8 +81,7 @@ class Replay:
 
     def _capture(self, run: Any, generation: int) -> _Captured:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on with CUDA meanwhile: NCCL's watchdog does.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with capturing(graph):
             run.run(begun=True)
             results = self._results(run)
             run.post().join()

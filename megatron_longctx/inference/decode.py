@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..attention.replay import capturing
 from ..comm import from_first
 from ..config import CUDA_GRAPHS, DECODES, refuse
 from ..kernels.paged import DTYPES, Pages, fused_kernels
@@ -165,8 +166,7 @@ class Decoder:
         torch.cuda.synchronize(self._attention.device)
         graph = torch.cuda.CUDAGraph()
         pool = next((captured.graph.pool() for captured in self._captured.values()), None)
-        # Other threads may go on with CUDA meanwhile: NCCL's watchdog does.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with capturing(graph, pool):
             logits, ids = self._compute(size)
         return _Captured(graph, logits, ids)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
@@ -26,46 +27,51 @@ from ..inference.figures import agreed_figures
 from ..inference.ledger import CacheLedger
 from . import checkpoint
 from .model import build_model, fingerprint, padded_vocab_size, transformer_config
-from .rope import ShardedRotaryEmbedding
+from .rope import Rotation, ShardedRotaryEmbedding
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import build_sequence
 from .step import local_device
 from .tokenizer import build_tokenizer
 
 
-class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
-    """Takes the place of a built layer's core attention. `layer` counts from 0."""
-
-    def __init__(self, original: Any, attention: CachedAttention) -> None:
-        super().__init__(config=original.config)
-        self.layer = original.layer_number - 1
-        self._scale = original.softmax_scale
-        self._attention = attention
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """`[s, 1, h/tp, d]`, `[s, 1, g/tp, d]` twice, to `[s, 1, h/tp * d]`; masks are the plan's matter."""
-        return self._attention(self.layer, query, key, value, self._scale).flatten(2)
-
-
-class NewPositions:
-    """Positions of the new tokens of one forward pass, int64 `[s]`."""
+class NewTokens:
+    """Where the new tokens of one forward pass are, as all layers see it. positions: int64 `[s]`."""
 
     def __init__(self) -> None:
         self.now = torch.empty(0, dtype=torch.int64)
+        self.rotation: Rotation | None = None
 
     def positions(self, device: torch.device) -> Tensor:
         return self.now.to(device)
 
 
-class CachedRotaryEmbedding(ShardedRotaryEmbedding):
-    """RoPE's table at the new tokens' positions, which differ in every forward pass."""
+class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
+    """Takes the place of a built layer's core attention. `layer` counts from 0."""
 
-    def forward(  # type: ignore[override]
-        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
-    ) -> Tensor:
-        """The table `[s, 1, 1, d]`."""
-        table: Tensor = self.get_emb(max_seq_len, offset)
-        return table.float()
+    def __init__(self, original: Any, attention: CachedAttention, new: NewTokens) -> None:
+        super().__init__(config=original.config)
+        self.layer = original.layer_number - 1
+        self._scale = original.softmax_scale
+        self._attention = attention
+        self._new = new
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """`[s, 1, h/tp, d]`, `[s, 1, g/tp, d]` twice, to `[s, 1, h/tp * d]`; masks are the plan's matter."""
+        rotation = self._new.rotation
+        if rotation is not None and query.shape[0]:
+            query, key = rotation(query), rotation(key)
+        return self._attention(self.layer, query, key, value, self._scale).flatten(2)
+
+
+class CachedRotaryEmbedding(ShardedRotaryEmbedding):
+    """Leaves the rotation of the new tokens, whose positions differ in every forward pass, with them."""
+
+    def __init__(self, original: RotaryEmbedding, new: NewTokens) -> None:
+        super().__init__(original, new)  # type: ignore[arg-type]
+        self._new = new
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> None:
+        self._new.rotation = self.rotation()
 
 
 class CachedGPT:
@@ -81,11 +87,12 @@ class CachedGPT:
         self.max_positions = max_positions
         self.attention = attention
         self._gpt = gpt
-        self._positions = NewPositions()
+        self._new = NewTokens()
         for layer in gpt.decoder.layers:
-            layer.self_attention.core_attention = CachedCoreAttention(layer.self_attention.core_attention, attention)
+            inner = layer.self_attention
+            inner.core_attention = CachedCoreAttention(inner.core_attention, attention, self._new)
         if gpt.position_embedding_type == "rope":
-            gpt.rotary_pos_emb = CachedRotaryEmbedding(gpt.rotary_pos_emb, self._positions)  # type: ignore[arg-type]
+            gpt.rotary_pos_emb = CachedRotaryEmbedding(gpt.rotary_pos_emb, self._new)
         gpt.post_process = False  # hidden states come out: logits of every row would not fit for long prompts
         gpt.eval()
 
@@ -101,7 +108,7 @@ class CachedGPT:
         if not tokens.numel():
             self._attend_without_tokens()
             return torch.empty(0, self.vocab_size, device=tokens.device)
-        self._positions.now = positions
+        self._new.now = positions
         hidden = self._gpt(tokens[None], positions[None], None)
         weight = None
         if self._gpt.share_embeddings_and_output_weights:

@@ -54,22 +54,19 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
         self._sequence = sequence
         self._made: tuple[int, Rotation] | None = None
 
-    def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles `[s, r / 2]` in fp64, at this rank's positions instead of `0..max_seq_len-1`.
-
-        At a million tokens angles in fp32 would be off by 0.03 rad.
-        """
-        positions = (self._sequence.positions(self.inv_freq.device) + offset).double()
+    def rotation(self) -> Rotation:
+        """Of this rank's tokens; angles in fp64, as at a million tokens those in fp32 are off by 0.03 rad."""
+        positions = self._sequence.positions(self.inv_freq.device).double()
         if self.seq_len_interpolation_factor is not None:
             positions *= 1 / self.seq_len_interpolation_factor
-        return torch.outer(positions, self.inv_freq.double())
+        angles = torch.outer(positions, self.inv_freq.double())
+        return Rotation(angles.cos().float(), angles.sin().float(), self.rotary_interleaved)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> None:
         """Leave the rotation with the sequence; computed once per sequence length."""
         length = self._sequence.length
         if self._made is None or self._made[0] != length:
-            angles = self.get_freqs_non_repeated(max_seq_len)
-            self._made = (length, Rotation(angles.cos().float(), angles.sin().float(), self.rotary_interleaved))
+            self._made = (length, self.rotation())
         self._sequence.rotation = self._made[1]
 
 
