@@ -144,9 +144,9 @@ class _Rewindable(CacheLedger):
             self.undo(self._placed.pop())
         for session in sessions:
             del session.tokens[self.length(session.number) :]
-            session.logits = session.likeliest = (
-                None  # whatever token a rewound session goes on with takes the same time
-            )
+            # Whatever token a rewound session goes on with takes the same time.
+            session.logits = session.likeliest = None
+            session.ready = True
 
 
 def measure(rank: int, config: Config, sweep: Sweep) -> tuple[list[FirstToken], list[Decoded]]:
@@ -212,6 +212,7 @@ class _Rig:
         """Give the session so many random tokens as if they had been computed."""
         self._ledger.append({session.number: tokens})
         session.tokens += self._prompt(tokens)
+        session.ready = True
 
     def _fill(self, session: Session, tokens: int) -> None:
         """Give the session random tokens up to so many, computed as the settings choose."""

@@ -192,7 +192,8 @@ def test_bf16_error_is_that_of_one_rank(runs: Runs, case: Case) -> None:
     ):
         own = _rms_error(of_single, reference)
         assert 1e-6 < own < 0.1, "the yardstick must be bf16's rounding"
-        assert _rms_error(of_run, reference) < BF16_TIMES_SINGLE * own
+        # Few numbers, and so their errors vary more than those of gradients do.
+        assert _rms_error(of_run, reference) < 1.5 * BF16_TIMES_SINGLE * own
     for step, gradients in exact.gradients.items():
         for name, gradient in gradients.items():
             own = relative_error(single.gradients[step][name], gradient)
