@@ -1,27 +1,25 @@
 """Draw the pictures of docs/memory.md: `python -m analysis.memory_pictures [--out docs/images/memory]`.
 
 Predictions for Llama 3 8B at 1,048,576 tokens on 8 H200s, memory per token of each piece, and predictions beside the
-peaks measured in `analysis/results/llama3_8b_128k_cp8_h200.json`.
+peaks measured on GPUs (`analysis.recorded_memory`).
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 from pathlib import Path
 
 import matplotlib
 
+from analysis.recorded_memory import recorded_peaks
 from megatron_longctx.compose import compose_config
-from megatron_longctx.config import RECOMPUTES, Config
+from megatron_longctx.config import RECOMPUTES
 from megatron_longctx.memory import Job, Prediction, predict
 from megatron_longctx.memory.draw import draw
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-RUNS = Path(__file__).parent / "results" / "llama3_8b_128k_cp8_h200.json"
 MILLION = ("model=llama3_8b", "parallelism=cp8", "data.seq_length=1048576", "attention.transport=p2p")
 CHUNK = "recompute.head_chunk_tokens=4096"
 TILE = "recompute.mlp_tile_tokens=16384"
@@ -73,19 +71,8 @@ def per_token(path: Path) -> None:
 
 def measured(path: Path) -> None:
     """Predicted peaks beside measured ones."""
-    rows = []
-    for run in json.loads(RUNS.read_text())["runs"]:
-        parts = {name: type(getattr(Config(), name))(**values) for name, values in run["config"].items()}
-        # Recorded before attention's messages went through peer memory.
-        parts["attention"] = dataclasses.replace(parts["attention"], transport="p2p")
-        config = dataclasses.replace(Config(), **parts)
-        name = (
-            f"{config.model.num_layers} layers, {config.data.seq_length // 1024}K tokens, "
-            f"CP {config.parallelism.context_parallel_size}, recompute={config.recompute.mode}"
-        )
-        found = predict(Job(config, config.model.vocab_size or 0)).num_bytes / GIB
-        rows.append((name, found, run["medians"]["mem/peak_active_gib"]))
-    figure, axes = pyplot.subplots(figsize=(9, 3.2))
+    rows = [(peak.name, peak.predicted, peak.measured) for peak in recorded_peaks()]
+    figure, axes = pyplot.subplots(figsize=(9, 0.7 + 0.42 * len(rows)))
     for row, (_, model, real) in enumerate(rows):
         axes.barh(row - 0.19, model, height=0.36, color="tab:blue", label="predicted" if row == 0 else None)
         axes.barh(row + 0.19, real, height=0.36, color="tab:orange", label="measured" if row == 0 else None)
@@ -94,10 +81,10 @@ def measured(path: Path) -> None:
         )
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.invert_yaxis()
-    axes.set_xlim(right=120)
+    axes.set_xlim(right=175)
     axes.set_xlabel("GiB of live tensors on a rank at the peak")
-    axes.set_title("Llama-3-8B layers on H200s, bf16, all logits at once", fontsize=10.5, loc="left")
-    axes.legend(fontsize=8.5, loc="lower right")
+    axes.set_title("Llama-3-8B layers on H200s, bf16: peaks predicted and measured", fontsize=10.5, loc="left")
+    axes.legend(fontsize=8.5, loc="center right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
