@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.attention.executor import head_slice
+from megatron_longctx.attention.pack import head_slice
 from megatron_longctx.config import OUTER_SCHEDULES
 from megatron_longctx.layout import striped
 from megatron_longctx.schedules import Heads, Kind, PlanOptions, build_plan, check_heads, seal, transpose, verify
