@@ -270,5 +270,10 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
+    @property
+    def keep_received(self) -> str:
+        """`attention.keep_received`, or false where attention's forward runs without a graph."""
+        return "false" if self.recompute.mode.startswith("attention_output") else self.attention.keep_received
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -21,7 +21,8 @@ from megatron_longctx.schedules import Block, Kind, PlanOptions, build_plan, kee
 from megatron_longctx.testing.plans import tangled_plan
 
 ROWS = {
-    Kind.Q: (2,), Kind.KV: (1,), Kind.OUT: (2, 1), Kind.Q_GRAD: (2, 2, 2, 1), Kind.GRAD: (2,), Kind.DQ: (2,), Kind.DKV: (1,),
+    Kind.Q: (2,), Kind.KV: (1,), Kind.OUT: (2, 1), Kind.Q_GRAD: (2, 2, 2, 1), Kind.GRAD: (2,), Kind.DQ: (2,),
+    Kind.DKV: (1,),
 }  # fmt: skip
 
 
