@@ -6,12 +6,10 @@ A needle reads `#7KQZM `, a question for it `?7`, and its answer `KQZM`. One byt
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 FILLER = ("The grass is green. ", "The sky is blue. ", "The sun is yellow. ", "Here we go. ", "There and back again. ")
 KEYS = string.digits
@@ -20,7 +18,7 @@ CODE = 4  # letters
 
 @dataclass(frozen=True)
 class Question:
-    """length: in tokens, of text, question, answer and the document's end. depth: of the needle in the text, 0 to 1."""
+    """length: in tokens, of text, question and answer. depth: of the needle in the text, 0 to 1."""
 
     length: int
     depth: float
@@ -76,18 +74,10 @@ def lesson(length: int, draw: random.Random) -> str:
 
 
 def lessons(length: int, count: int, seed: int) -> Iterator[str]:
-    """`count` texts that fill a sequence of `length` tokens each, with the token that ends a document."""
+    """`count` texts that fill a sequence of `length` tokens each."""
     draw = random.Random(seed)
     for _ in range(count):
-        yield lesson(length - 1, draw)
-
-
-def write_lessons(path: Path, length: int, count: int, seed: int) -> None:
-    """A text source of `megatron-longctx data`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        for text in lessons(length, count, seed):
-            file.write(json.dumps({"text": text}) + "\n")
+        yield lesson(length, draw)
 
 
 def question(length: int, depth: float, others: int, draw: random.Random) -> Question:
@@ -102,7 +92,7 @@ def question(length: int, depth: float, others: int, draw: random.Random) -> Que
     keys = draw.sample(KEYS, others + 1)
     codes = [code_of(draw) for _ in keys]
     ask = asked(keys[0])
-    space = length - 1 - len(ask) - CODE - sum(len(needle(key, code)) for key, code in zip(keys, codes, strict=True))
+    space = length - len(ask) - CODE - sum(len(needle(key, code)) for key, code in zip(keys, codes, strict=True))
     if space < 0:
         raise ValueError(f"length {length}: expected {length - space} or more for {others + 1} needles. Raise it.")
     filler: list[str] = []

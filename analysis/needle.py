@@ -29,9 +29,10 @@ from megatron_longctx import names
 from megatron_longctx.comm.local_ranks import run_ranks
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
+from megatron_longctx.mcore.data import write_corpus
+from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.metrics.environment import environment
 from megatron_longctx.training.run_folder import RunFolder
-from megatron_longctx.training.text import prepare
 
 RANKS = (2, 3, 4)
 MODES = ("pass_kv", "pass_q", "one_hop")
@@ -40,7 +41,6 @@ DEPTHS = tuple(i / 10 for i in range(11))
 OTHERS = 3  # needles in the text that are not asked for
 SHARES = (4, 2, 1)  # of the length, by stage
 STEPS = (800, 400, 750)
-END = 8  # asked up to so many fewer: all lessons end with the trained length, and the model expects that near it
 _LESSON_TOKENS = 8_000_000
 _WORDS = (
     # Biases make attention to the token before, which comes first in finding anything, quick to learn.
@@ -111,11 +111,20 @@ def train(stages: Sequence[Config], threads: int) -> int:
     for config in stages:
         prefix = Path(config.data.prefix)
         if not Path(f"{prefix}.json").is_file():
-            length = config.data.seq_length
-            haystack.write_lessons(Path(f"{prefix}.jsonl"), length, max(2, _LESSON_TOKENS // length), config.train.seed)
-            prepare(f"{prefix}.jsonl", prefix, "", config.data.tokenizer, config.data.tokenizer_path)
+            write_lessons(prefix, config)
     step: int = run_ranks(_train_rank, 1, list(stages), timeout=24 * 3600.0, threads=threads)[0]
     return step
+
+
+def write_lessons(prefix: Path, config: Config) -> None:
+    """A corpus whose every sequence of `data.seq_length` tokens is a lesson.
+
+    One document for all: were each its own, the model would learn where documents end, and end answers there.
+    """
+    length = config.data.seq_length
+    lessons = haystack.lessons(length, max(2, _LESSON_TOKENS // length), config.train.seed)
+    tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
+    write_corpus([["".join(lessons)]], prefix, tokenizer, config.data.tokenizer)
 
 
 def _train_rank(rank: int, stages: Sequence[Config]) -> int:
@@ -307,9 +316,9 @@ def _trained(config: Config) -> tuple[float, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m analysis.needle", description=__doc__)
-    parser.add_argument("--length", type=int, default=512, help="trained, in tokens; asked is up to 8 fewer")
+    parser.add_argument("--length", type=int, default=512, help="trained, in tokens, and the longest asked")
     parser.add_argument("--steps", type=int, nargs=3, default=STEPS, help="at a quarter, half and all of it")
-    parser.add_argument("--trials", type=int, default=3, help="questions for every length and depth")
+    parser.add_argument("--trials", type=int, default=5, help="questions for every length and depth")
     parser.add_argument("--threads", type=int, default=1, help="of training")
     parser.add_argument("--out", type=Path, default=Path("analysis/results"), help="folder of the results")
     parser.add_argument("words", nargs="*", help="settings of the run, after those of this analysis")
@@ -318,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--out {args.out}: expected a folder that exists")
     stages = stages_of(args.length, args.steps, args.words)
     config, facts = stages[-1], environment()
-    questions = grid([(args.length - END) * i // 4 for i in range(1, 5)], DEPTHS, args.trials)
+    questions = grid([args.length * i // 4 for i in range(1, 5)], DEPTHS, args.trials)
     step = train(stages, args.threads)
     if step < config.train.steps:
         print(f"stopped in step {step} of {config.train.steps}: the same command goes on from there", file=sys.stderr)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_longctx.mcore.tokenizer import build_tokenizer
+from megatron_longctx.mcore.data import TrainingData
+from megatron_longctx.mcore.tokenizer import build_tokenizer, text_of
 
 ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:
@@ -26,14 +27,14 @@ def test_a_needle_lies_where_it_is_asked_for() -> None:
     places = []
     for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
         asked = haystack.question(900, depth, 5, draw)
-        assert len(tokenizer.tokenize(asked.prompt + asked.answer)) == 899  # and the document's end
+        assert len(tokenizer.tokenize(asked.prompt + asked.answer)) == 900
         key = asked.question[-1]
         (found,) = re.finditer(f"#{key}([A-Z]{{4}}) ", asked.text)
         assert found[1] == asked.answer and asked.text.count("#") == 6
         places.append(found.start() / len(asked.text))
     assert places == sorted(places) and places[0] < 0.1 and places[-1] > 0.9 and abs(places[2] - 0.5) < 0.1
     assert "".join(haystack.pieces(asked.text, 7, draw)) == asked.text
-    with pytest.raises(ValueError, match="length 40: expected 49 or more for 6 needles"):
+    with pytest.raises(ValueError, match="length 40: expected 48 or more for 6 needles"):
         haystack.question(40, 0.5, 5, draw)
     with pytest.raises(ValueError, match="other needles: 10, expected 0 to 9"):
         haystack.question(900, 0.5, 10, draw)
@@ -42,12 +43,24 @@ def test_a_needle_lies_where_it_is_asked_for() -> None:
 def test_lessons_fill_a_sequence_and_ask_for_what_came_before() -> None:
     asked = 0
     for text in haystack.lessons(400, 50, seed=1):
-        assert len(text) == 399
+        assert len(text) == 400
         known: dict[str, str] = {}
         for what, key, code in re.findall(r"([#?])([0-9])([A-Z]{4})", text):
             assert (key in known) == (what == "?") and known.setdefault(key, code) == code
             asked += what == "?"
     assert asked > 200
+
+
+def test_a_lesson_is_a_sequence_and_no_end_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needle, "_LESSON_TOKENS", 40 * 256)
+    config = needle.stages_of(256, (1, 1, 1), [f"data.prefix={tmp_path}/lessons"])[-1]
+    needle.write_lessons(Path(config.data.prefix), config)
+    tokenizer = build_tokenizer("byte-level", None)
+    batch = TrainingData(config, tokenizer, tokenizer.vocab_size).batch(0, 40)
+    learned = [text_of(tokenizer, ids) for ids in batch["tokens"].tolist()]
+    assert sorted(learned) == sorted(haystack.lessons(256, 40, config.train.seed))
+    # The corpus ends once: everywhere else the model learns that texts go on.
+    assert int((batch["labels"] == tokenizer.eod).sum()) == 1
 
 
 @pytest.fixture
