@@ -221,3 +221,48 @@ def test_a_thousand_deterministic_steps_are_equal_and_hold_no_more_memory() -> N
         pytest.skip("needs 2 CUDA devices")
     wrong = [line for lines in run_distributed(_a_thousand_steps, n, backend="nccl", timeout=240) for line in lines]
     assert not wrong, "\n".join(wrong)
+
+
+def _kept(rank: int, transport: str) -> list[str]:
+    """Three layers in flight whose calls keep what they have received, beside calls that fetch it again.
+
+    Short ones are replayed from graphs that all three layers share: what one has kept may not be another's.
+    """
+    device = torch.device("cuda", rank)
+    wrong = []
+    for schedule in ("ulysses", "usp", "all_gather", "zigzag"):
+        keeping, fetching = (
+            ContextParallelAttention(dist.group.WORLD, schedule=schedule, transport=transport, keep_received=keep)
+            for keep in ("true", "false")
+        )
+        for case in (Case(LENGTH + 3, True, "GQA"), Case(LENGTH, False, "MHA"), Case(8 * LENGTH, True, "GQA")):
+            layout = keeping.layout(case.length)
+            layers = [[shard(x, layout, rank) for x in case.tensors(device, seed)] for seed in range(3)]
+            call = functools.partial(fetching, length=case.length, causal=case.causal)
+            expected = [forward_backward(call, layer[:3], layer[3]) for layer in layers]
+            for iteration in range(6):  # eager, captured once for each memory that peers read, replayed
+                calls = []
+                for layer in layers:
+                    leaves = [x.detach().requires_grad_() for x in layer[:3]]
+                    calls.append((leaves, keeping(*leaves, length=case.length, causal=case.causal)))
+                for i in (0, 1, 2) if iteration % 2 else (2, 1, 0):
+                    leaves, out = calls[i]
+                    grads = torch.autograd.grad(out, leaves, layers[i][3])
+                    for name, value in zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True):
+                        before = expected[i][name].float()
+                        error = float((value.float() - before).norm() / before.norm().clamp_min(1e-6))
+                        # A kernel may add up its gradients in another order every time.
+                        if not error <= (0 if name == "out" else 5e-3):
+                            wrong.append(
+                                f"rank {rank}, {schedule}, {case}, layer {i} of {iteration}: {name} {error:.1e}"
+                            )
+    return wrong
+
+
+@pytest.mark.parametrize("transport", ["p2p", "peer"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_what_is_kept_is_what_would_be_fetched_again(n, transport):
+    if torch.cuda.device_count() < n:
+        pytest.skip(f"needs {n} CUDA devices, found {torch.cuda.device_count()}")
+    wrong = [line for lines in run_distributed(_kept, n, transport, backend="nccl", timeout=240) for line in lines]
+    assert not wrong, "\n".join(wrong)
