@@ -83,12 +83,12 @@ class ZeroKernel(AttentionKernel):
         return tuple(torch.zeros_like(x) for x in (block.q, block.k, block.v))
 
 
-def run(plan, rank, backward):
+def run(plan, rank, backward, kv_heads=2):
     recorder = Recorder()
     transport = SilentTransport(recorder.events)
     engine = Engine(ZeroKernel(recorder.events), transport, BufferPool(torch.device("cpu")))
     program = programs(plan, rank)[backward]
-    s, b, h, g, d = program.num_tokens, 2, 4, 2, 8
+    s, b, h, g, d = program.num_tokens, 2, 4, kv_heads, 8
     # Every tensor strided: heads first in memory, a gradient that is one number expanded.
     q = torch.zeros(b, h, s, d).permute(2, 0, 1, 3)
     lse = torch.zeros(b, h, s).permute(2, 0, 1)
@@ -102,6 +102,8 @@ def run(plan, rank, backward):
 PLANS = [build_plan(name, 4, 16) for name in WHOLE_HEADS]
 PLANS += [
     build_plan("all_gather", 4, 16, True, PlanOptions(4)),
+    build_plan("ulysses", 4, 16),
+    build_plan("usp", 4, 16, True, PlanOptions(inner_size=2)),
     helper_plan(2, 8),
     helper_plan(3, 12),
     tangled_plan(12),
@@ -169,3 +171,14 @@ def test_arrived_results_are_read_before_their_buffer_is_used_again():
     assert [torch.equal(x, y) for x, y in zip(run.output.finish(), (q, lse), strict=True)] == [True, True]
     assert torch.equal(run_back.dq.finish(), q)
     assert torch.equal(torch.stack((run_back.dk.finish(), run_back.dv.finish()), dim=1), kv)
+
+
+def test_parts_of_the_heads_are_packed_in_one_copy_and_own_rows_join_beside_the_messages():
+    """Of 4 ranks the last has neighbouring parts for all others: a copy each of q, k and v, and one of its own rows."""
+    events, _, _ = run(build_plan("ulysses", 4, 16), 3, False, kv_heads=4)
+    first, kernel = events.index("start"), events.index("kernel")
+    assert events[:first].count("aten::copy_") == events[first:kernel].count("aten::copy_") == 3
+    assert events[first:kernel].index("aten::copy_") < events[first:kernel].index("wait")
+    assert "aten::cat" not in events and "aten::stack" not in events
+    events, _, _ = run(build_plan("ulysses", 4, 16), 1, False, kv_heads=4)  # the first part, and the last two
+    assert events[: events.index("start")].count("aten::copy_") == 6
