@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_longctx.mcore.tokenizer import build_tokenizer
+from megatron_longctx.testing.distributed import run_quickly
 
 ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:
@@ -55,7 +56,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_several_ranks_answer_as_one_does(tmp_path: Path, on_cpu: None) -> None:
+def test_several_ranks_answer_as_one_does(tmp_path: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needle, "run_ranks", run_quickly)
     words = [
         f"run.root={tmp_path}",
         "model.hidden_size=32",

@@ -64,7 +64,7 @@ def lengths(n: int) -> tuple[int, ...]:
 
 
 def exact_cases(n: int) -> list[Case]:
-    """Every mode, length and mask, with every kind of heads in every batch (n=2), or with each kind once, or by turns."""
+    """Every mode, length and mask, with each kind of heads and batch (n=2), each kind once, or the kinds by turns."""
     some = [("MHA", 1), ("GQA", 2), ("MQA", 2)]
     cases = []
     for schedule in WHOLE_HEADS:
