@@ -20,6 +20,7 @@ from megatron_longctx.schedules import (
     Workload,
     backward_plan,
     build_plan,
+    describe,
     keeping,
     keeps_received,
     moved_tokens,
@@ -218,3 +219,10 @@ def test_modes_are_chosen_by_what_they_will_keep() -> None:
     short, long = 4 * KEPT_TOKENS, 4 * KEPT_TOKENS + 4
     assert ulysses(short, "auto") == ulysses(short, "true") < ulysses(short, "false")
     assert ulysses(long, "auto") == ulysses(long, "false") > ulysses(long, "true")
+
+
+def test_a_plan_says_what_it_keeps() -> None:
+    said = describe(keeping(build_plan("ulysses", 4, 64)), {Kind.KV: 1024})
+    assert "kept of other ranks' q, with their out, for backward: 12 tokens at most" in said
+    assert "kept of other ranks' kv, for backward: 12 tokens = 12 KiB at most" in said
+    assert "kept of" not in describe(build_plan("ulysses", 4, 64))
