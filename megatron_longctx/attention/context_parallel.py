@@ -78,7 +78,7 @@ class ContextParallelAttention:
         transport: str = "auto",
         graph_tokens: int = 4096,
         kv_int8: bool = False,
-        keep_received: str = "auto",
+        keep_received: str = "false",
     ) -> None:
         if keep_received not in KEEP_RECEIVED:
             expected = "one of " + ", ".join(KEEP_RECEIVED)

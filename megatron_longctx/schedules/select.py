@@ -30,7 +30,7 @@ class Problem:
     options: PlanOptions = DEFAULT_OPTIONS
     max_bytes: int | None = None
     over_peers: bool = False
-    keep_received: str = "auto"
+    keep_received: str = "false"
 
 
 @dataclass(frozen=True)

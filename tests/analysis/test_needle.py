@@ -13,6 +13,7 @@ import torch
 
 from megatron_longctx.mcore.data import TrainingData
 from megatron_longctx.mcore.tokenizer import build_tokenizer, text_of
+from megatron_longctx.testing.distributed import run_quickly
 
 ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:
@@ -68,7 +69,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_several_ranks_answer_as_one_does(tmp_path: Path, on_cpu: None) -> None:
+def test_several_ranks_answer_as_one_does(tmp_path: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needle, "run_ranks", run_quickly)
     words = [
         f"run.root={tmp_path}",
         "model.hidden_size=32",
