@@ -36,7 +36,8 @@ GPT2 = {
 SAVED: dict[str, dict[str, Any]] = {
     "llama": {}, "gpt2": GPT2, "cp2": {CP: 2}, "gpt2 cp2": {CP: 2, **GPT2}, "tp2": {TP: 2},
     "gpt2 tp2": {TP: 2, **GPT2, "parallelism.sequence_parallel": False},
-    "ulysses": {CP: 2, SCHEDULE: "ulysses"}, "gpt2 ulysses": {CP: 2, SCHEDULE: "ulysses", **GPT2},
+    "ulysses": {CP: 2, SCHEDULE: "ulysses", KEEP: "auto"},
+    "gpt2 ulysses": {CP: 2, SCHEDULE: "ulysses", KEEP: "true", **GPT2},
     "ulysses, fetched": {CP: 2, SCHEDULE: "ulysses", KEEP: "false"},
     "all_gather, kept": {CP: 2, SCHEDULE: "all_gather", KEEP: "true"},
 }  # fmt: skip
@@ -54,7 +55,7 @@ PEAKS: dict[str, dict[str, Any]] = {
     "cp2": {CP: 2, CHUNK: 64},
     "cp2 kept": {CP: 2, MODE: "attention_output", CHUNK: 64},
     "cp2 all_gather": {CP: 2, MODE: "layer", CHUNK: 64, SCHEDULE: "all_gather"},
-    "cp2 ulysses": {CP: 2, CHUNK: 64, SCHEDULE: "ulysses"},
+    "cp2 ulysses": {CP: 2, CHUNK: 64, SCHEDULE: "ulysses", KEEP: "auto"},
     "cp2 ulysses, fetched": {CP: 2, CHUNK: 64, SCHEDULE: "ulysses", KEEP: "false"},
     "cp2 all_gather, kept": {CP: 2, CHUNK: 64, SCHEDULE: "all_gather", KEEP: "true"},
     "tp2": {TP: 2, CHUNK: 64},
