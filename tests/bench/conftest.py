@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from megatron_longctx.testing.distributed import run_quickly
 
 @pytest.fixture(autouse=True)
 def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of the verbs start as those of tests do."""
-    monkeypatch.setattr(command, "run_ranks", run_quickly)
+    """Ranks of the verbs start as those of tests do, with one thread each: more would wait for each other, spinning."""
+    monkeypatch.setattr(command, "run_ranks", functools.partial(run_quickly, threads=1))
 
 
 @pytest.fixture(autouse=True)
