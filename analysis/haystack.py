@@ -74,7 +74,7 @@ def lesson(length: int, draw: random.Random) -> str:
 
 
 def lessons(length: int, count: int, seed: int) -> Iterator[str]:
-    """`count` texts that fill a sequence of `length` tokens each."""
+    """`count` lessons of `length` tokens each."""
     draw = random.Random(seed)
     for _ in range(count):
         yield lesson(length, draw)
