@@ -4,7 +4,7 @@ Trains a small GPT to find codes in long texts (or goes on with the run of an ea
 then on whole ones. Then asks it for needles at all depths of texts of several lengths, through `LongContextEngine` on
 1, 2, 3 and 4 context-parallel ranks, with keys, queries or queries straight to all ranks passed, the text given at once
 and over several turns. Writes `needle.json`, `.md` and `.png`; fails where an answer is not that of one rank.
-Costs about 15 minutes of training on a thread and 2 of asking, on two or more free cores.
+Costs about 16 minutes of training on a thread, and then minutes of asking, fewer with more free cores.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_several_ranks_answer_as_one_does(tmp_path: Path, on_cpu: None) -> None:
+def test_several_ranks_answer_as_one_does(tmp_path: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needle, "_LESSON_TOKENS", 10_000)
     words = [
         f"run.root={tmp_path}",
         "model.hidden_size=32",
