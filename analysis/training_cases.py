@@ -62,15 +62,16 @@ def read_cases(path: Path) -> Cases:
     return Cases(str(found["title"]), str(found.get("note", "")), configs)
 
 
-def _rank(rank: int, configs: Sequence[Config]) -> None:
-    """Train every case; each leaves nothing on the device for the next."""
+def _rank(rank: int, cases: Cases, out: Path) -> None:
+    """Train every case and record it; each leaves nothing on the device for the next."""
     from megatron_longctx.mcore import groups
     from megatron_longctx.training.loop import Trainer
     from megatron_longctx.training.signals import StopRequest
     from megatron_longctx.training.worker import _log_to
 
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    for config in configs:
+    done = []
+    for config in cases.configs:
         folder = RunFolder.of(config)
         if rank == 0:
             folder.prepare(config, None)
@@ -84,6 +85,9 @@ def _rank(rank: int, configs: Sequence[Config]) -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        if rank == 0:
+            done.append(read_run(folder.path))
+            write(done, out, cases.title, cases.note)
 
 
 def predict(config: Config, ranks: int) -> None:
@@ -118,12 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"training_cases: {error}", file=sys.stderr)
         return 2
-    try:
-        run_ranks(_rank, ranks, cases.configs, backend="nccl" if gpus else "gloo", timeout=arguments.timeout)
-    finally:
-        done = [folder.path for c in cases.configs if (folder := RunFolder.of(c)).metrics.exists()]
-        if done:
-            print(write([read_run(path) for path in done], arguments.out, cases.title, cases.note))
+    backend = "nccl" if gpus else "gloo"
+    run_ranks(_rank, ranks, cases, arguments.out, backend=backend, timeout=arguments.timeout)
+    print(f"{arguments.out}.json, {arguments.out}.md")
     return 0
 
 

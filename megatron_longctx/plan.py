@@ -7,7 +7,18 @@ from pathlib import Path
 
 from .config import Config, refuse
 from .memory import command
-from .schedules import Costs, Kind, Plan, PlanOptions, Workload, backward_plan, build_plan, describe
+from .schedules import (
+    Costs,
+    Kind,
+    Plan,
+    PlanOptions,
+    Workload,
+    backward_plan,
+    build_plan,
+    describe,
+    keeping,
+    keeps_received,
+)
 from .schedules.draw import draw
 from .schedules.draw_timeline import draw_modes, draw_timeline
 from .schedules.select import Problem, rank_modes, table
@@ -65,7 +76,8 @@ def compare(config: Config, *, causal: bool, picture: Path | None) -> None:
     cluster, workload = _cluster(config), Workload.of(config)
     par = config.parallelism
     options = replace(PlanOptions.of(par), inner_size=None, max_buffer_tokens=None)
-    problem = Problem(par.context_parallel_size, config.data.seq_length, workload, causal, options)
+    n, length = par.context_parallel_size, config.data.seq_length
+    problem = Problem(n, length, workload, causal, options, keep_received=config.keep_received)
     ranking = rank_modes(problem, cluster, timeline=picture is not None)
     title = (
         f"{config.model.name}: {problem.length:,} tokens, {problem.n} ranks of {cluster.name}, "
@@ -105,7 +117,10 @@ def _configured(config: Config, causal: bool) -> Plan:
     par = config.parallelism
     if par.schedule == "auto":
         raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with --compare.")
-    return build_plan(par.schedule, par.context_parallel_size, config.data.seq_length, causal, PlanOptions.of(par))
+    n, length = par.context_parallel_size, config.data.seq_length
+    plan = build_plan(par.schedule, n, length, causal, PlanOptions.of(par))
+    keep = keeps_received(config.keep_received, par.schedule, n, length, config.train.micro_batch_size)
+    return keeping(plan) if keep else plan
 
 
 def _price(simulation: Simulation, cluster: Cluster) -> str:

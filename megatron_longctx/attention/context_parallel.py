@@ -10,9 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import BufferPool, MixedTransport, PeerTransport, Transport, WaitClock, choose_transport
+from ..config import KEEP_RECEIVED, refuse
 from ..kernels import KernelRequest, choose
 from ..layout import Layout
-from ..schedules import DEFAULT_OPTIONS, Kind, Plan, PlanOptions, build_plan, check_heads
+from ..schedules import (
+    DEFAULT_OPTIONS,
+    Kind,
+    Plan,
+    PlanOptions,
+    build_plan,
+    check_heads,
+    keeping,
+    keeps_received,
+)
 from .executor import BackwardPass, Engine, ForwardPass
 from .int8 import Int8ForwardPass
 from .program import Program, programs
@@ -20,6 +30,11 @@ from .replay import Replay, Tensors
 
 _MOST_REPLAYS = 16
 """Kinds of passes that are replayed from graphs, each of which holds memory for good; others run as they are."""
+
+_MOST_KEPT = 16 * 2**20
+"""Bytes of a rank's queries up to which passes that keep what they receive are replayed. What they keep is copied out
+of forward's graph and into backward's; beyond this the device has so much to do that the host is not waited for anyway
+(estimated, not measured)."""
 
 
 class AttentionResult(NamedTuple):
@@ -44,10 +59,12 @@ class ContextParallelAttention:
         graph_tokens: over peer memory, calls with at most so many tokens a rank are replayed from CUDA graphs.
         kv_int8: in calls with `inference`, keys and values travel, and are attended, as 8-bit integers with a scale for
             every token and head. One rank alone sends nothing and stays exact.
+        keep_received: auto, true or false: whether calls that will be differentiated keep what they have received, so
+            that backward does not exchange it again (see `schedules.keep`).
 
     Raises:
-        ValueError: an unknown schedule or options it refuses (a kernel that cannot serve is refused by the first call,
-            which knows shapes).
+        ValueError: an unknown schedule or keep_received, or options that are refused (a kernel that cannot serve is
+            refused by the first call, which knows shapes).
     """
 
     def __init__(
@@ -61,7 +78,11 @@ class ContextParallelAttention:
         transport: str = "auto",
         graph_tokens: int = 4096,
         kv_int8: bool = False,
+        keep_received: str = "false",
     ) -> None:
+        if keep_received not in KEEP_RECEIVED:
+            expected = "one of " + ", ".join(KEEP_RECEIVED)
+            raise refuse("attention.keep_received", keep_received, expected, "Choose one of these.")
         self._group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world = dist.get_world_size(group) if group is not None else 1
@@ -74,7 +95,8 @@ class ContextParallelAttention:
         self._clocks: dict[torch.device, WaitClock] = {}
         self._measures_waiting = False
         self._kv_int8 = kv_int8
-        self._programs: dict[tuple[int, bool], tuple[Program, Program]] = {}
+        self._keep_received = keep_received
+        self._programs: dict[tuple[int, bool, bool], tuple[Program, Program]] = {}
         self._engines: dict[KernelRequest, Engine] = {}
         self._links: dict[torch.device, tuple[Transport | None, BufferPool]] = {}
         self.plan(0)
@@ -135,15 +157,18 @@ class ContextParallelAttention:
                 asked of 8-bit keys and values.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        prepared = self._prepare(q, k, v, length, causal)
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        # A result that is given was computed without a graph: nothing was kept with it.
+        keep = differentiated and result is None and self.keeps_received(length, q.shape[1])
+        prepared = self._prepare(q, k, v, length, causal, keep)
         if inference and self._kv_int8 and self.world > 1:
-            if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            if differentiated:
                 raise ValueError(
                     "attention.kv_int8=True: expected an inference call without gradients. Call under torch.no_grad(), "
                     "or set attention.kv_int8=false."
                 )
             (program, _), engine = prepared
-            return _forward(program, engine, (q, k, v), scale, Int8ForwardPass).out
+            return _forward(program, engine, (q, k, v), scale, Int8ForwardPass)[0]
         out: Tensor = Attend.apply(q, k, v, *prepared, scale, result)  # type: ignore[no-untyped-call]
         return out
 
@@ -156,10 +181,15 @@ class ContextParallelAttention:
         Args and errors as for a call.
         """
         (program, _), engine = self._prepare(q, k, v, length, causal)
-        return _forward(program, engine, (q, k, v), q.shape[-1] ** -0.5 if scale is None else scale)
+        out, lse = _forward(program, engine, (q, k, v), q.shape[-1] ** -0.5 if scale is None else scale)
+        return AttentionResult(out, lse)
+
+    def keeps_received(self, length: int, batch: int = 1) -> bool:
+        """Whether calls over `batch` sequences that will be differentiated keep what they receive."""
+        return keeps_received(self._keep_received, self._schedule, self.world, length, batch)
 
     def _prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool
+        self, q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool, keep: bool = False
     ) -> tuple[tuple[Program, Program], Engine]:
         layout = self.layout(length)
         expected = layout.num_tokens(self.rank)
@@ -177,9 +207,11 @@ class ContextParallelAttention:
             )
         check_heads(self._schedule, self.world, q.shape[2], k.shape[2], self._options)
         engine = self._engine(q, k)
-        if (length, causal) not in self._programs:
-            self._programs[length, causal] = programs(self.plan(length, causal), self.rank)
-        return self._programs[length, causal], engine
+        key = length, causal, keep
+        if key not in self._programs:
+            plan = self.plan(length, causal)
+            self._programs[key] = programs(keeping(plan) if keep else plan, self.rank)
+        return self._programs[key], engine
 
     def _engine(self, q: Tensor, k: Tensor) -> Engine:
         request = KernelRequest(
@@ -205,7 +237,8 @@ class ContextParallelAttention:
 class Attend(torch.autograd.Function):
     """Runs a rank's (forward, backward) programs.
 
-    Keeps q, k, v, out and lse; other ranks' blocks are fetched again in backward, not kept.
+    Keeps q, k, v, out and lse; other ranks' blocks are fetched again in backward, unless the programs keep them. Then
+    of this rank's own tensors only those stay that backward reads.
     """
 
     @staticmethod
@@ -220,25 +253,38 @@ class Attend(torch.autograd.Function):
         result: AttentionResult | None = None,
     ) -> Tensor:
         program, ctx.program = pair
-        v = _alone(v, q, k)
-        result = _forward(program, engine, (q, k, v), scale) if result is None else result
-        out = result.out.detach()
+        reads = ctx.program.reads_home
+        v = _alone(v, q, k) if Kind.KV in reads else v
+        out, lse, *kept = _forward(program, engine, (q, k, v), scale) if result is None else result
+        out = out.detach()
         ctx.engine, ctx.scale = engine, scale
-        ctx.save_for_backward(q, k, v, out, result.lse)
+        ctx.like = tuple((x.shape, x.dtype) for x in (q, k, lse))
+        own = (q, out, lse) if Kind.Q_GRAD in reads else ()
+        ctx.save_for_backward(*own, *((k, v) if Kind.KV in reads else ()), *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out,) = grads
-        q, k, v, out, lse = ctx.saved_tensors
         program, engine, scale = ctx.program, ctx.engine, ctx.scale
+        reads, shapes = program.reads_home, ctx.like
 
         def make(inputs: Tensors) -> BackwardPass:
-            q, k, v, out, lse, grad_out = inputs
-            return BackwardPass(program, engine, {Kind.Q_GRAD: (q, out, grad_out, lse), Kind.KV: (k, v)}, scale)
+            grad_out, *left = inputs
+            # What backward does not read has a shape only.
+            q, k, lse = (grad_out.new_empty((), dtype=dtype).expand(shape) for shape, dtype in shapes)
+            out, v = q, k
+            if Kind.Q_GRAD in reads:
+                q, out, lse, *left = left
+            if Kind.KV in reads:
+                k, v, *left = left
+            return BackwardPass(
+                program, engine, {Kind.Q_GRAD: (q, out, grad_out, lse), Kind.KV: (k, v)}, scale, tuple(left)
+            )
 
-        inputs = (q, k, v, out, lse, grad_out)
-        return *_run(program, engine, scale, inputs, make, BackwardPass.gradients), None, None, None, None
+        inputs = (grad_out, *ctx.saved_tensors)
+        how = (scale, shapes)
+        return *_run(program, engine, how, inputs, make, BackwardPass.gradients), None, None, None, None
 
 
 def _alone(v: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -254,12 +300,14 @@ def _forward(
     qkv: tuple[Tensor, Tensor, Tensor],
     scale: float,
     kind: type[ForwardPass] = ForwardPass,
-) -> AttentionResult:
+) -> Tensors:
+    """(out, lse), and what the program keeps for backward."""
+
     def make(inputs: Tensors) -> ForwardPass:
         q, k, v = inputs
         return kind(program, engine, {Kind.Q: (q,), Kind.KV: (k, v)}, scale)
 
-    return AttentionResult(*_run(program, engine, (kind, scale), qkv, make, lambda run: run.output.finish()))
+    return _run(program, engine, (kind, scale), qkv, make, lambda run: (*run.output.finish(), *run.kept))
 
 
 def _run(
@@ -283,7 +331,8 @@ def _run(
         key = (id(program), how, tuple((x.shape, x.dtype) for x in inputs))
         known = key in engine.replays
         short = 0 < program.num_tokens <= engine.graph_tokens and (known or len(engine.replays) < _MOST_REPLAYS)
-        if not short or isinstance(transport, MixedTransport):
+        copies_much = program.num_kept > 0 and inputs[0].nbytes > _MOST_KEPT
+        if not short or copies_much or isinstance(transport, MixedTransport):
             return _eager(inputs, make, results)
         if not known:
             engine.replays[key] = (program, Replay(make, results))  # together: an id is only good for what is alive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,31 +15,14 @@ from ..kernels import AttentionKernel
 from ..schedules import ALL_HEADS, RESULTS, Block, Heads, Kind
 from .accumulate import Gathering, MergedOutput, Sum
 from .mixed_post import post_over
+from .pack import Field, head_slice, heads_dim, packed_parts
 from .post import DirectPost, Fields, Post
 from .program import HOME, Away, Call, Place, Program, ProgramStep, Receive, Slot
 
 _HOME_OF = {Kind.OUT: Kind.Q, Kind.DQ: Kind.Q_GRAD, Kind.DKV: Kind.KV} | {
-    kind: kind for kind in (Kind.Q, Kind.KV, Kind.Q_GRAD)
+    kind: kind for kind in (Kind.Q, Kind.KV, Kind.Q_GRAD, Kind.GRAD)
 }
 """Whose heads a kind has: those of the rank's own tensors of this kind."""
-
-
-def head_slice(num_heads: int, part: Heads) -> slice:
-    """The heads of one of `part.parts` equal parts; where parts outnumber heads, neighbours share one.
-
-    Raises:
-        ValueError: neither number divides the other.
-    """
-    if num_heads % part.parts == 0:
-        size = num_heads // part.parts
-        return slice(part.part * size, (part.part + 1) * size)
-    if part.parts % num_heads == 0:
-        head = part.part * num_heads // part.parts
-        return slice(head, head + 1)
-    raise ValueError(
-        f"{num_heads} heads in {part.parts} parts: expected a divisor or a multiple of {num_heads}. "
-        "Change the number of ranks that share the heads."
-    )
 
 
 @dataclass(frozen=True)
@@ -107,6 +90,7 @@ class _Pass(ABC):
             sends, receives = self._messages(step)
             after = (begin, marks[step.after]) if step.after >= 0 else (begin,)
             exchange = post.start(t, sends, receives, after)
+            self._copy_own(step)
             self._merge(arrived)
             self.settle()
             for call in step.calls:
@@ -162,20 +146,46 @@ class _Pass(ABC):
         """Put this rank's own tensors where they are sent from."""
         places = (send.place for step in self._program.steps for send in step.sends)
         own = {(place.kind, place.heads) for place in places if place is not None and place.slot == HOME}
-        if self._kv:
+        if self._kv and self.needs_packed_kv():
             sent = (Kind.KV, ALL_HEADS) in own
             room = post.room(("home", Kind.KV, ALL_HEADS, 0), *_like(self._home[Kind.KV][0])) if sent else None
-            self._home[Kind.KV] = (self.packed_kv(room),)
+            self._home[Kind.KV], self._kv = (self.packed_kv(room),), ()
+            if sent:
+                own.remove((Kind.KV, ALL_HEADS))
+                self._to_send[Kind.KV, ALL_HEADS] = self._home[Kind.KV]
+        split: dict[tuple[Kind, int], list[Heads]] = {}
         for kind, heads in own:
-            if (kind, heads) == (Kind.KV, ALL_HEADS) and self._kv:
-                self._to_send[kind, heads] = self._home[Kind.KV]
+            if heads != ALL_HEADS:
+                split.setdefault((kind, heads.parts), []).append(heads)
                 continue
             fields = []
             for i, each in enumerate(self._home[kind]):
-                part = self._of_heads(each, kind, heads, ALL_HEADS)
-                room = post.room(("home", kind, heads, i), *_like(part))
-                fields.append(part.contiguous() if room is None else room.copy_(part))
+                room = post.room(("home", kind, heads, i), *_like(each))
+                fields.append(each.contiguous() if room is None else room.copy_(each))
             self._to_send[kind, heads] = tuple(fields)
+        for (kind, _), parts in split.items():
+            for heads, packed in packed_parts(post, kind, parts, self._own_fields(kind)).items():
+                self._to_send[kind, heads] = packed
+
+    def needs_packed_kv(self) -> bool:
+        """Whether calls read this rank's own keys and values as they travel, or all heads are sent. Else parts of the
+        heads are taken straight from k and v."""
+        steps = self._program.steps
+        read = (place for step in steps for call in step.calls for place in call.keys)
+        sent = (send.place for step in steps for send in step.sends if send.place and send.place.heads == ALL_HEADS)
+        return any(place.kind is Kind.KV and place.slot == HOME for place in (*read, *sent))
+
+    def _own_fields(self, kind: Kind) -> list[Field]:
+        if kind is Kind.KV and self._kv:
+            return [Field(self._home[kind][0], self._kv)]
+        return [Field(each, (each,)) for each in self._home[kind]]
+
+    def _copy_own(self, step: ProgramStep) -> None:
+        """Put own rows among the other ranks' that are arriving."""
+        for source, target in step.copies:
+            for own, into in zip(self._own_fields(source.kind), self.rows(target), strict=True):
+                heads = head_slice(own.like.shape[heads_dim(own.like)], source.heads)
+                own.write(into, slice(source.start, source.stop), heads)
 
     @abstractmethod
     def settle(self) -> None:
@@ -217,9 +227,8 @@ class _Pass(ABC):
             self._joined[call.attend.queries] = self.gathered(call.queries)
         return self._joined[call.attend.queries]
 
-    def keys(self, call: Call) -> tuple[Tensor, Tensor]:
-        """(k, v), each `[t, b, g, d]`."""
-        fields = self.gathered(call.keys)
+    def keys(self, fields: Fields) -> tuple[Tensor, Tensor]:
+        """(k, v), each `[t, b, g, d]`, of keys and values as they lie there."""
         if len(fields) == 2:  # a rank alone keeps them apart and copies nothing
             return fields[0], fields[1]
         return self.unpacked_kv(fields[0])
@@ -246,9 +255,7 @@ class _Pass(ABC):
         if heads == held:
             return field
         wanted, first = self.heads_of(kind, heads), self.heads_of(kind, held).start
-        # lse [t, b, h] has no head dimension after its heads
-        dim = 2 if field.ndim == 3 else field.ndim - 2
-        return field.narrow(dim, wanted.start - first, wanted.stop - wanted.start)
+        return field.narrow(heads_dim(field), wanted.start - first, wanted.stop - wanted.start)
 
     def _rows_to_send(self, place: Place) -> Fields:
         if place.slot != HOME:  # passed on as it came: a copy here would come after the mark that the message waits for
@@ -284,6 +291,8 @@ class _Pass(ABC):
     def _slot(self, name: int, slot: Slot) -> Fields:
         part = Heads(0, slot.parts)
         like = (self._of_heads(field, slot.kind, part, ALL_HEADS) for field in self.row_like(slot.kind))
+        if slot.kept:
+            return tuple(field.new_empty((slot.tokens, *field.shape[1:])) for field in like)
         pool = self._engine.pool
         return tuple(
             pool.get((slot.kind, slot.parts, name, i), (slot.tokens, *field.shape[1:]), field.dtype)
@@ -306,17 +315,21 @@ class _Pass(ABC):
 
 
 class ForwardPass(_Pass):
-    """home: Q `(q,)`, KV `(k, v)`."""
+    """home: Q `(q,)`, KV `(k, v)`. After `run`, `kept` is what the program keeps for backward."""
 
     def __init__(self, program: Program, engine: Engine, home: dict[Kind, Fields], scale: float) -> None:
         super().__init__(program, engine, home, scale)
         (self._q,) = home[Kind.Q]
         self.output = MergedOutput(self._q)
+        self.kept: list[Tensor] = []
 
     def attend(self, call: Call) -> None:
         (q,) = self.queries(call)
-        k, v = self.keys(call)
+        fields = self.gathered(call.keys)
+        k, v = self.keys(fields)
         out, lse = self._engine.kernel.forward(q, k, v, causal=call.attend.causal, scale=self._scale)
+        self.kept += [q, out, lse] if call.keeps_queries else []
+        self.kept += fields if call.keeps_keys else []
         away = iter(call.away)
         offset = 0
         for query in call.attend.queries:
@@ -348,10 +361,16 @@ class ForwardPass(_Pass):
 
 
 class BackwardPass(_Pass):
-    """home: Q_GRAD `(q, out, grad of out, lse)`, KV as forward."""
+    """home: Q_GRAD `(q, out, grad of out, lse)`, GRAD of it the third, KV as forward. kept: as forward has left it.
 
-    def __init__(self, program: Program, engine: Engine, home: dict[Kind, Fields], scale: float) -> None:
-        super().__init__(program, engine, home, scale)
+    What `program.reads_home` does not name may be tensors of no memory.
+    """
+
+    def __init__(
+        self, program: Program, engine: Engine, home: dict[Kind, Fields], scale: float, kept: Sequence[Tensor] = ()
+    ) -> None:
+        super().__init__(program, engine, {**home, Kind.GRAD: (home[Kind.Q_GRAD][2],)}, scale)
+        self._kept = kept
         self.dq = Sum(home[Kind.Q_GRAD][0])
         self.dk, self.dv = (Sum(field) for field in home[Kind.KV])
         self._dq_done: Tensor | None = None
@@ -365,8 +384,9 @@ class BackwardPass(_Pass):
             self._dq_done = self.dq.finish()
 
     def attend(self, call: Call) -> None:
-        q, out, grad_out, lse = self.queries(call)
-        k, v = self.keys(call)
+        q, out, grad_out, lse = self._queries_and_results(call)
+        keys = self._kept[call.kept + call.num_kept - 1 :][:1] if call.keeps_keys else self.gathered(call.keys)
+        k, v = self.keys(tuple(keys))
         dq, dk, dv = self._engine.kernel.backward(
             grad_out, q, k, v, out, lse, causal=call.attend.causal, scale=self._scale
         )
@@ -382,6 +402,13 @@ class BackwardPass(_Pass):
                 self.dq.add(query.start, part, self.heads_of(Kind.DQ, query.heads))
             else:
                 self.keep_for_others(next(away), (part,))
+
+    def _queries_and_results(self, call: Call) -> Fields:
+        if not call.keeps_queries:
+            return self.queries(call)
+        q, out, lse = self._kept[call.kept : call.kept + 3]
+        (grad_out,) = self.gathered(call.queries)
+        return q, out, grad_out, lse
 
     def _add_keys(self, call: Call, dk: Tensor, dv: Tensor, away: tuple[Away, ...]) -> None:
         if len(away) == len(call.attend.keys) and all(each.whole for each in away) and self._send_all(dk, dv, away):

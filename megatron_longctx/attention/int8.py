@@ -13,6 +13,9 @@ class Int8ForwardPass(ForwardPass):
     """Every rank attends what `unpack_kv` gives for a token, its home included. Blocks are passed on as they came, so
     that they are quantized once however far they go."""
 
+    def needs_packed_kv(self) -> bool:
+        return True
+
     def kv_like(self) -> Tensor:
         k, _ = self._kv
         return torch.empty((), dtype=torch.uint8, device=k.device).expand(packed_shape(k))

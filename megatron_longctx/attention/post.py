@@ -137,11 +137,18 @@ def outbox_of(
         ]
         for t, step in enumerate(program.steps)
     ]
+    own = {
+        region.name: program.num_tokens * region.row
+        for messages in read
+        for send, regions in messages
+        if send.place is not None and send.place.slot == HOME
+        for region in regions
+    }
+    for name in sorted(own, key=_neighbours):
+        builder.region(name, own[name])
     for t, messages in enumerate(read):
         for send, regions in messages:
             if send.place is not None and send.place.slot == HOME:
-                for region in regions:
-                    builder.region(region.name, program.num_tokens * region.row)
                 continue
             key = t, send.place is not None
             batches.setdefault(key, []).extend((region.name, region.tokens * region.row) for region in regions)
@@ -167,6 +174,12 @@ def outbox_of(
             for messages in read
         )
     )
+
+
+def _neighbours(name: Any) -> tuple[Any, ...]:
+    """Parts of the heads of a field side by side, so that they are copied there together."""
+    _, kind, heads, i = name
+    return kind, heads.parts, i, heads.part
 
 
 class _Region(NamedTuple):

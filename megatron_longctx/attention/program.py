@@ -42,11 +42,20 @@ class Place(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A buffer for `tokens` rows of one kind, of one of `parts` parts of the heads."""
+    """A buffer for `tokens` rows of one kind, of one of `parts` parts of the heads. kept: not shared between passes,
+    since backward needs what lies there."""
 
     kind: Kind
     tokens: int
     parts: int = 1
+    kept: bool = False
+
+
+class Copy(NamedTuple):
+    """Own rows that are attended among those of other ranks, from `source` to `target`."""
+
+    source: Place
+    target: Place
 
 
 class Send(NamedTuple):
@@ -80,12 +89,24 @@ class Away(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One kernel call; `queries` and `keys` have several places only where they are not side by side in memory."""
+    """One kernel call; `queries` and `keys` have several places only where they are not side by side in memory.
+
+    keeps_queries, keeps_keys: forward keeps, in this order, (q, out, lse) and (packed keys and values) for backward,
+    where they are the kept tensors from number `kept` on; `queries` are then the gradient of out's places, `keys` none.
+    """
 
     attend: Attend
     queries: tuple[Place, ...]
     keys: tuple[Place, ...]
     away: tuple[Away, ...]  # what it computes for other ranks, in the order of `results_away`
+    keeps_queries: bool = False
+    keeps_keys: bool = False
+    kept: int = 0
+
+    @property
+    def num_kept(self) -> int:
+        """Tensors that it keeps."""
+        return 3 * self.keeps_queries + self.keeps_keys
 
 
 class ProgramStep(NamedTuple):
@@ -95,6 +116,7 @@ class ProgramStep(NamedTuple):
     receives: tuple[Receive, ...]
     after: int
     calls: tuple[Call, ...]
+    copies: tuple[Copy, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,6 +130,19 @@ class Program:
     outgoing: tuple[Block, ...] = ()
 
     @cached_property
+    def num_kept(self) -> int:
+        """Tensors that forward keeps for backward, or that backward takes."""
+        return sum(call.num_kept for step in self.steps for call in step.calls)
+
+    @cached_property
+    def reads_home(self) -> frozenset[Kind]:
+        """Kinds of this rank's own tensors that are read: by calls, sent, or copied to lie among others'."""
+        places = [send.place for step in self.steps for send in step.sends if send.place is not None]
+        places += [place for step in self.steps for call in step.calls for place in (*call.queries, *call.keys)]
+        places += [copy.source for step in self.steps for copy in step.copies]
+        return frozenset(place.kind for place in places if place.slot == HOME)
+
+    @cached_property
     def slot_names(self) -> tuple[int, ...]:
         """A number for every slot among its kind, the largest first: a shorter sequence fits a longer one's buffers."""
         seen: Counter[tuple[Kind, int]] = Counter()
@@ -119,7 +154,7 @@ class Program:
 
 
 def programs(plan: Plan, rank: int) -> tuple[Program, Program]:
-    """(forward, backward) programs of `rank` for a forward plan."""
+    """(forward, backward) programs of `rank` for a forward plan, one that keeps what it receives or not."""
     return compile_program(plan, rank), compile_program(backward_plan(plan), rank)
 
 
@@ -129,17 +164,22 @@ def compile_program(plan: Plan, rank: int) -> Program:
     slot_of, busy_until = assign(rank_stays)
     slots = _slots(rank_stays, slot_of)
     outgoing = _Outgoing(plan, rank)
-    steps = []
+    steps: list[ProgramStep] = []
+    num_kept = 0
     for t, step in enumerate(plan.steps):
-        waits_for, places = -1, {}
+        waits_for = -1
+        places: dict[Block, Place] = {}
         for index, stay in enumerate(rank_stays):
             if stay.first == t:
-                places[stay.kind, stay.heads] = _places(stay, slot_of[index])
+                places.update(zip(stay.blocks, _places(stay, slot_of[index]), strict=True))
                 waits_for = max(waits_for, busy_until[index])
+        copies = [
+            Copy(Place(block.kind, HOME, block.start, block.stop, block.heads), place)
+            for block, place in places.items()
+            if block.home == rank and block.kind not in RESULTS
+        ]
         receives = [
-            Receive(move.block, next(places[move.block.kind, move.block.heads]), move.source)
-            for move in step.moves
-            if move.destination == rank
+            Receive(move.block, places[move.block], move.source) for move in step.moves if move.destination == rank
         ]
         sends = []
         for move in step.moves:
@@ -151,15 +191,14 @@ def compile_program(plan: Plan, rank: int) -> Program:
                 else:
                     place = _find(move.block, rank, rank_stays, slot_of, t)
                     sends.append(Send(move.block, place, move.destination))
-        calls = tuple(
-            _call(
-                attend,
-                [_find(block, rank, rank_stays, slot_of, t) for block in attend.inputs(plan.backward)],
-                outgoing.away(t, i),
-            )
-            for i, attend in enumerate(step.attends[rank])
-        )
-        steps.append(ProgramStep(tuple(sends), tuple(receives), waits_for, calls))
+        calls = []
+        for i, attend in enumerate(step.attends[rank]):
+            found = [_find(block, rank, rank_stays, slot_of, t, True) for block in plan.inputs(attend, rank)]
+            call = _call(attend, found, outgoing.away(t, i))
+            keeps = plan.keeps_queries(attend, rank), plan.keeps_keys(attend, rank)
+            calls.append(call._replace(keeps_queries=keeps[0], keeps_keys=keeps[1], kept=num_kept))
+            num_kept += calls[-1].num_kept
+        steps.append(ProgramStep(tuple(sends), tuple(receives), waits_for, tuple(calls), tuple(copies)))
     blocks = tuple(block for block, _ in outgoing.number)
     return Program(tuple(steps), tuple(slots), rank, plan.layout.num_tokens(rank), blocks)
 
@@ -210,22 +249,23 @@ def _slots(rank_stays: list[Stay], slot_of: list[int]) -> list[Slot]:
     slots: dict[int, Slot] = {}
     for stay, number in zip(rank_stays, slot_of, strict=True):
         tokens = max(stay.tokens, slots[number].tokens if number in slots else 0)
-        slots[number] = Slot(stay.kind, tokens, stay.heads.parts)
+        slots[number] = Slot(stay.kind, tokens, stay.heads.parts, stay.kept)
     return [slots[number] for number in range(len(slots))]
 
 
 def _places(stay: Stay, slot: int) -> Iterator[Place]:
-    """Where the blocks of `stay` land, side by side in the order of the step's moves."""
+    """Where the blocks of `stay` lie, side by side."""
     start = 0
     for block in stay.blocks:
         yield Place(stay.kind, slot, start, start + block.tokens, block.heads, block.heads)
         start += block.tokens
 
 
-def _find(block: Block, rank: int, rank_stays: list[Stay], slot_of: list[int], t: int) -> Place:
-    """Where `rank` holds an input block in step `t`."""
-    if block.home == rank:
-        return Place(block.kind, HOME, block.start, block.stop, block.heads)
+def _find(block: Block, rank: int, rank_stays: list[Stay], slot_of: list[int], t: int, copied: bool = False) -> Place:
+    """Where `rank` holds an input block in step `t`; `copied`: its own among others', where they are copied there."""
+    home = Place(block.kind, HOME, block.start, block.stop, block.heads)
+    if block.home == rank and not copied:
+        return home
     for stay, slot in zip(rank_stays, slot_of, strict=True):
         if stay.first < t <= stay.last:
             start = 0
@@ -234,6 +274,8 @@ def _find(block: Block, rank: int, rank_stays: list[Stay], slot_of: list[int], t
                     start += block.start - held.start
                     return Place(block.kind, slot, start, start + block.tokens, block.heads, held.heads)
                 start += held.tokens
+    if block.home == rank:
+        return home
     raise AssertionError(f"rank {rank} does not hold {block} in step {t}: the plan was not verified")
 
 

@@ -117,12 +117,17 @@ class Bench:
     check: bool
 
     def run(
-        self, cases: Sequence[Case], contenders: Sequence[Contender], calibrations: dict[str, Calibration]
+        self,
+        cases: Sequence[Case],
+        contenders: Sequence[Contender],
+        calibrations: dict[str, Calibration],
+        keep: Callable[[list[Measurement]], None] = lambda found: None,
     ) -> list[Measurement]:
         """Measure every contender on every case. Refusals (ValueError, on all ranks alike) are recorded.
 
         Args:
             calibrations: by `heads` of a measurement, what predictions rest on; without one there are none.
+            keep: gets all that has been found, after every case.
         """
         found = []
         for case in cases:
@@ -139,6 +144,7 @@ class Bench:
                 found.append(measured)
                 self._say(measured)
             del truth
+            keep(found)
         return found
 
     def _say(self, found: Measurement) -> None:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -112,7 +112,7 @@ def cases(lengths: str, heads: str, head_dim: int, dtype: str) -> list[attention
 
 
 def run_attention(where: Where, cases: Sequence[attention.Case], modes: str, how: How, out: Path) -> None:
-    """`bench attention`: measure modes, write JSON and a Markdown table beside it.
+    """`bench attention`: measure modes, write JSON and a Markdown table beside it, after every case.
 
     Args:
         modes: `all`, or names separated by commas.
@@ -123,7 +123,22 @@ def run_attention(where: Where, cases: Sequence[attention.Case], modes: str, how
             raise refuse("--modes", name, f"all, or of {', '.join(attention.ALL_MODES)}", "Separate names by commas.")
     if not out.parent.is_dir():
         raise refuse("--out", out, "a file in a folder that exists", "Make the folder first.")
-    found, calibrations, absent = start(where, _attention, tuple(cases), names, how, where)[0]
+    found = start(where, _attention, tuple(cases), names, how, (where, out))[0]
+    print("\n".join(_record_attention(where, how, out, found)))
+    logger.info("written to %s and %s", out, out.with_suffix(".md"))
+
+
+class _Attention(NamedTuple):
+    """absent: a line for each other package that is not here."""
+
+    found: list[attention.Measurement]
+    calibrations: dict[str, Calibration]
+    absent: list[str]
+
+
+def _record_attention(where: Where, how: How, out: Path, measured: _Attention) -> list[str]:
+    """Write the JSON and the table, whose lines it returns."""
+    found, calibrations, absent = measured
     chosen = attention.choices(found)
     facts = environment()
     data = {
@@ -151,8 +166,7 @@ def run_attention(where: Where, cases: Sequence[attention.Case], modes: str, how
     lines += ["", *absent] if absent else []
     head = f"{where.ranks} x {facts['device']}, {facts['date'][:10]}, commit {str(facts['commit'])[:9]}. Times in ms."
     out.with_suffix(".md").write_text("\n".join([head, "", *lines]) + "\n")
-    print("\n".join(lines))
-    logger.info("written to %s and %s", out, out.with_suffix(".md"))
+    return lines
 
 
 def start(where: Where, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -195,10 +209,10 @@ def _calibrate(rank: int, workload: Workload, where: Where, max_tokens: int | No
 
 
 def _attention(
-    rank: int, cases: tuple[attention.Case, ...], names: tuple[str, ...], how: How, where: Where
-) -> tuple[list[attention.Measurement], dict[str, Calibration], list[str]]:
-    """The measurements, what predictions rest on, and a line for each other package that is not here."""
+    rank: int, cases: tuple[attention.Case, ...], names: tuple[str, ...], how: How, place: tuple[Where, Path]
+) -> _Attention:
     device, group = _device(), _group()
+    where, out = place
     calibrations = {}
     for case in cases:
         heads = f"{case.num_heads}:{case.num_kv_heads}"
@@ -210,7 +224,12 @@ def _attention(
     if how.peers:
         others, absent = peers(group, where.kernel)
         contenders += others
-    return bench.run(cases, contenders, calibrations), calibrations, absent
+
+    def keep(found: list[attention.Measurement]) -> None:
+        if rank == 0:
+            _record_attention(where, how, out, _Attention(found, calibrations, absent))
+
+    return _Attention(bench.run(cases, contenders, calibrations, keep), calibrations, absent)
 
 
 def _kept_or_measured(

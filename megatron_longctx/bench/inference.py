@@ -60,7 +60,7 @@ class Words:
 
 
 def run_inference(config: Config, words: Words, out: Path) -> None:
-    """Measure, write JSON, a Markdown report and the picture of the crossover beside it.
+    """Measure, write JSON, a Markdown report and the picture of the crossover beside it, after every size.
 
     A device that is not calibrated for the model's heads is calibrated first.
 
@@ -86,8 +86,18 @@ def run_inference(config: Config, words: Words, out: Path) -> None:
         found = start(where, measure, job, sweep)[0]
         first += found[0]
         decoded += found[1]
+        text = _record(out, job, sweep, where, (first, decoded))
+    print(text)
+    logger.info("written to %s, and .md and .png beside it", out)
+
+
+def _record(
+    out: Path, config: Config, sweep: Sweep, where: Where, found: tuple[list[FirstToken], list[Decoded]]
+) -> str:
+    """Write what has been found so far; returns the tables."""
+    first, decoded = found
     facts = environment()
-    if places[0].device == "cpu":
+    if where.device == "cpu":
         facts["device"] = "cpu"
     model = config.model
     tp = config.parallelism.tensor_parallel_size
@@ -96,7 +106,7 @@ def run_inference(config: Config, words: Words, out: Path) -> None:
         "what": "inference over a sharded cache: random weights, times of the slowest rank in seconds",
         "environment": facts,
         "model": asdict(model),
-        "inference": asdict(jobs[0].inference),
+        "inference": asdict(config.inference),
         "precision": config.train.precision,
         "tensor_parallel_size": tp,
         "sweep": asdict(sweep),
@@ -106,10 +116,9 @@ def run_inference(config: Config, words: Words, out: Path) -> None:
     text = report.tables(first, decoded)
     head = f"{title}, commit {str(facts['commit'])[:9]}; random weights; times in ms, of the slowest rank"
     out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
-    print(text)
     if shared := [m for m in first if m.ranks > 1]:
         report.draw(shared, out.with_suffix(".png"), title)
-    logger.info("written to %s, and .md and .png beside it", out)
+    return text
 
 
 def _numbers(name: str, text: str, kind: Callable[[str], _N], least: float) -> tuple[_N, ...]:

@@ -24,6 +24,7 @@ def run_ranks(
     timeout: float = 120.0,
     backend: str = "gloo",
     threads: int | None = None,
+    start_method: str = "spawn",
 ) -> list[Any]:
     """Run `fn(rank, *args)` in `world_size` fresh processes joined in one process group.
 
@@ -33,6 +34,7 @@ def run_ranks(
         timeout: seconds a collective, and the whole run, may take.
         backend: `gloo` or `nccl` (rank r then uses CUDA device r).
         threads: of each rank's CPU operators; None for its share of the cores.
+        start_method: `spawn`, or `forkserver` for ranks that begin with what the server has imported.
 
     Returns:
         what each rank returned, by rank.
@@ -44,9 +46,17 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         # The ranks meet at a port that is taken before they start: a free one may be gone by the time they bind it.
         store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        job = (fn, args, world_size, backend, timeout, threads, store.port, folder)
+        # A server's ranks would begin with the environment that it once had itself.
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": _HOST,
+            "MASTER_PORT": str(store.port),
+        }
+        job = (fn, args, world_size, backend, timeout, threads, environment, folder)
         context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
-            _rank_main, args=job, nprocs=world_size, join=False, start_method="spawn"
+            _rank_main, args=job, nprocs=world_size, join=False, start_method=start_method
         )
         deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout)
         while not context.join(timeout=1.0, grace_period=2.0):
@@ -65,21 +75,16 @@ def _rank_main(
     backend: str,
     timeout: float,
     threads: int | None,
-    port: int,
+    environment: dict[str, str],
     folder: str,
 ) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR=_HOST,
-        MASTER_PORT=str(port),
-    )
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // world_size))
     if backend == "nccl":
         torch.cuda.set_device(rank)
     limit = datetime.timedelta(seconds=timeout)
+    port = int(environment["MASTER_PORT"])
     store = dist.TCPStore(_HOST, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     result = fn(rank, *args)

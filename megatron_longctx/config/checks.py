@@ -8,6 +8,7 @@ from .tree import (
     CUDA_GRAPHS,
     DECODES,
     DEVICES,
+    KEEP_RECEIVED,
     KERNELS,
     OUTER_SCHEDULES,
     PRECISIONS,
@@ -225,7 +226,15 @@ def validate(config: Config) -> None:
     _one_of("attention.transport", config.attention.transport, TRANSPORTS)
     if config.attention.graph_tokens < 0:
         raise refuse("attention.graph_tokens", config.attention.graph_tokens, "0 or more", "Take 0 for no graphs.")
+    _one_of("attention.keep_received", config.attention.keep_received, KEEP_RECEIVED)
     _one_of("recompute.mode", config.recompute.mode, RECOMPUTES)
+    if config.attention.keep_received == "true" and config.recompute.mode.startswith("attention_output"):
+        raise refuse(
+            "attention.keep_received",
+            "true",
+            f"auto or false with recompute.mode={config.recompute.mode}",
+            "There forward runs without a graph, so that nothing is kept; set it to auto, or recompute=none or layer.",
+        )
     for name in ("head_chunk_tokens", "mlp_tile_tokens"):
         _at_least(f"recompute.{name}", getattr(config.recompute, name), 1)
     _validate_reduction(config.reduction)

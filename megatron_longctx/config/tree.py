@@ -12,6 +12,7 @@ from typing import Any
 SCHEDULES = ("ring", "zigzag", "striped", "helper", "double_ring", "tasp", "all_gather", "ulysses", "usp")
 OUTER_SCHEDULES = ("ring", "zigzag", "helper", "double_ring", "tasp", "all_gather")
 TRANSPORTS = ("auto", "peer", "p2p")
+KEEP_RECEIVED = ("auto", "true", "false")
 KERNELS = ("auto", "cudnn", "flash_attn", "flash", "cpu", "reference")
 RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
 REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
@@ -102,6 +103,14 @@ class AttentionConfig:
     # In inference keys and values travel between context-parallel ranks as 8-bit integers, with a scale for every token
     # and head: half the bytes of bf16, and not exact. Training is not touched.
     kv_int8: bool = False
+    # Whether a call keeps what it has received from other ranks until its backward, which then does not exchange it
+    # again: auto (with ulysses, up to 32,768 tokens a rank: it takes the memory of one output more) | true | false.
+    # With recompute=attention_output nothing is kept: forward runs without a graph. Not yet run on GPUs.
+    keep_received: str = "false"
+
+    def __post_init__(self) -> None:
+        # `true`, read as a truth value, becomes the text `True`.
+        object.__setattr__(self, "keep_received", self.keep_received.lower())
 
 
 @dataclass(frozen=True)
@@ -260,6 +269,11 @@ class Config:
     serve: ServeConfig = field(default_factory=ServeConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def keep_received(self) -> str:
+        """`attention.keep_received`, or false where attention's forward runs without a graph."""
+        return "false" if self.recompute.mode.startswith("attention_output") else self.attention.keep_received
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -74,5 +74,6 @@ def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
         transport=config.attention.transport,
         graph_tokens=config.attention.graph_tokens,
         kv_int8=config.attention.kv_int8,
+        keep_received=config.attention.keep_received,
     )
     return ShardedSequence(attention, config.data.seq_length)

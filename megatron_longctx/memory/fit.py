@@ -104,7 +104,11 @@ def _advice(job: Job, capacity: int, host_capacity: int | None) -> str:
 
 def _savers(job: Job) -> Iterator[tuple[str, Job]]:
     """Settings that need less memory, in words; those that cost less time first."""
-    now = job.config.recompute
+    now, before = job.config.recompute, ""
+    if job.keeps_received:
+        before = "attention.keep_received=false"
+        job = replace(job, config=replace(job.config, attention=replace(job.config.attention, keep_received="false")))
+        yield before, job
     chunk, tile = now.head_chunk_tokens or _CHUNK, now.mlp_tile_tokens or _TILE
     for mode in _CHEAPEST_FIRST[_CHEAPEST_FIRST.index(now.mode) :]:
         for changed in (
@@ -115,4 +119,7 @@ def _savers(job: Job) -> Iterator[tuple[str, Job]]:
             names = ("mode", "head_chunk_tokens", "mlp_tile_tokens")
             words = [f"recompute.{x}={getattr(changed, x)}" for x in names if getattr(changed, x) != getattr(now, x)]
             if words:
-                yield " ".join(words), replace(job, config=replace(job.config, recompute=changed))
+                yield (
+                    " ".join([before, *words] if before else words),
+                    replace(job, config=replace(job.config, recompute=changed)),
+                )

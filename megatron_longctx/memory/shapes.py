@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import Config, refuse
-from ..schedules import Kind, Plan, PlanOptions, Workload, backward_plan, build_plan
+from ..schedules import Kind, Plan, PlanOptions, Workload, backward_plan, build_plan, keeping, keeps_received
 from ..schedules.publishing import published_bytes
-from ..schedules.simulate import peak_bytes
+from ..schedules.simulate import kept_bytes, peak_bytes, reads_own
 
 _FC1_COLUMNS = {"swiglu": 2, "gelu": 1}
 """Columns of the MLP's first matrix, in units of the MLP's width."""
@@ -49,7 +49,25 @@ class Job:
         if par.schedule == "auto":
             raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with plan --compare.")
         length = self.config.data.seq_length
-        return build_plan(par.schedule, par.context_parallel_size, length, True, PlanOptions.of(par))
+        plan = build_plan(par.schedule, par.context_parallel_size, length, True, PlanOptions.of(par))
+        return keeping(plan) if self.keeps_received else plan
+
+    @cached_property
+    def backward(self) -> Plan:
+        """The backward plan of one attention call."""
+        return backward_plan(self.plan)
+
+    @property
+    def keeps_received(self) -> bool:
+        """Whether attention keeps what it has received from forward to backward."""
+        config, n = self.config, self.config.parallelism.context_parallel_size
+        return keeps_received(
+            config.keep_received,
+            config.parallelism.schedule,
+            n,
+            config.data.seq_length,
+            config.train.micro_batch_size,
+        )
 
     @cached_property
     def tokens(self) -> int:
@@ -117,9 +135,9 @@ class LayerBytes:
     """What one layer's activations take for one micro-batch.
 
     input: the layer's input. result: attention's out and lse. attention: everything else up to there that backward
-    reads (norm, q, keys and values); q, k and v of it, as the attention call takes them, are qkv. mlp:
-    everything after attention (norm, its input, the MLP); the MLP's first output of it is fc1. norm: what one norm
-    keeps beside its input. tile: with tiles, what lies there of one tile in the place of the MLP's own activations.
+    reads (norm, q, keys and values, or what is kept of other ranks'); qkv is what the attention call itself takes of
+    it. mlp: everything after attention (norm, its input, the MLP); the MLP's first output of it is fc1. norm: what one
+    norm keeps beside its input. tile: with tiles, what lies there of one in the place of the MLP's own activations.
     """
 
     input: int
@@ -149,6 +167,10 @@ def layer_bytes(job: Job) -> LayerBytes:
     grouped = model.num_kv_heads < model.num_attention_heads
     # Without RoPE keys and values, and with one query head for each of them queries, are views of the projection.
     seen = q + kv + (q if grouped and not rope else 0)
+    taken, kept = q + kv, kept_bytes(job.plan, workload)
+    if kept and not reads_own(job.backward):  # in the place of the rank's own, its lse included
+        kept -= per_sequence * (workload.token_bytes(Kind.OUT) - workload.token_bytes(Kind.Q))
+        seen = taken = 0
     fc1 = e * tokens * _FC1_COLUMNS[model.activation] * model.ffn_hidden_size // tp
     act = e * tokens * model.ffn_hidden_size // tp
     rms = model.normalization == "rmsnorm"
@@ -158,8 +180,8 @@ def layer_bytes(job: Job) -> LayerBytes:
     return LayerBytes(
         input=hidden,
         result=per_sequence * workload.token_bytes(Kind.OUT),
-        attention=norm + seen,
-        qkv=q + kv,
+        attention=norm + seen + kept,
+        qkv=taken + kept,
         mlp=hidden + norm + (inside if size is None else 0),
         fc1=fc1,
         norm=norm,
@@ -180,7 +202,7 @@ class AttentionBytes:
 def attention_bytes(job: Job) -> AttentionBytes:
     """From the plans of the configured mode."""
     workload = Workload.of(job.config)
-    backward = backward_plan(job.plan)
+    backward = job.backward
     tokens: dict[Kind, int] = dict(job.plan.buffers)
     for kind, count in backward.buffers:
         tokens[kind] = max(count, tokens.get(kind, 0))

@@ -9,6 +9,7 @@ from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_he
 from .cost import Costs, KernelSample, MessageSample, Workload
 from .describe import describe, moved_tokens
 from .hide import backward_plan
+from .keep import keeping, keeps_received
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step
 from .residency import Stay, assign, buffer_need, stays
 from .transpose import transpose
@@ -39,6 +40,8 @@ __all__ = [
     "build_plan",
     "check_heads",
     "describe",
+    "keeping",
+    "keeps_received",
     "layout_name",
     "moved_tokens",
     "results_away",

@@ -75,6 +75,12 @@ def _totals(plan: Plan, widths: Mapping[Kind, int]) -> list[str]:
     for kind, tokens in plan.buffers:
         size = f" = {_bytes(tokens * widths[kind])}" if kind in widths else ""
         lines.append(f"  buffers for other ranks' {kind}: {tokens} tokens{size} at most")
+    for kind in (Kind.Q, Kind.KV):
+        kept = [sum(b.tokens / b.heads.parts for b in blocks if b.kind is kind) for blocks in plan.kept]
+        if any(kept):
+            size = f" = {_bytes(max(kept) * widths[kind])}" if kind in widths else ""
+            what = "q, with their out" if kind is Kind.Q else "kv"
+            lines.append(f"  kept of other ranks' {what}, for backward: {max(kept):.0f} tokens{size} at most")
     return lines
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
+from functools import cached_property
 from typing import NamedTuple
 
 from ..layout import Layout
@@ -26,6 +27,7 @@ class Kind(StrEnum):
     KV = "kv"  # keys and values
     OUT = "out"  # partial (out, lse) of queries computed away from home
     Q_GRAD = "q_grad"  # backward: (q, out, lse, grad of out), what a helper needs of queries that are not its own
+    GRAD = "grad"  # backward: grad of out alone, of queries that are kept together with their out and lse
     DQ = "dq"  # backward: partial gradient of queries
     DKV = "dkv"  # backward: partial gradient of keys and values
 
@@ -66,6 +68,14 @@ class Block(NamedTuple):
         """Whether `other` is the same thing, or a piece of it."""
         same = (self.kind, self.home, self.origin) == (other.kind, other.home, other.origin)
         return same and self.start <= other.start and other.stop <= self.stop and self.heads.covers(other.heads)
+
+    def overlaps(self, other: Block) -> bool:
+        """Whether some token is in both, in some head. Of blocks of one home."""
+        return (
+            self.start < other.stop
+            and other.start < self.stop
+            and (self.heads.covers(other.heads) or other.heads.covers(self.heads))
+        )
 
     def __str__(self) -> str:
         by = f" by {self.origin}" if self.origin >= 0 else ""
@@ -137,8 +147,10 @@ class Step(NamedTuple):
 class Plan:
     """One attention pass (forward, or backward with `backward=True`) over `layout`, under `causal` or full mask.
 
-    `buffers` states, per kind, the most tokens of other ranks' blocks (and of results on their way) that any rank
-    holds at once.
+    buffers: per kind, the most tokens that any rank's buffers hold at once, beside what is kept: of other ranks'
+        blocks, of results on their way, and of its own where they lie among others' for a call.
+    kept: by rank, what it keeps of other ranks' from forward to backward: KV that it has received, and Q, together with
+        their out and lse, that it alone has computed in one call. Empty where nothing is kept.
     """
 
     name: str
@@ -147,6 +159,7 @@ class Plan:
     steps: tuple[Step, ...]
     buffers: tuple[tuple[Kind, int], ...] = ()
     backward: bool = False
+    kept: tuple[tuple[Block, ...], ...] = ()
 
     @property
     def n(self) -> int:
@@ -166,6 +179,45 @@ class Plan:
 
     def buffer_tokens(self, kind: Kind) -> int:
         return dict(self.buffers).get(kind, 0)
+
+    def keeps(self, rank: int, block: Block) -> bool:
+        """Whether all of another rank's `block` is in what `rank` keeps."""
+        return any(kept.contains(block) for kept in self.kept_of(rank, block.kind, block.home))
+
+    def kept_of(self, rank: int, kind: Kind, home: int) -> tuple[Block, ...]:
+        """What `rank` keeps of a kind of another rank's."""
+        return self._kept.get((rank, kind, home), ())
+
+    @cached_property
+    def _kept(self) -> dict[tuple[int, Kind, int], tuple[Block, ...]]:
+        found: dict[tuple[int, Kind, int], tuple[Block, ...]] = {}
+        for rank, blocks in enumerate(self.kept):
+            for block in blocks:
+                key = rank, block.kind, block.home
+                found[key] = (*found.get(key, ()), block)
+        return found
+
+    def keeps_queries(self, attend: Attend, rank: int) -> bool:
+        """Whether `rank` keeps the call's queries, out and lse as it had them in forward, its own among them."""
+        return self._keeps_all(attend.queries, rank)
+
+    def keeps_keys(self, attend: Attend, rank: int) -> bool:
+        """Whether `rank` keeps the call's keys and values as it had them in forward, its own among them."""
+        return self._keeps_all(attend.keys, rank)
+
+    def _keeps_all(self, blocks: tuple[Block, ...], rank: int) -> bool:
+        if not self.kept:
+            return False
+        away = [block for block in blocks if block.home != rank]
+        return bool(away) and all(self.keeps(rank, block) for block in away)
+
+    def inputs(self, attend: Attend, rank: int) -> tuple[Block, ...]:
+        """What `rank` has to hold to run one of its calls, beside what it keeps: queries first."""
+        if not self.backward:
+            return attend.inputs(False)
+        queries = Kind.GRAD if self.keeps_queries(attend, rank) else Kind.Q_GRAD
+        keys = () if self.keeps_keys(attend, rank) else attend.keys
+        return (*(query._replace(kind=queries) for query in attend.queries), *keys)
 
     def pairs(self, rank: int) -> float:
         """Query-key pairs that `rank` computes, each counted by its share of the heads."""

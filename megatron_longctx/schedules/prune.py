@@ -28,7 +28,7 @@ def prune(plan: Plan) -> Plan:
         steps.append(step._replace(moves=kept))
         for rank, attends in enumerate(step.attends):
             for attend in attends:
-                for block in attend.inputs(plan.backward):
+                for block in plan.inputs(attend, rank):
                     needed.setdefault((rank, block.kind, block.home), []).append(block)
         for move in kept:
             needed.setdefault((move.source, move.block.kind, move.block.home), []).append(move.block)

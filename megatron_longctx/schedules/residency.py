@@ -16,13 +16,17 @@ from .plan import RESULTS, Block, Heads, Kind, Plan
 class Stay:
     """Blocks of one kind and the same heads that reach a rank in one step share a buffer, in the step's order of moves.
 
-    The buffer is taken from the start of step `first` (the receive is posted) to the end of step `last`.
+    Where ranks share the heads, a call attends them together with blocks of the rank's own: these are copied there, in
+    the order of the call.
+    The buffer is taken from the start of step `first` (the receive is posted) to the end of step `last`. kept: it is
+    held beyond the plan, for backward.
     """
 
     kind: Kind
     blocks: tuple[Block, ...]
     first: int
     last: int
+    kept: bool = False
 
     @property
     def tokens(self) -> int:
@@ -50,16 +54,33 @@ def stays(plan: Plan) -> list[list[Stay]]:
 
     A rank that only passes results on keeps them until it has.
     """
-    uses = _uses(plan)
+    uses, mixed = _uses(plan), _mixed(plan)
     result: list[list[Stay]] = [[] for _ in range(plan.n)]
     for t, step in enumerate(plan.steps):
-        arriving: dict[tuple[int, Kind, Heads], list[Block]] = {}
-        for move in step.moves:
-            arriving.setdefault((move.destination, move.block.kind, move.block.heads), []).append(move.block)
-        for (rank, kind, _), blocks in arriving.items():
+        arriving: dict[tuple[int, Kind, Heads, bool], list[Block]] = {}
+        for block, _, rank, _ in step.moves:
+            kept = not plan.backward and any(map(block.contains, plan.kept_of(rank, block.kind, block.home)))
+            arriving.setdefault((rank, block.kind, block.heads, kept), []).append(block)
+        for (rank, kind, _, kept), blocks in arriving.items():
             last = max(_last_use(block, uses[rank], t + (kind in RESULTS)) for block in blocks)
-            result[rank].append(Stay(kind, tuple(blocks), t, last))
+            together = tuple(mixed[rank].get((kind, frozenset(blocks)), blocks)) if mixed[rank] else tuple(blocks)
+            result[rank].append(Stay(kind, together, t, len(plan.steps) - 1 if kept else last, kept))
     return result
+
+
+def _mixed(plan: Plan) -> list[dict[tuple[Kind, frozenset[Block]], tuple[Block, ...]]]:
+    """Per rank, by the blocks of other ranks among them: parts of the heads of several ranks, its own too, that a call
+    attends together."""
+    found: list[dict[tuple[Kind, frozenset[Block]], tuple[Block, ...]]] = [{} for _ in range(plan.n)]
+    for step in plan.steps:
+        for rank, attends in enumerate(step.attends):
+            for attend in attends:
+                inputs = plan.inputs(attend, rank)
+                for blocks in (inputs[: len(attend.queries)], inputs[len(attend.queries) :]):
+                    away = frozenset(block for block in blocks if block.home != rank)
+                    if 0 < len(away) < len(blocks) and attend.heads.parts > 1:
+                        found[rank].setdefault((blocks[0].kind, away), blocks)
+    return found
 
 
 def assign(rank_stays: Sequence[Stay]) -> tuple[list[int], list[int]]:
@@ -68,11 +89,11 @@ def assign(rank_stays: Sequence[Stay]) -> tuple[list[int], list[int]]:
     Returns:
         by stay, its slot, and until which step that slot was busy before it (-1: never).
     """
-    alike: list[tuple[Kind, int]] = []
+    alike: list[tuple[Kind, int, bool]] = []
     busy: list[int] = []
     slot_of, busy_until = [], []
     for stay in rank_stays:
-        kind = (stay.kind, stay.heads.parts)
+        kind = (stay.kind, stay.heads.parts, stay.kept)
         free = [i for i, other in enumerate(alike) if other == kind and busy[i] < stay.first]
         if free:
             slot = min(free, key=lambda i: busy[i])  # the one free for longest: least to wait for
@@ -95,7 +116,7 @@ def _uses(plan: Plan) -> list[_Uses]:
     for t, step in enumerate(plan.steps):
         for rank, attends in enumerate(step.attends):
             for attend in attends:
-                for block in attend.inputs(plan.backward):
+                for block in plan.inputs(attend, rank):
                     uses[rank].setdefault((block.kind, block.home), []).append((block, t))
         for move in step.moves:
             uses[move.source].setdefault((move.block.kind, move.block.home), []).append((move.block, t))
@@ -107,7 +128,8 @@ def _last_use(block: Block, uses: _Uses, least: int) -> int:
 
 
 def buffer_need(plan: Plan) -> dict[Kind, int]:
-    """Most tokens per kind that any rank holds at once; what `Plan.buffers` has to state.
+    """Most tokens per kind that any rank's buffers hold at once; what `Plan.buffers` has to state. Without what is
+    kept, which has memory of its own.
 
     Part of the heads counts as that part of a token, rounded up at the end.
     """
@@ -115,6 +137,8 @@ def buffer_need(plan: Plan) -> dict[Kind, int]:
     for rank_stays in stays(plan):
         held: dict[tuple[Kind, int], Fraction | int] = {}
         for stay in rank_stays:
+            if stay.kept:
+                continue
             for t in range(stay.first, min(stay.last, len(plan.steps)) + 1):
                 size = stay.tokens if stay.heads.parts == 1 else Fraction(stay.tokens, stay.heads.parts)
                 held[stay.kind, t] = held.get((stay.kind, t), 0) + size

@@ -9,6 +9,7 @@ from ..topology import Cluster
 from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads
 from .cost import GIB, Costs, Workload
 from .hide import backward_plan
+from .keep import keeping, keeps_received
 from .publishing import published_bytes
 from .simulate import Simulation, simulate
 
@@ -19,7 +20,8 @@ _MOST_MESSAGES = 400_000
 @dataclass(frozen=True)
 class Problem:
     """What a mode is chosen for. options: what holds for every mode. max_bytes: most memory of one attention call on
-    any rank; None for no bound. over_peers: messages go through peer memory, which counts twice, as it is held."""
+    any rank; None for no bound. over_peers: messages go through peer memory, which counts twice, as it is held.
+    keep_received: auto, true or false (see `keeps_received`)."""
 
     n: int
     length: int
@@ -28,6 +30,7 @@ class Problem:
     options: PlanOptions = DEFAULT_OPTIONS
     max_bytes: int | None = None
     over_peers: bool = False
+    keep_received: str = "false"
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,8 @@ def _price(
     if schedule == "tasp" and (messages := len(options.rings(n)) * n * n) > _MOST_MESSAGES:
         raise ValueError(f"its {messages} messages take too long to plan; fewer ranks or nodes would not")
     plan = build_plan(schedule, n, problem.length, problem.causal, options)
+    if keeps_received(problem.keep_received, schedule, n, problem.length, workload.batch):
+        plan = keeping(plan)
     forward = simulate(plan, cluster, workload, costs, timeline=timeline)
     backward = simulate(backward_plan(plan), cluster, workload, costs, timeline=timeline)
     plans = (forward.plan, backward.plan)

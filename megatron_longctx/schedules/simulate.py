@@ -15,8 +15,8 @@ from typing import NamedTuple
 from ..config import refuse
 from ..topology import Cluster, Resource, Route
 from .cost import GIB, Costs, Workload
-from .plan import RESULTS, Attend, Heads, Kind, Move, Plan
-from .residency import assign, collector_paused, stays
+from .plan import RESULTS, Attend, Block, Heads, Kind, Move, Plan
+from .residency import Stay, assign, collector_paused, stays
 
 
 class Span(NamedTuple):
@@ -108,6 +108,10 @@ class _Run:
                 if block.home == source and block.heads.parts > 1:
                     self._parts[source].add((block.kind, block.heads))
         self._single = [_is_single(plan, rank) for rank in range(n)]
+        self._stays = stays(plan)
+        # Own blocks that are copied among those of others, by rank.
+        self._among = [_own_among(rank_stays, rank) for rank, rank_stays in enumerate(self._stays)]
+        self._packs_kv = [_packs_kv(plan, rank, self._among[rank]) for rank in range(n)]
 
     def result(self) -> Simulation:
         n, steps = self.plan.n, self.plan.steps
@@ -116,7 +120,7 @@ class _Run:
         begin = list(self.compute)
         marks: list[list[float]] = []
         arrived: list[list[Move]] = [[] for _ in range(n)]
-        for t, (step, after) in enumerate(zip(steps, _waits(self.plan), strict=True)):
+        for t, (step, after) in enumerate(zip(steps, _waits(self.plan, self._stays), strict=True)):
             for rank in range(n):
                 self._wait(rank, t)
             ready = [
@@ -126,6 +130,7 @@ class _Run:
             done = self._exchange(step.moves, ready, t)
             self.blocked = [late if late > early else 0.0 for early, late in zip(self.transfer, done, strict=True)]
             for rank in range(n):
+                self._copy_own(rank, t)
                 self._merge(rank, arrived[rank], t)
                 for attend in step.attends[rank]:
                     self._attend(rank, attend, t)
@@ -157,10 +162,16 @@ class _Run:
     def _pack(self, rank: int) -> None:
         """Keys and values are packed into one tensor, and parts of the heads are copied together to be sent."""
         if self.plan.n > 1:
-            size = self.workload.token_bytes(Kind.KV)
+            size = self.workload.token_bytes(Kind.KV) if self._packs_kv[rank] else 0
             size += sum(self.workload.token_bytes(kind, heads) for kind, heads in self._parts[rank])
             size *= 2 * self.plan.layout.num_tokens(rank)
             self._work(rank, size / (self.costs.merge_gibps * GIB), "pack", -1)
+
+    def _copy_own(self, rank: int, t: int) -> None:
+        """Own rows put among those of other ranks that are arriving."""
+        size = sum(map(self.workload.block_bytes, self._among[rank].get(t, ())))
+        if size:
+            self._work(rank, 2 * size / (self.costs.merge_gibps * GIB), "pack", t)
 
     def _wait(self, rank: int, t: int) -> None:
         late = self.transfer[rank] - self.compute[rank]
@@ -182,9 +193,24 @@ class _Run:
         seconds = self._calls[key]
         beside = min(seconds, max(0.0, self.blocked[rank] - self.compute[rank]))
         self._work(rank, seconds + self.costs.blocking * beside, label, t, min(homes))
-        size = _copied_bytes(attend, rank, self.plan.backward, self.workload, self._single[rank])
+        size = 0 if self._single[rank] else self._copied_bytes(attend, rank)
         if size:
             self._work(rank, size / (self.costs.merge_gibps * GIB), "merge", t)
+
+    def _copied_bytes(self, attend: Attend, rank: int) -> int:
+        """Bytes read and written beside a call: results merged or made ready to be sent, scattered inputs joined."""
+        workload, backward, size = self.workload, self.plan.backward, 0
+        results = [query._replace(kind=Kind.DQ if backward else Kind.OUT) for query in attend.queries]
+        results += [key._replace(kind=Kind.DKV) for key in attend.keys] if backward else []
+        for result in results:
+            size += workload.merge_bytes(result) if result.home == rank else 2 * workload.block_bytes(result)
+        inputs = self.plan.inputs(attend, rank)
+        for blocks in (inputs[: len(attend.queries)], inputs[len(attend.queries) :]):
+            own = [block for block in blocks if block.home == rank]
+            apart = {block for among in self._among[rank].values() for block in among}.isdisjoint(own)
+            if 0 < len(own) < len(blocks) and apart:  # partly at home, partly in a buffer
+                size += 2 * sum(map(workload.block_bytes, blocks))
+        return size
 
     def _work(self, rank: int, seconds: float, label: str, t: int, home: int = -1) -> None:
         start = self.compute[rank]
@@ -260,10 +286,10 @@ class _Run:
         return self._routes[source, destination]
 
 
-def _waits(plan: Plan) -> Iterator[list[int]]:
+def _waits(plan: Plan, found: list[list[Stay]]) -> Iterator[list[int]]:
     """By step and rank, the last step whose calls the step's messages have to wait for (-1: none)."""
     after = [[-1] * plan.n for _ in plan.steps]
-    for rank, rank_stays in enumerate(stays(plan)):
+    for rank, rank_stays in enumerate(found):
         for stay, until in zip(rank_stays, assign(rank_stays)[1], strict=True):
             after[stay.first][rank] = max(after[stay.first][rank], until)
     for t, step in enumerate(plan.steps):
@@ -279,23 +305,51 @@ def _is_single(plan: Plan, rank: int) -> bool:
     return plan.n == 1 and len(calls) == 1
 
 
-def _copied_bytes(attend: Attend, rank: int, backward: bool, workload: Workload, single: bool) -> int:
-    """Bytes read and written beside a call: its results merged or made ready to be sent, scattered inputs joined."""
-    if single:
-        return 0
-    size = 0
-    for query in attend.queries:
-        result = query._replace(kind=Kind.DQ if backward else Kind.OUT)
-        size += workload.merge_bytes(result) if query.home == rank else 2 * workload.block_bytes(result)
-    if backward:
-        for key in attend.keys:
-            result = key._replace(kind=Kind.DKV)
-            size += workload.merge_bytes(result) if key.home == rank else 2 * workload.block_bytes(result)
-    inputs = attend.inputs(backward)
-    for blocks in (inputs[: len(attend.queries)], inputs[len(attend.queries) :]):
-        if len({block.home == rank for block in blocks}) == 2:  # partly at home, partly in a buffer
-            size += 2 * sum(map(workload.block_bytes, blocks))
-    return size
+def _own_among(rank_stays: list[Stay], rank: int) -> dict[int, list[Block]]:
+    """By step, a rank's own blocks that are copied among those of others that arrive in it."""
+    found: dict[int, list[Block]] = {}
+    for stay in rank_stays:
+        own = [block for block in stay.blocks if block.home == rank and block.kind not in RESULTS]
+        if own:
+            found.setdefault(stay.first, []).extend(own)
+    return found
+
+
+def _packs_kv(plan: Plan, rank: int, among: dict[int, list[Block]]) -> bool:
+    """Whether a rank's own keys and values are read as they travel: sent as a whole, or attended where they lie."""
+    copied = {block for blocks in among.values() for block in blocks}
+    sent = (m.block for step in plan.steps for m in step.moves if m.source == m.block.home == rank)
+    read = (b for step in plan.steps for attend in step.attends[rank] for b in plan.inputs(attend, rank))
+    return any(block.kind is Kind.KV and block.heads.parts == 1 for block in sent) or any(
+        block.kind is Kind.KV and block.home == rank and block not in copied for block in read
+    )
+
+
+def kept_bytes(plan: Plan, workload: Workload) -> int:
+    """Most that a rank keeps of a call from forward to backward because `plan.kept` says so, its own share of what it
+    keeps as one with other ranks' included."""
+    most = 0
+    for rank, kept in enumerate(plan.kept):
+        blocks = set(kept)
+        for attend in (attend for step in plan.steps for attend in step.attends[rank]):
+            blocks.update(attend.queries if plan.keeps_queries(attend, rank) else ())
+            blocks.update(attend.keys if plan.keeps_keys(attend, rank) else ())
+        results = [block._replace(kind=Kind.OUT) for block in blocks if block.kind is Kind.Q]
+        most = max(most, sum(map(workload.block_bytes, (*blocks, *results))))
+    return most
+
+
+def reads_own(plan: Plan) -> bool:
+    """Whether ranks read their own q, k, v and out in a backward plan, or have kept all that they attend."""
+    kinds = (Kind.Q_GRAD, Kind.KV)
+    sent = any(move.block.kind in kinds for step in plan.steps for move in step.moves)
+    return sent or any(
+        block.kind in kinds
+        for step in plan.steps
+        for rank, attends in enumerate(step.attends)
+        for attend in attends
+        for block in plan.inputs(attend, rank)
+    )
 
 
 def peak_bytes(plan: Plan, workload: Workload) -> int:
@@ -308,11 +362,12 @@ def peak_bytes(plan: Plan, workload: Workload) -> int:
     out = workload.token_bytes(Kind.OUT)
     accumulated = workload.accumulator_bytes // workload.element_bytes or 1
     if plan.backward:  # q, out, grad of out, lse, packed kv; gradients and their sums
-        own = tokens * (workload.token_bytes(Kind.Q_GRAD) + kv + (1 + accumulated) * (q + kv))
+        inputs = workload.token_bytes(Kind.Q_GRAD) + kv if reads_own(plan) else workload.token_bytes(Kind.GRAD)
+        own = tokens * (inputs + (1 + accumulated) * (q + kv))
     else:  # q, k, v, packed kv, out and its sum
         own = tokens * (q + kv * (2 if plan.n > 1 else 1) + out + accumulated * q)
     buffers = sum(tokens * workload.token_bytes(kind) for kind, tokens in plan.buffers)
-    return own + buffers + _outgoing_bytes(plan, workload)
+    return own + buffers + kept_bytes(plan, workload) + _outgoing_bytes(plan, workload)
 
 
 def _outgoing_bytes(plan: Plan, workload: Workload) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from .plan import Attend, Block, Heads, Kind, Move, Plan, Step
+from .prune import prune
 
-_INPUTS = {Kind.KV: Kind.KV, Kind.Q: Kind.Q_GRAD}
+_INPUTS = {Kind.KV: (Kind.KV,), Kind.Q: (Kind.Q_GRAD,)}
+_INPUTS_AFTER_KEEPING = {Kind.KV: (Kind.KV,), Kind.Q: (Kind.Q_GRAD, Kind.GRAD)}
 
 
 def transpose(plan: Plan) -> Plan:
@@ -14,23 +16,26 @@ def transpose(plan: Plan) -> Plan:
     home adds up what arrives in fp32. Sent in the kernel's own output precision, this loses nothing and moves half the
     bytes of an accumulator that travels the ring in fp32. Likewise for queries that a helper attended.
 
+    What `plan.kept` says that ranks have kept does not travel again; of kept queries only the gradient of out does.
+
     Raises:
         ValueError: `plan` is a backward plan already.
     """
     if plan.backward:
         raise ValueError(f"plan {plan.name} is a backward plan: expected a forward plan. Transpose the forward plan.")
-    results = _results(plan)
+    results, kinds = _results(plan), _INPUTS_AFTER_KEEPING if plan.kept else _INPUTS
     steps: list[Step] = []
     for t, step in enumerate(plan.steps):
         inputs = tuple(
-            move._replace(block=move.block._replace(kind=_INPUTS[move.block.kind]))
+            move._replace(block=move.block._replace(kind=kind))
             for move in step.moves
-            if move.block.kind in _INPUTS
+            for kind in kinds.get(move.block.kind, ())
         )
         steps.append(Step(inputs + tuple(results[t]), step.attends))
     if results[-1]:
         steps.append(Step(tuple(results[-1]), ((),) * plan.n))
-    return Plan(plan.name, plan.layout, plan.causal, tuple(steps), backward=True)
+    backward = Plan(plan.name, plan.layout, plan.causal, tuple(steps), backward=True, kept=plan.kept)
+    return prune(backward) if plan.kept else backward
 
 
 def _results(plan: Plan) -> list[list[Move]]:

@@ -9,6 +9,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
+from .keep import calls_by_home
 from .plan import RESULTS, Attend, Block, Heads, Kind, Move, Plan
 from .residency import buffer_need
 from .transpose import gradients_away
@@ -20,16 +21,21 @@ class PlanError(ValueError):
     """A plan that does not compute attention, with what is wrong and where."""
 
 
-def verify(plan: Plan) -> None:
+def verify(plan: Plan, forward: Plan | None = None) -> None:
     """Check a forward or backward plan.
+
+    Args:
+        forward: the plan that has run before the backward plan `plan`, with what that takes for kept.
 
     Raises:
         PlanError: a pair computed twice, never, or against the mask; a move from a rank that does not hold the block,
             to itself, or of a block that is there already; a block attended before it arrives; a result that does not
-            reach its home exactly once; buffers above `plan.buffers`.
+            reach its home exactly once; buffers above `plan.buffers`; something kept that was never received, or
+            queries kept whose out is not all computed in one call.
     """
     _check_spans(plan)
     _check_pairs(plan)
+    _check_kept(plan, forward)
     _check_flow(plan)
     for kind, need in buffer_need(plan).items():
         if need > plan.buffer_tokens(kind):
@@ -41,6 +47,7 @@ def _check_spans(plan: Plan) -> None:
     for t, step in enumerate(plan.steps):
         for attends in step.attends:
             blocks += [(t, block) for attend in attends for block in (*attend.queries, *attend.keys)]
+    blocks += [(0, block) for kept in plan.kept for block in kept]
     for t, block in blocks:
         if not (0 <= block.home < plan.n and 0 <= block.start < block.stop <= plan.num_slots(block.kind, block.home)):
             raise PlanError(f"{plan.name}, step {t}: {block} is not a span of its home rank's tokens")
@@ -130,6 +137,28 @@ def _check_call(plan: Plan, attend: Attend, where: str) -> None:
             raise PlanError(f"{where}: key {i} lies after its query")
 
 
+def _check_kept(plan: Plan, forward: Plan | None) -> None:
+    if forward is not None and not plan.backward:
+        raise PlanError(f"{plan.name}: a plan before it, {forward.name}, though it is no backward plan")
+    if forward is not None and plan.kept != forward.kept:
+        raise PlanError(f"{plan.name}: takes something else for kept than {forward.name} keeps")
+    if plan.kept and len(plan.kept) != plan.n:
+        raise PlanError(f"{plan.name}: says of {len(plan.kept)} ranks what they keep, has {plan.n}")
+    for rank, kept in enumerate(plan.kept):
+        for block in kept:
+            if block.kind not in (Kind.Q, Kind.KV) or block.home == rank:
+                raise PlanError(f"{plan.name}: rank {rank} keeps {block}, which is no query or key of another rank")
+    if not any(block.kind is Kind.Q for kept in plan.kept for block in kept):
+        return
+    computed = calls_by_home(plan)
+    for step in plan.steps:
+        for rank, attends in enumerate(step.attends):
+            for attend in attends:
+                for query in attend.queries if plan.keeps_queries(attend, rank) else ():
+                    if any(call is not attend and query.overlaps(other) for other, call in computed[query.home]):
+                        raise PlanError(f"{plan.name}: rank {rank} keeps the out of {query}, some of it from elsewhere")
+
+
 class _Run(NamedTuple):
     """Evenly spaced tokens from position `at` of a call on."""
 
@@ -172,13 +201,13 @@ class _Holdings:
         return any(held.contains(block) for held in self._spans.get((block.kind, block.home, block.origin), ()))
 
     def overlaps(self, block: Block) -> bool:
-        return any(_overlap(other, block) for other in self._spans.get((block.kind, block.home, block.origin), ()))
+        return any(other.overlaps(block) for other in self._spans.get((block.kind, block.home, block.origin), ()))
 
 
 def _check_flow(plan: Plan) -> None:
     held = [_Holdings() for _ in range(plan.n)]
     for rank in range(plan.n):
-        for kind in (Kind.KV, Kind.Q, Kind.Q_GRAD):
+        for kind in (Kind.KV, Kind.Q, Kind.Q_GRAD, Kind.GRAD):
             held[rank].add(Block(kind, rank, 0, plan.num_slots(kind, rank)))
     results = _Results()
     for t, step in enumerate(plan.steps):
@@ -189,7 +218,7 @@ def _check_flow(plan: Plan) -> None:
                 results.move(move, where)
         for rank, attends in enumerate(step.attends):
             for attend in attends:
-                for block in attend.inputs(plan.backward):
+                for block in plan.inputs(attend, rank):
                     if not held[rank].holds(block):
                         raise PlanError(f"{plan.name}, step {t}: rank {rank} attends {block} before it arrives")
         for move in step.moves:
@@ -200,6 +229,10 @@ def _check_flow(plan: Plan) -> None:
             for attend in attends:
                 for result in results_away(attend, rank, plan.backward):
                     results.compute(result)
+    for rank, kept in enumerate(plan.kept if not plan.backward else ()):
+        for block in kept:
+            if not held[rank].holds(block):
+                raise PlanError(f"{plan.name}: rank {rank} keeps {block}, which it never receives")
     lost = results.lost()
     if lost:
         raise PlanError(f"{plan.name}: {lost[0]} never reaches its home, nor do {len(lost) - 1} more results")
@@ -223,7 +256,7 @@ class _Results:
             carried = [result for result in unsent if block.contains(result)]
             if not carried:
                 raise PlanError(f"{where}: the source has nothing of it computed that is not sent yet")
-            if any(result not in carried and _overlap(result, block) for result in unsent):
+            if any(result not in carried and result.overlaps(block) for result in unsent):
                 raise PlanError(f"{where}: cuts a result that the source has computed as one")
             self._unsent[key] = [result for result in unsent if result not in carried]
             self._travelling[block] += 1
@@ -235,14 +268,6 @@ class _Results:
     def lost(self) -> list[Block]:
         unsent = [result for results in self._unsent.values() for result in results]
         return sorted([*unsent, *self._travelling.elements()])
-
-
-def _overlap(one: Block, other: Block) -> bool:
-    return (
-        one.start < other.stop
-        and other.start < one.stop
-        and (one.heads.covers(other.heads) or other.heads.covers(one.heads))
-    )
 
 
 def _check_move(plan: Plan, move: Move, held: list[_Holdings], where: str) -> None:

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from typing import Any
 
+import torch
+
 from ..comm.local_ranks import run_ranks
+
+# What ranks import at their start, which otherwise is most of what they do.
+_IMPORTED_ONCE = ["megatron_longctx.testing.training"]
+
+
+def start_context() -> BaseContext:
+    """How tests start processes: forks of a server that has imported torch and Megatron-Core, and done no more.
+
+    With CUDA, which does not survive a fork, every process imports for itself.
+    """
+    if torch.cuda.is_available():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    return context
+
+
+def run_quickly(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+    """`run_ranks` with ranks that start as `start_context` says."""
+    return run_ranks(fn, world_size, *args, start_method=start_context().get_start_method(), **options)
 
 
 def run_distributed(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, backend: str = "gloo"
 ) -> list[Any]:
-    """`run_ranks` with one thread a rank: what every rank's `fn(rank, *args)` returned."""
-    return run_ranks(fn, world_size, *args, timeout=timeout, backend=backend, threads=1)
+    """`run_quickly` with one thread a rank: what every rank's `fn(rank, *args)` returned."""
+    return run_quickly(fn, world_size, *args, timeout=timeout, backend=backend, threads=1)

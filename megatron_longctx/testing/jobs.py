@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -38,7 +39,7 @@ class Job:
     err: Path
     family: set[psutil.Process] = field(default_factory=set)
 
-    def wait_for(self, text: str, timeout: float = 60.0) -> None:
+    def wait_for(self, text: str, timeout: float = 120.0) -> None:
         """Wait until `text` is on standard output.
 
         Raises:
@@ -53,7 +54,7 @@ class Job:
             time.sleep(0.02)
         self.remember()
 
-    def wait(self, timeout: float = 60.0) -> int:
+    def wait(self, timeout: float = 120.0) -> int:
         """The exit code.
 
         Raises:
@@ -96,6 +97,8 @@ class Job:
 @contextlib.contextmanager
 def started(folder: Path, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[Job]:
     """Start `command` in `folder`; whatever is left of it is killed at the end of the context."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; commands would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     number = len(list(folder.glob("*.stdout")))
     out, err = folder / f"{number}.stdout", folder / f"{number}.stderr"
     with out.open("wb") as to_out, err.open("wb") as to_err:

@@ -40,6 +40,7 @@ def settled(config: Config, folder: Path | None = None) -> Config:
         workload=Workload.of(config),
         options=PlanOptions.of(par),
         over_peers=config.train.device != "cpu" and config.attention.transport != "p2p",
+        keep_received=config.keep_received,
         max_bytes=None if par.max_attention_gib is None else int(par.max_attention_gib * 2**30),
     )
     ranking = select(problem, cluster, costs)

@@ -13,6 +13,7 @@ import torch
 
 from megatron_longctx.mcore.data import TrainingData
 from megatron_longctx.mcore.tokenizer import build_tokenizer, text_of
+from megatron_longctx.testing.distributed import run_quickly
 
 ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:
@@ -67,6 +68,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_ranks_answer_as_one_does(tmp_path: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needle, "run_ranks", run_quickly)
     monkeypatch.setattr(needle, "_LESSON_TOKENS", 10_000)
     words = [
         f"run.root={tmp_path}",

@@ -23,7 +23,8 @@ from megatron_longctx.testing.tolerances import relative_error
 HOSTS = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)))
 OPTIONS = PlanOptions(inner_size=2)
 ROW_BYTES: dict[Kind, tuple[int, ...]] = {
-    Kind.Q: (64,), Kind.KV: (32,), Kind.OUT: (64, 8), Kind.Q_GRAD: (64, 64, 64, 8), Kind.DQ: (64,), Kind.DKV: (32,),
+    Kind.Q: (64,), Kind.KV: (32,), Kind.OUT: (64, 8), Kind.Q_GRAD: (64, 64, 64, 8), Kind.GRAD: (64,), Kind.DQ: (64,),
+    Kind.DKV: (32,),
 }  # fmt: skip
 
 

@@ -17,10 +17,13 @@ from megatron_longctx.attention.mixed_post import MixedPost, crossings
 from megatron_longctx.attention.post import PeerPost, outbox_of
 from megatron_longctx.attention.program import HOME, Place, Program, programs
 from megatron_longctx.comm import Exchange, Mailbox, PeerTransport, peer
-from megatron_longctx.schedules import Block, Kind, PlanOptions, build_plan
+from megatron_longctx.schedules import Block, Kind, PlanOptions, build_plan, keeping
 from megatron_longctx.testing.plans import tangled_plan
 
-ROWS = {Kind.Q: (2,), Kind.KV: (1,), Kind.OUT: (2, 1), Kind.Q_GRAD: (2, 2, 2, 1), Kind.DQ: (2,), Kind.DKV: (1,)}
+ROWS = {
+    Kind.Q: (2,), Kind.KV: (1,), Kind.OUT: (2, 1), Kind.Q_GRAD: (2, 2, 2, 1), Kind.GRAD: (2,), Kind.DQ: (2,),
+    Kind.DKV: (1,),
+}  # fmt: skip
 
 
 def row_bytes(kind: Kind, parts: int) -> tuple[int, ...]:
@@ -276,6 +279,9 @@ PLANS: dict[str, Any] = {
     "double_ring": build_plan("double_ring", 6, 75, options=PlanOptions(inner_size=3)),
     "all_gather": build_plan("all_gather", 5, 75, True, PlanOptions(8)),
     "tangled": tangled_plan(12),
+    "ulysses": build_plan("ulysses", 6, 75),
+    "ulysses, kept": keeping(build_plan("ulysses", 6, 75)),
+    "usp, kept": keeping(build_plan("usp", 6, 75, options=PlanOptions(inner_size=2))),
 }  # fmt: skip
 
 

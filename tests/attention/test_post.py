@@ -7,7 +7,7 @@ import pytest
 from megatron_longctx.attention.post import outbox_of
 from megatron_longctx.attention.program import HOME, programs
 from megatron_longctx.comm import OutboxBuilder
-from megatron_longctx.schedules import SCHEDULES, Kind, PlanOptions, Workload, backward_plan, build_plan
+from megatron_longctx.schedules import SCHEDULES, Heads, Kind, PlanOptions, Workload, backward_plan, build_plan, keeping
 from megatron_longctx.schedules.publishing import published_bytes
 
 ROW_BYTES: dict[Kind, tuple[int, ...]] = {
@@ -15,6 +15,7 @@ ROW_BYTES: dict[Kind, tuple[int, ...]] = {
     Kind.KV: (32,),
     Kind.OUT: (64, 8),
     Kind.Q_GRAD: (64, 64, 64, 8),
+    Kind.GRAD: (64,),
     Kind.DQ: (64,),
     Kind.DKV: (32,),
 }
@@ -26,9 +27,11 @@ def row_bytes(kind: Kind, parts: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("backward", [0, 1])
-def test_receivers_expect_what_senders_offer(schedule: str, backward: int) -> None:
+@pytest.mark.parametrize("keep", [False, True], ids=["fetched again", "kept"])
+def test_receivers_expect_what_senders_offer(schedule: str, backward: int, keep: bool) -> None:
     n = 4
     plan = build_plan(schedule, n, 16 * n + 3, options=PlanOptions(inner_size=2))
+    plan = keeping(plan) if keep else plan
     compiled = [programs(plan, rank)[backward] for rank in range(n)]
     boxes = [outbox_of(program, row_bytes) for program in compiled]
     for rank, program in enumerate(compiled):
@@ -104,12 +107,25 @@ def test_regions_without_a_gap_know_their_neighbours() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("backward", [0, 1])
-def test_the_price_of_peer_memory_is_what_is_laid_out(schedule: str, backward: int) -> None:
+@pytest.mark.parametrize("keep", [False, True], ids=["fetched again", "kept"])
+def test_the_price_of_peer_memory_is_what_is_laid_out(schedule: str, backward: int, keep: bool) -> None:
     n, workload = 4, Workload(8, 8, 32, element_bytes=2)
     plan = build_plan(schedule, n, 4 * 256, options=PlanOptions(inner_size=2))
+    plan = keeping(plan) if keep else plan
     sizes = {kind: workload.token_bytes(kind) for kind in Kind}
     boxes = [
         outbox_of(programs(plan, rank)[backward], lambda kind, parts: (sizes[kind] // parts,)) for rank in range(n)
     ]
     passes = backward_plan(plan) if backward else plan
     assert published_bytes(passes, workload) == pytest.approx(max(box.num_bytes for box in boxes), rel=0.01)
+
+
+def test_parts_of_the_heads_lie_side_by_side() -> None:
+    """So that one copy fills those of several peers; a rank leaves out its own part."""
+    program = programs(build_plan("ulysses", 4, 4 * 256), 1)[0]
+    box = outbox_of(program, row_bytes)
+    for kind in (Kind.Q, Kind.KV):
+        names = [("home", kind, Heads(part, 4), 0) for part in (0, 2, 3)]
+        assert [box.adjacent.get(name) for name in names[:2]] == names[1:]
+        size = 256 * row_bytes(kind, 4)[0]
+        assert [box.regions[name] - box.regions[names[0]] for name in names] == [0, size, 2 * size]

@@ -219,7 +219,7 @@ def check_slots(program):
                         assert (key.home, key.start + offset) == (program.rank, i)
             assert not pieces
         for receive in step.receives:
-            kind, size, parts = program.slots[receive.place.slot]
+            kind, size, parts, _ = program.slots[receive.place.slot]
             assert parts == receive.block.heads.parts
             assert kind is receive.place.kind is receive.block.kind
             assert 0 <= receive.place.start < receive.place.stop <= size

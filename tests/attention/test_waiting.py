@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.comm import P2PTransport
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import random_qkv, shard
 
 LATE = 0.2
 
 
-def _wait_for_a_late_peer(rank: int) -> list[float]:
+def _wait_for_a_late_peer(rank: int, folder: Path) -> list[float]:
+    waiting = folder / "waiting"
+    wait = P2PTransport.wait
+
+    def told(*arguments: object) -> None:
+        waiting.touch()
+        wait(*arguments)
+
     attention = ContextParallelAttention(dist.group.WORLD, schedule="zigzag")
     with pytest.raises(RuntimeError, match=r"call measure_waiting\(\) first"):
         attention.waited_seconds()
@@ -25,15 +34,19 @@ def _wait_for_a_late_peer(rank: int) -> list[float]:
     found = []
     for late in (False, True):
         dist.barrier()
+        if late and rank == 0:
+            P2PTransport.wait = told
         if late and rank == 1:
+            while not waiting.exists():  # since rank 0 may itself be late
+                time.sleep(0.01)
             time.sleep(LATE)
         attention(q, k, v, length=16)
         found.append(attention.waited_seconds())
     return [*found, attention.waited_seconds()]
 
 
-def test_a_rank_waits_for_its_late_peer() -> None:
-    for rank, (prompt, late, rest) in enumerate(run_distributed(_wait_for_a_late_peer, 2)):
+def test_a_rank_waits_for_its_late_peer(tmp_path: Path) -> None:
+    for rank, (prompt, late, rest) in enumerate(run_distributed(_wait_for_a_late_peer, 2, tmp_path)):
         assert prompt > 0 and rest == 0
         if rank == 0:
             assert late > LATE / 2

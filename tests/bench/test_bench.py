@@ -15,12 +15,6 @@ from megatron_longctx.schedules.calibration import load_calibration
 from megatron_longctx.topology import load_cluster
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "megatron_longctx"
-
-
 def test_calibrate_leaves_what_auto_goes_by(cache: Path, tmp_path: Path) -> None:
     settings = ["parallelism=cp2", "train.device=cpu", "attention.kernel=cpu"]
     words = ["--ranks", "2", "--device", "cpu", "--max-tokens", "64", "--cluster", str(tmp_path / "here.yaml")]

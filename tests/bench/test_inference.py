@@ -23,8 +23,7 @@ from megatron_longctx.topology import Cluster, Network
 SETTINGS = ["parallelism=cp2", "train.device=cpu", "train.precision=fp32", "model.num_layers=2", "attention.kernel=cpu"]
 
 
-def test_it_measures_rings_beside_rules_and_decodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_it_measures_rings_beside_rules_and_decodes(tmp_path: Path) -> None:
     config = compose_config(SETTINGS)
     # Links so slow that, priced by this file, fewest bytes are best: the verb has to go by it, and not to calibrate.
     cluster = Cluster("slow", 2, 1, network=Network(1, 1e-4, 1e-6))
@@ -53,12 +52,14 @@ def test_it_measures_rings_beside_rules_and_decodes(monkeypatch: pytest.MonkeyPa
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG") and list(path.parent.iterdir()) == [path]
 
 
-def test_decoding_alone_takes_no_calibration_and_no_prompts(tmp_path: Path) -> None:
+def test_decoding_alone_takes_no_calibration_and_no_prompts(cache: Path, tmp_path: Path) -> None:
     out = tmp_path / "decode.json"
+    settings = [*SETTINGS, "inference.decode=plan", "inference.mode=one_hop"]
     words = "--decode-only --context 2 --lengths 3000 --batches 3 --tokens 3"
-    assert cli.main(["bench", "inference", *SETTINGS, "inference.decode=plan", *words.split(), "--out", str(out)]) == 0
+    assert cli.main(["bench", "inference", *settings, *words.split(), "--out", str(out)]) == 0
     data = json.loads(out.read_text())
     (found,) = data["decode"]
+    assert not cache.exists()
     assert data["first_token"] == data["rules"] == [] and not out.with_suffix(".png").exists()
     assert found["mode"] == "one_hop" and found["cached"] == 3000
     shape = data["model"]

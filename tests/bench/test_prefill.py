@@ -13,8 +13,7 @@ from megatron_longctx.bench.prefill import Ask, Prefill, table
 SETTINGS = ["parallelism.tensor_parallel_size=2", "train.device=cpu", "train.precision=fp32", "model.num_layers=1"]
 
 
-def test_it_measures_every_reduction(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_it_measures_every_reduction(tmp_path: Path) -> None:
     out = tmp_path / "prefill.json"
     words = "--lengths 48,16 --reductions none,int8,int4 --iterations 2 reduction.min_kib=0 attention.kernel=cpu"
     assert cli.main(["bench", "prefill", *SETTINGS, *words.split()[-2:], *words.split()[:-2], "--out", str(out)]) == 0

@@ -207,6 +207,12 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (["reduction.min_kib=-1"], "reduction.min_kib=-1.0", "at least 0 KiB"),
         (["logging.wandb=on"], "logging.wandb=on", "one of offline, online, disabled"),
         (["attention.kernel=triton"], "attention.kernel=triton", "one of auto, cudnn"),
+        (["attention.keep_received=always"], "attention.keep_received=always", "one of auto, true, false"),
+        (
+            ["attention.keep_received=true", "recompute=attention_output"],
+            "attention.keep_received=true",
+            "auto or false with recompute.mode=attention_output",
+        ),
         (
             ["parallelism.schedule=zig_zag"],
             "parallelism.schedule=zig_zag",

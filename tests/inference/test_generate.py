@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 
 from megatron_longctx import cli
 from megatron_longctx.config import Config
+from megatron_longctx.testing.distributed import start_context
 from megatron_longctx.testing.jobs import CLI, clean_environment
 
 SUMMARY = r"(\d+) tokens, (\d+) of them cached before this turn; first token after [\d.]+ s; [\d.]+ ms per token; cache"
@@ -20,13 +24,36 @@ def run_of(config: Config) -> str:
     return f"checkpoint={Path(config.run.root, config.run.name)}"
 
 
-def generate(words: Sequence[str], typed: str = "") -> tuple[str, str]:
-    """Standard output and error of the verb, which has to succeed."""
+def _verb(folder: Path, words: list[str], environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    flags = (os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT] * 2)
+    for stream, (name, flag) in enumerate(zip(("in", "out", "err"), flags, strict=True)):
+        os.dup2(os.open(folder / name, flag), stream)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (multiprocessing has put /dev/null there)
+    sys.exit(cli.main(["generate", *words]))
+
+
+def generate(folder: Path, words: Sequence[str], typed: str = "") -> tuple[str, str]:
+    """Standard output and error of the verb, which has to succeed, without the start of an interpreter."""
+    here = Path(tempfile.mkdtemp(dir=folder))
+    (here / "in").write_text(typed)
+    environment = clean_environment(CUDA_VISIBLE_DEVICES="")
+    process = start_context().Process(target=_verb, args=(here, list(words), environment))
+    process.start()
+    process.join(300)
+    out, err = ((here / name).read_text() for name in ("out", "err"))
+    assert process.exitcode == 0, err
+    return out, err
+
+
+def generate_as_a_command(words: Sequence[str], typed: str = "") -> tuple[str, str]:
+    """As `generate`, as a shell starts it."""
     done = subprocess.run(
         [*CLI, "generate", *words],
         input=typed.encode(),
         capture_output=True,
-        timeout=120,
+        timeout=300,
         env=clean_environment(CUDA_VISIBLE_DEVICES=""),
     )
     assert done.returncode == 0, done.stderr.decode()
@@ -36,17 +63,17 @@ def generate(words: Sequence[str], typed: str = "") -> tuple[str, str]:
 def test_the_text_is_the_same_at_any_sizes_and_alone_on_standard_output(trained: Config, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("abc de fg, ü")
     common = [run_of(trained), f"prompt_file={tmp_path}/prompt.txt", "inference.max_new_tokens=12"]
-    alone, said = generate(common)
+    alone, said = generate(tmp_path, common)
     assert re.search(SUMMARY + r" \d+ of \d+ pages, 0\.000 GiB", said) and said.count("cached before this turn") == 1
     assert alone.endswith("\n") and len(alone.encode()) >= 6 and "cache" not in alone
-    sharded, said = generate([*common, "parallelism.context_parallel_size=2", "inference.mode=pass_q"])
+    sharded, said = generate_as_a_command([*common, "parallelism.context_parallel_size=2", "inference.mode=pass_q"])
     assert sharded == alone
     assert "13 new and 0 cached tokens of 1 sequences on 2 ranks: pass_q by inference.mode=pass_q" in said
 
 
-def test_a_chat_computes_only_what_is_new(trained: Config) -> None:
+def test_a_chat_computes_only_what_is_new(trained: Config, tmp_path: Path) -> None:
     words = [run_of(trained), "parallelism=cp2", "inference.max_new_tokens=3", "inference.temperature=0.5", "--chat"]
-    out, said = generate(words, "abc\nde\n")
+    out, said = generate(tmp_path, words, "abc\nde\n")
     # Three tokens an answer: the last is computed with the next turn's.
     assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, said)] == [(7, 0), (13, 6)]
     assert out.count("\n") >= 2
@@ -56,15 +83,16 @@ def test_a_chat_by_a_template_computes_what_its_text_does_not_begin_with(trained
     template = tmp_path / "chat.jinja"
     words = [run_of(trained), "inference.max_new_tokens=3", f"inference.chat_template={template}", "--chat"]
     template.write_text("{% for m in messages %}{{ m.content }}.{% endfor %}")
-    _, said = generate(["parallelism=cp2", *words], "abcdefgh\nabc\n")
+    _, said = generate(tmp_path, ["parallelism=cp2", *words], "abcdefgh\nabc\n")
     assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, said)] == [(9 + 3, 0), (9 + 3 + 1 + 4 + 3, 9 + 2)]
     # An answer comes where this one has a bracket later: the conversation is computed anew.
     template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
-    out, said = generate(["parallelism=single", *words], "abcdefgh\nabc\n")
+    out, said = generate(tmp_path, ["parallelism=single", *words], "abcdefgh\nabc\n")
     assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, said)] == [(10 + 3, 0), (10 + 5 + 5 + 3, 0)]
     first, second = out.splitlines()
     prompt = f"prompt=[abcdefgh][{first}][abc]"
-    assert generate([run_of(trained), "parallelism=single", prompt, *words[1:2]])[0] == second + "\n"
+    again, _ = generate(tmp_path, [run_of(trained), "parallelism=single", prompt, *words[1:2]])
+    assert again == second + "\n"
 
 
 @pytest.mark.parametrize(

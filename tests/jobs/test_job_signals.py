@@ -20,7 +20,7 @@ from megatron_longctx.testing.jobs import (
     steps_recorded,
 )
 
-STEPS = 80
+STEPS = 400  # so many that a test that is held up still stops it before the end
 TORCHRUN = (CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.cli")
 
 
@@ -66,12 +66,12 @@ def test_the_second_interrupt_ends_the_job_at_once(workplace: Path, tiny: tuple[
         job.process.send_signal(signal.SIGINT)
         job.wait_for("interrupted: stopping after this step")
         job.process.send_signal(signal.SIGINT)
-        assert job.wait(5) == 130, job.said()
+        assert job.wait() == 130, job.said()
         assert job.err.read_text() == "megatron-longctx train: interrupted\n"
-        assert job.left_over(5) == []
+        assert job.left_over() == []
 
 
-@pytest.mark.parametrize("moment", ["starting 2 cpu ranks", "step  2/"])
+@pytest.mark.parametrize("moment", ["starting 2 cpu ranks", "step   2/"])
 def test_killing_the_launcher_leaves_no_ranks(workplace: Path, tiny: tuple[str, ...], moment: str) -> None:
     with started(workplace, command(tiny)) as job:
         job.wait_for(moment)
@@ -93,12 +93,12 @@ def test_under_torchrun_usr1_to_the_ranks_checkpoints_and_ends_with_success(
 ) -> None:
     settings = command(tiny)[len(CLI) :]
     with started(workplace, [*TORCHRUN, *settings]) as job:
-        job.wait_for("step  2/")
+        job.wait_for("step   2/")
         for rank in psutil.Process(job.process.pid).children():
             rank.send_signal(signal.SIGUSR1)
         last = checked_stop(job, workplace / "runs/default", 0)
     with started(workplace, [*TORCHRUN, *settings]) as job:
-        job.wait_for(f"step {last + 2:>2}/")
+        job.wait_for(f"step {last + 2:>3}/")
         job.process.terminate()  # torchrun passes it on, and then ends with a failure of its own
         job.wait()
         assert first_step(job) == last + 1
@@ -123,7 +123,7 @@ def test_tasks_of_a_slurm_step_find_each_other_and_stop_on_term(workplace: Path,
         )
 
     with started(workplace, command(tiny), task(0)) as first, started(workplace, command(tiny), task(1)) as second:
-        first.wait_for("step  2/")
+        first.wait_for("step   2/")
         os.kill(first.process.pid, signal.SIGTERM)
         os.kill(second.process.pid, signal.SIGTERM)
         assert second.wait() == 0, second.said()

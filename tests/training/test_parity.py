@@ -17,7 +17,7 @@ from megatron_longctx.testing.training import Job, Record, relative_error, run_j
 
 FP32 = 1e-5
 BF16_TIMES_SINGLE = 2.0
-LATER = {20: 10, 6: 4}
+LATER = {20: 10, 8: 5, 6: 4}
 
 CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))
 SCHEDULE, BOUND = "parallelism.schedule", "parallelism.max_buffer_tokens"
@@ -32,7 +32,7 @@ OVERLAP = {"parallelism.overlap_grad_reduce": True, "parallelism.overlap_param_g
 # after each end of document) make the ranks' shares of the loss unequal even where their lengths are equal.
 SHORT = {"train.steps": 6}
 MODELS: dict[str, dict[str, Any]] = {
-    "gqa": {"data.mask_eod_loss": True, "train.steps": 20},
+    "gqa": {"data.mask_eod_loss": True, "train.steps": 8},
     "bf16": {"data.mask_eod_loss": True, "train.steps": 20, "train.precision": "bf16"},
     "mha uneven": {**SHORT, "model.num_kv_heads": 4, "data.seq_length": 101, "data.mask_eod_loss": True,
                    "train.micro_batch_size": 2, "train.global_batch_size": 4},

@@ -1,0 +1,175 @@
+"""What README.md and docs/ say is there: links, files, commands, settings, rooms; and the script they print runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx.cli import _parser
+from megatron_longctx.compose import compose_config
+from megatron_longctx.config import Config
+from megatron_longctx.inference_job import split_words
+from tests.test_import_law import PACKAGE, ROOMS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", ROOT / "launch" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+FOLDERS = ("recipes", "launch", "analysis", "tests", "docs", PACKAGE)
+GROUPS = {field.name: field.default_factory for field in dataclasses.fields(Config)}
+OWN_WORDS = ("checkpoint", "prompt", "prompt_file", "iteration")
+
+
+def prose(page: Path) -> str:
+    return FENCED.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for link in LINK.findall(prose(page)):
+        if re.match(r"\w+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists():
+            yield f"{link}: no such file"
+        elif anchor and anchor not in anchors(target):
+            yield f"{link}: no such heading"
+
+
+def wrong_names(page: Path) -> Iterator[str]:
+    """Files and settings, written as code, that are not there."""
+    for code in CODE.findall(prose(page)):
+        word = code.partition("=")[0]
+        if re.fullmatch(rf"({'|'.join(FOLDERS)})/[\w./+-]*", code) and not (ROOT / code).exists():
+            yield f"{code}: no such file"
+        elif (found := re.fullmatch(r"(\w+)\.([a-z_0-9]+)", word)) and found[1] in GROUPS:
+            files = (ROOT / "launch" / word, ROOT / PACKAGE / word, ROOT / PACKAGE / found[1] / f"{found[2]}.py")
+            if not any(file.exists() for file in files) and not hasattr(GROUPS[found[1]](), found[2]):
+                yield f"{word}: no such setting"
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Lines of the page's shell blocks, those that a backslash continues joined; comments stay."""
+    for language, block in FENCED.findall(page.read_text(encoding="utf-8")):
+        if language == "bash":
+            yield from filter(None, (line.strip() for line in block.replace("\\\n", " ").splitlines()))
+
+
+def refuse_command(line: str) -> None:
+    """Raise what `line` is refused with, if it is ours; nothing is run."""
+    words = shlex.split(line, comments=True)
+    if words[:1] == ["megatron-longctx"]:
+        arguments = _parser().parse_args(words[1:])
+        if "settings" in arguments:
+            compose_config(split_words(arguments.settings, OWN_WORDS)[1])
+    elif words[:2] == ["python", "-m"] or words[:1] == ["python"]:
+        script = words[2].replace(".", "/") if words[1] == "-m" else words[1].removesuffix(".py")
+        source = next(p for p in (ROOT / f"{script}.py", ROOT / script / "__main__.py") if p.exists()).read_text()
+        missing = [word for word in words if word.startswith("--") and f'"{word}"' not in source]
+        assert not missing, f"{script} has no {', '.join(missing)}"
+    elif words[:1] == ["make"]:
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"make has no {words[1]}"
+
+
+COMMANDS = [(page.name, line) for page in PAGES for line in commands(page) if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_files_and_settings_exist(page: Path) -> None:
+    assert [*broken_links(page), *wrong_names(page)] == []
+
+
+def test_commands_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(COMMANDS) > 20
+    refused = []
+    for page, line in COMMANDS:
+        try:
+            refuse_command(line)
+        except (ValueError, AssertionError, StopIteration, SystemExit) as error:
+            refused.append(f"{page}: {line}\n  {error or type(error).__name__} {capsys.readouterr().err}")
+    assert refused == [], "\n".join(refused)
+
+
+def test_every_room_is_described_in_its_place() -> None:
+    table = re.search(r"^\| room \|.*?\n\n", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert table is not None
+    firsts = [line.split("|")[1] for line in table[0].strip().splitlines()[2:]]
+    described = [name.strip("/").removesuffix(".py") for first in firsts for name in CODE.findall(first)]
+    package = ROOT / PACKAGE
+    there = [room for room in ROOMS if (package / room).is_dir() or (package / f"{room}.py").is_file()]
+    assert sorted(described) == sorted(there)
+    leading = [CODE.findall(first)[0].strip("/").removesuffix(".py") for first in firsts]
+    assert leading == sorted(leading, key=ROOMS.index)
+
+
+def test_the_script_of_docs_megatron_gives_the_same_losses_on_several_ranks(tmp_path: Path) -> None:
+    [script] = [b for kind, b in FENCED.findall((ROOT / "docs/megatron.md").read_text()) if kind == "python"]
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    jobs = [started(path, ranks) for ranks in (1, 3)]
+    one, three = (losses(job) for job in jobs)
+    assert len(one) == 4 and one[-1] < one[0]
+    assert three == pytest.approx(one, abs=2e-4)
+
+
+def started(script: Path, ranks: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        cwd=script.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def losses(job: subprocess.Popen[str]) -> list[float]:
+    try:
+        out, err = job.communicate(timeout=300)
+    finally:
+        job.terminate()
+    assert job.returncode == 0, err
+    return [float(number) for number in re.findall(r"^step \d: loss (.*)$", out, re.MULTILINE)]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("[x](nowhere.md)", "nowhere.md: no such file"),
+        ("# A title\n[x](#another)", "#another: no such heading"),
+        ("`recipes/none.yaml`", "recipes/none.yaml: no such file"),
+        ("`train.stepps=3`", "train.stepps: no such setting"),
+    ],
+)
+def test_what_is_not_there_is_found(tmp_path: Path, text: str, wrong: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text + "\n[y](#a-title) `train.steps` `recipes/config.yaml`\n# A title\n")
+    assert [*broken_links(page), *wrong_names(page)] == [wrong]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "megatron-longctx plan --colour",
+        "megatron-longctx train modle=tiny",
+        "megatron-longctx serve checkpoint=runs/a serve.porrt=1",
+        "python -m analysis.nothing",
+        "python -m analysis.needle --depth 3",
+        "make coffee",
+    ],
+)
+def test_a_command_that_is_not_there_is_found(line: str) -> None:
+    with pytest.raises((ValueError, AssertionError, StopIteration, SystemExit)):
+        refuse_command(line)
