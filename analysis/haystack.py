@@ -39,18 +39,20 @@ def asked(key: str) -> str:
     return f"?{key}"
 
 
-def code_of(draw: random.Random) -> str:
-    return "".join(draw.choices(string.ascii_uppercase, k=CODE))
+def code_of(draw: random.Random, letters: str = string.ascii_uppercase) -> str:
+    return "".join(draw.choices(letters, k=CODE))
 
 
 def lesson(length: int, draw: random.Random) -> str:
     """`length` characters to learn from: needles, questions for any earlier one among them, and filler.
 
     Short and long ways from needle to question come in one text, many and few needles. In every second text all
-    questions wait for a place in it, so that their needles have been named nowhere near.
+    questions wait for a place in it, so that their needles have been named nowhere near. In every second text codes
+    are of few letters, so that a letter does not tell which one comes after it.
     """
     filler = draw.uniform(0.0, 0.8)
     wait = draw.uniform(0.0, 0.9) * length if draw.random() < 0.5 else 0.0
+    letters = "".join(draw.sample(string.ascii_uppercase, draw.choice((5, 26))))
     keys = draw.sample(KEYS, draw.randint(1, 6))
     codes: dict[str, str] = {}
     parts: list[str] = []
@@ -61,7 +63,7 @@ def lesson(length: int, draw: random.Random) -> str:
             part = draw.choice(FILLER)
         elif new:
             key = keys[len(codes)]
-            codes[key] = code_of(draw)
+            codes[key] = code_of(draw, letters)
             part = needle(key, codes[key])
         else:
             # Else what was named last would mostly do.
@@ -74,7 +76,7 @@ def lesson(length: int, draw: random.Random) -> str:
 
 
 def lessons(length: int, count: int, seed: int) -> Iterator[str]:
-    """`count` texts that fill a sequence of `length` tokens each."""
+    """`count` lessons of `length` tokens each."""
     draw = random.Random(seed)
     for _ in range(count):
         yield lesson(length, draw)
