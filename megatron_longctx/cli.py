@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
-from .config import TOKENIZERS
+from .config import KEEP_RECEIVED, TOKENIZERS
 
 _EPILOG = """\
 Settings are words of the form group=NAME or key.subkey=value, e.g.
@@ -144,6 +144,12 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     attention.add_argument("--modes", default="all", help="all, or names separated by commas")
     attention.add_argument("--kernel", default="auto")
     attention.add_argument("--transport", choices=("auto", "peer", "p2p"), default="auto", help="how blocks travel")
+    attention.add_argument(
+        "--keep-received", choices=KEEP_RECEIVED, default="false", help="as attention.keep_received (default: false)"
+    )
+    attention.add_argument(
+        "--graph-tokens", type=int, default=4096, help="as attention.graph_tokens, 0 for no graphs (default: 4096)"
+    )
     attention.add_argument("--iterations", type=int, default=10)
     attention.add_argument("--peers", action="store_true", help="also time other packages' context parallelism")
     attention.add_argument("--check", action="store_true", help="also compare results with one device's")
@@ -251,7 +257,8 @@ def _bench(arguments: argparse.Namespace) -> None:
     else:
         where = command.Where(where.ranks, where.device, arguments.kernel, arguments.transport)
         cases = command.cases(arguments.lengths, arguments.heads, arguments.head_dim, arguments.dtype)
-        how = command.How(arguments.iterations, arguments.check, arguments.peers)
+        said = (arguments.iterations, arguments.check, arguments.peers)
+        how = command.How(*said, arguments.keep_received, arguments.graph_tokens)
         command.run_attention(where, cases, arguments.modes, how, arguments.out)
 
 

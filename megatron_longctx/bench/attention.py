@@ -57,6 +57,17 @@ class Contender:
     make: Callable[[Case], tuple[Call, Layout]]
     schedule: str | None = None
     options: PlanOptions = DEFAULT_OPTIONS
+    keep_received: str = "false"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What this package's modes are told besides their names, as in the configuration's `attention`."""
+
+    kernel: str = "auto"
+    transport: str = "auto"
+    keep_received: str = "false"
+    graph_tokens: int = 4096
 
 
 @dataclass
@@ -82,7 +93,7 @@ class Measurement:
         return None if self.forward_s is None or self.backward_s is None else self.forward_s + self.backward_s
 
 
-def modes(group: dist.ProcessGroup, kernel: str, transport: str, names: Sequence[str]) -> list[Contender]:
+def modes(group: dist.ProcessGroup, setting: Setting, names: Sequence[str]) -> list[Contender]:
     """This package's modes as contenders; usp with every group size."""
     n = dist.get_world_size(group)
     found = []
@@ -92,10 +103,8 @@ def modes(group: dist.ProcessGroup, kernel: str, transport: str, names: Sequence
             sizes = [k for k in range(2, n) if n % k == 0]
             choices = [(f"usp (inner_size={k})", PlanOptions(inner_size=k)) for k in sizes]
         for label, options in choices:
-            attention = ContextParallelAttention(
-                group, schedule=name, kernel=kernel, options=options, transport=transport
-            )
-            found.append(Contender(label, _calls_of(attention), name, options))
+            attention = ContextParallelAttention(group, schedule=name, options=options, **asdict(setting))
+            found.append(Contender(label, _calls_of(attention), name, options, setting.keep_received))
     return found
 
 
@@ -272,7 +281,7 @@ def _heads(case: Case) -> str:
 
 def _predict(found: Measurement, contender: Contender, case: Case, calibration: Calibration, n: int) -> None:
     assert contender.schedule is not None
-    problem = Problem(n, case.length, case.workload)
+    problem = Problem(n, case.length, case.workload, keep_received=contender.keep_received)
     candidates = [(contender.schedule, contender.options)]
     (priced,) = rank_modes(problem, calibration.cluster, calibration.costs, candidates=candidates)
     if priced.forward and priced.backward:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from ..schedules.cost import GIB, Workload
 from ..topology import Cluster, save_cluster
 from . import attention
 from .calibrate import Effort, calibrate, measured_cluster
+from .packages import Found
 from .peers import peers
 
 logger = logging.getLogger(__name__)
@@ -60,11 +61,17 @@ class Where:
 
 @dataclass(frozen=True)
 class How:
-    """iterations: of each measurement. check: compare results with one device's. peers: also measure other packages."""
+    """iterations: of each measurement. check: compare results with one device's. peers: also measure other packages.
+    keep_received, graph_tokens: as in the configuration's `attention`."""
 
     iterations: int
     check: bool = False
     peers: bool = False
+    keep_received: str = "false"
+    graph_tokens: int = 4096
+
+    def setting(self, where: Where) -> attention.Setting:
+        return attention.Setting(where.kernel, where.transport, self.keep_received, self.graph_tokens)
 
 
 def run_calibrate(where: Where, workload: Workload, max_tokens: int | None, cluster_file: Path | None) -> Path:
@@ -121,6 +128,8 @@ def run_attention(where: Where, cases: Sequence[attention.Case], modes: str, how
     for name in names:
         if name not in attention.ALL_MODES:
             raise refuse("--modes", name, f"all, or of {', '.join(attention.ALL_MODES)}", "Separate names by commas.")
+    if how.graph_tokens < 0:
+        raise refuse("--graph-tokens", how.graph_tokens, "0 or more", "Take 0 for no graphs.")
     if not out.parent.is_dir():
         raise refuse("--out", out, "a file in a folder that exists", "Make the folder first.")
     found = start(where, _attention, tuple(cases), names, how, (where, out))[0]
@@ -129,22 +138,25 @@ def run_attention(where: Where, cases: Sequence[attention.Case], modes: str, how
 
 
 class _Attention(NamedTuple):
-    """absent: a line for each other package that is not here."""
+    """notes, absent: lines about other packages, those that are here and those that are not."""
 
     found: list[attention.Measurement]
     calibrations: dict[str, Calibration]
+    notes: list[str]
     absent: list[str]
 
 
 def _record_attention(where: Where, how: How, out: Path, measured: _Attention) -> list[str]:
     """Write the JSON and the table, whose lines it returns."""
-    found, calibrations, absent = measured
+    found, calibrations, notes, absent = measured
+    setting = how.setting(where)
     chosen = attention.choices(found)
     facts = environment()
     data = {
         "what": "context-parallel attention, forward and backward, causal",
         "ranks": where.ranks,
         "iterations": how.iterations,
+        "configuration": asdict(setting),
         "environment": facts,
         "calibrations": {
             heads: {"kernel": c.kernel, "transport": c.transport, "merge_gibps": c.costs.merge_gibps,
@@ -153,6 +165,7 @@ def _record_attention(where: Where, how: How, out: Path, measured: _Attention) -
         },
         "measurements": attention.as_data(found),
         "auto": chosen,
+        "notes": notes,
         "absent": absent,
     }  # fmt: skip
     out.write_text(json.dumps(data, indent=1) + "\n")
@@ -163,8 +176,10 @@ def _record_attention(where: Where, how: How, out: Path, measured: _Attention) -
         "|---|---|---|---|---|",
     ]
     lines += [f"| {c['length']:,} | {c['heads']} | {c['auto']} | {c['best']} | {c['slower']:.1%} |" for c in chosen]
-    lines += ["", *absent] if absent else []
+    for line in (*notes, *absent):
+        lines += ["", line]
     head = f"{where.ranks} x {facts['device']}, {facts['date'][:10]}, commit {str(facts['commit'])[:9]}. Times in ms."
+    head += f" keep_received={setting.keep_received}, graph_tokens={setting.graph_tokens}."
     out.with_suffix(".md").write_text("\n".join([head, "", *lines]) + "\n")
     return lines
 
@@ -219,17 +234,15 @@ def _attention(
         if heads not in calibrations:
             calibrations[heads] = _kept_or_measured(rank, group, device, case.workload, where)
     bench = attention.Bench(group, device, where.kernel, how.iterations, how.check)
-    contenders = attention.modes(group, where.kernel, where.transport, names)
-    absent: list[str] = []
-    if how.peers:
-        others, absent = peers(group, where.kernel)
-        contenders += others
+    contenders = attention.modes(group, how.setting(where), names)
+    others = peers(group, where.kernel) if how.peers else Found([], [], [])
+    contenders += others.contenders
 
     def keep(found: list[attention.Measurement]) -> None:
         if rank == 0:
-            _record_attention(where, how, out, _Attention(found, calibrations, absent))
+            _record_attention(where, how, out, _Attention(found, calibrations, others.notes, others.absent))
 
-    return _Attention(bench.run(cases, contenders, calibrations, keep), calibrations, absent)
+    return _Attention(bench.run(cases, contenders, calibrations, keep), calibrations, others.notes, others.absent)
 
 
 def _kept_or_measured(

@@ -14,19 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..attention import ContextParallelAttention
 from ..layout import Layout, build_layout
 from .attention import Call, Case, Contender
-from .packages import packages
+from .packages import Found, packages
 
 _OPEN = ExitStack()
 """torch's context_parallel stays entered: backward needs it as well."""
 
 
-def peers(group: dist.ProcessGroup, kernel: str) -> tuple[list[Contender], list[str]]:
-    """All that can be imported here, and a line for each that cannot; every rank of `group` calls this."""
+def peers(group: dist.ProcessGroup, kernel: str) -> Found:
+    """All that can be imported here; every rank of `group` calls this."""
     found = [Contender("NCCL Ulysses", partial(_ulysses, group, kernel))]
     for rotation in ("allgather", "alltoall"):
         found.append(Contender(f"torch context_parallel, {rotation}", partial(_torch, group, rotation)))
-    others, absent = packages(group)
-    return found + others, absent
+    others = packages(group, kernel)
+    return others._replace(contenders=found + others.contenders)
 
 
 class _AllToAll(torch.autograd.Function):

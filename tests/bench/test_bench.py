@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_longctx import cli
-from megatron_longctx.bench.attention import Measurement, choices, table
+from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.bench import attention
+from megatron_longctx.bench.attention import Measurement, Setting, choices, table
 from megatron_longctx.bench.command import cases
-from megatron_longctx.bench.packages import ENGINE, RING, why_not
+from megatron_longctx.bench.ring_package import RING
 from megatron_longctx.schedules.calibration import load_calibration
+from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.topology import load_cluster
 
 
@@ -36,15 +42,18 @@ def test_calibrate_leaves_what_auto_goes_by(cache: Path, tmp_path: Path) -> None
 def test_attention_measures_predicts_and_checks(tmp_path: Path) -> None:
     out = tmp_path / "modes.json"
     words = "--device cpu --lengths 96 --heads 4:2 --head-dim 16 --dtype fp32 --iterations 2 --check --ranks 2 --peers"
+    words += " --keep-received true --graph-tokens 0"
     assert cli.main(["bench", "attention", *words.split(), "--modes", "zigzag,ulysses", "--out", str(out)]) == 0
     data = json.loads(out.read_text())
     by_name = {m["name"]: m for m in data["measurements"]}
     assert set(by_name) >= {"one device, equal FLOPs", "zigzag", "ulysses", "NCCL Ulysses"}
     assert max(by_name["NCCL Ulysses"]["errors"].values()) < 1e-5
-    for name, module in (("ring-flash-attn", RING), ("TransformerEngine", ENGINE)):
-        lines = [line for line in data["absent"] if line.startswith(f"{name} is not measured: {module} cannot be")]
-        assert len(lines) == (why_not(module) is not None)
-        assert all(line in out.with_suffix(".md").read_text() for line in lines)
+    asked = {"kernel": "auto", "transport": "auto", "keep_received": "true", "graph_tokens": 0}
+    assert data["configuration"] == asked and "keep_received=true, graph_tokens=0" in out.with_suffix(".md").read_text()
+    for name, module in (("ring-flash-attn", RING), ("TransformerEngine", "transformer_engine")):
+        here = importlib.util.find_spec(module) is not None
+        (line,) = [line for line in data["notes" if here else "absent"] if line.startswith(name)]
+        assert line in out.with_suffix(".md").read_text()
     for name in ("zigzag", "ulysses"):
         m = by_name[name]
         assert m["forward_s"] > 0 and m["backward_s"] > 0 and m["predicted_forward_s"] > 0
@@ -59,6 +68,7 @@ def test_attention_measures_predicts_and_checks(tmp_path: Path) -> None:
         (["links", "--out", "here.txt"], "expected a .yaml file"),
         (["links", "--ranks", "1", "--out", "here.yaml"], "--ranks=1: expected 2 or more"),
         (["attention", "--modes", "zigzag,spiral", "--out", "x.json"], "--modes=spiral: expected all, or of"),
+        (["attention", "--graph-tokens", "-1", "--out", "x.json"], "--graph-tokens=-1: expected 0 or more"),
         (["attention", "--heads", "3:2", "--out", "x.json"], "--heads=3:2: expected query heads that are a multiple"),
         (["attention", "--heads", "3", "--out", "x.json"], "expected like 32:8,32:32 and 32768,65536"),
         (["attention", "--out", "gone/x.json"], "--out=gone/x.json: expected a file in a folder that exists"),
@@ -91,3 +101,22 @@ def test_the_choice_is_judged_by_what_was_measured() -> None:
     found = [measured("a", 1.0, 9.0), measured("b", 1.5, 2.0), Measurement("c", 64, "4:2", reason="no")]
     assert choices(found) == [{"length": 64, "heads": "4:2", "auto": "b", "best": "a", "slower": 0.5}]
     assert "not possible: no" in table(found)
+
+
+def _told(rank: int) -> list[tuple[bool, int, str]]:
+    group = dist.group.WORLD
+    assert group is not None
+    made: list[ContextParallelAttention] = []
+
+    class Recorded(ContextParallelAttention):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    attention.ContextParallelAttention = Recorded  # type: ignore[misc]
+    contenders = attention.modes(group, Setting("reference", "p2p", "auto", 7), ["ulysses", "zigzag"])
+    return [(a.keeps_received(64), a._graph_tokens, c.keep_received) for a, c in zip(made, contenders, strict=True)]
+
+
+def test_modes_are_told_what_to_keep_and_what_to_replay() -> None:
+    assert run_distributed(_told, 2) == [[(True, 7, "auto"), (False, 7, "auto")]] * 2
