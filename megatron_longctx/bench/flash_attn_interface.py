@@ -6,6 +6,7 @@ are (out, lse, softmax, rng_state), of which the last two are for dropout; backw
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,13 +41,18 @@ def functions(kernel: str) -> dict[str, Callable[..., Any]]:
             queries than keys, or no kernel can serve.
     """
 
+    chosen = functools.cache(functools.partial(choose, kernel))  # as our own modes choose: once, not in every call
+
+    def of(q: Tensor, k: Tensor) -> AttentionKernel:
+        return chosen(KernelRequest(q.device.type, q.dtype, q.shape[3], q.shape[2], k.shape[2]))
+
     # Plain functions, since callers look into their signatures.
     def _flash_attn_forward(
         q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, **rest: Any
     ) -> Outputs:
         _only_plain(rest)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        out, lse = _forward(_chosen(kernel, q, k), (q, k, v), causal, softmax_scale)
+        out, lse = _forward(of(q, k), (q, k, v), causal, softmax_scale)
         return out.transpose(0, 1), lse.permute(1, 2, 0), None, None
 
     def _flash_attn_backward(
@@ -66,14 +72,14 @@ def functions(kernel: str) -> dict[str, Callable[..., Any]]:
         _only_plain(rest)
         dout, q, k, v, out, dq, dk, dv = (x.transpose(0, 1) for x in (dout, q, k, v, out, dq, dk, dv))
         given = (dout, q, k, v, out, softmax_lse.permute(2, 0, 1))
-        _backward(_chosen(kernel, q, k), given, (dq, dk, dv), causal, softmax_scale)
+        _backward(of(q, k), given, (dq, dk, dv), causal, softmax_scale)
 
     def _flash_attn_varlen_forward(
         q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, **rest: Any
     ) -> Outputs:
         _only_plain(_only_one_sequence(q, k, rest))
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-        out, lse = _forward(_chosen(kernel, q, k), (q, k, v), causal, softmax_scale)
+        out, lse = _forward(of(q, k), (q, k, v), causal, softmax_scale)
         return out.squeeze(1), lse.squeeze(1).t(), None, None
 
     def _flash_attn_varlen_backward(
@@ -93,14 +99,10 @@ def functions(kernel: str) -> dict[str, Callable[..., Any]]:
         _only_plain(_only_one_sequence(q, k, rest))
         dout, q, k, v, out, dq, dk, dv = (x.unsqueeze(1) for x in (dout, q, k, v, out, dq, dk, dv))
         given = (dout, q, k, v, out, softmax_lse.t().unsqueeze(1))
-        _backward(_chosen(kernel, q, k), given, (dq, dk, dv), causal, softmax_scale)
+        _backward(of(q, k), given, (dq, dk, dv), causal, softmax_scale)
 
     made = (_flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward)
     return {function.__name__: function for function in made}
-
-
-def _chosen(kernel: str, q: Tensor, k: Tensor) -> AttentionKernel:
-    return choose(kernel, KernelRequest(q.device.type, q.dtype, q.shape[3], q.shape[2], k.shape[2]))
 
 
 def _only_plain(rest: dict[str, Any]) -> None:
