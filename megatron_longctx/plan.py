@@ -75,7 +75,7 @@ def compare(config: Config, *, causal: bool, picture: Path | None) -> None:
         raise refuse("--compare", "given", "parallelism.cluster=NAME beside it", _REMEDY)
     cluster, workload = _cluster(config), Workload.of(config)
     par = config.parallelism
-    options = replace(PlanOptions.of(par), inner_size=None, max_buffer_tokens=None)
+    options = replace(PlanOptions.of(par), inner_size=None, max_buffer_tokens=None, head_chunks=1)
     n, length = par.context_parallel_size, config.data.seq_length
     problem = Problem(n, length, workload, causal, options, keep_received=config.keep_received)
     ranking = rank_modes(problem, cluster, timeline=picture is not None)

@@ -76,11 +76,13 @@ class _Pass(ABC):
             self._slot(name, slot) for name, slot in zip(self._program.slot_names, self._program.slots, strict=True)
         ]
         post = self.post()
-        # Copied before the mark that the messages wait for, never between it and the sending.
         if not begun:
             post.begin()
-        self._pack(post)
-        begin = transport.now()
+        # Copied before the mark that the messages wait for, never between it and the sending.
+        if self._kv and self.needs_packed_kv():
+            self._pack_keys(post)
+        self._pack(post, 0)
+        packed = transport.now()
         exchange: Exchange | None = None
         arrived: tuple[Receive, ...] = ()
         marks: list[torch.cuda.Event | None] = []
@@ -88,8 +90,10 @@ class _Pass(ABC):
             if exchange is not None:
                 self._wait(post, exchange)
             sends, receives = self._messages(step)
-            after = (begin, marks[step.after]) if step.after >= 0 else (begin,)
+            after = (packed, marks[step.after]) if step.after >= 0 else (packed,)
             exchange = post.start(t, sends, receives, after)
+            if t + 1 < len(self._program.steps) and self._pack(post, t + 1):
+                packed = transport.now()
             self._copy_own(step)
             self._merge(arrived)
             self.settle()
@@ -142,19 +146,21 @@ class _Pass(ABC):
             for field in (self._of_heads(f, kind, Heads(0, parts), ALL_HEADS) for f in self.rows_like(kind, 1))
         ]
 
-    def _pack(self, post: Post) -> None:
-        """Put this rank's own tensors where they are sent from."""
-        places = (send.place for step in self._program.steps for send in step.sends)
-        own = {(place.kind, place.heads) for place in places if place is not None and place.slot == HOME}
-        if self._kv and self.needs_packed_kv():
-            sent = (Kind.KV, ALL_HEADS) in own
-            room = post.room(("home", Kind.KV, ALL_HEADS, 0), *_like(self._home[Kind.KV][0])) if sent else None
-            self._home[Kind.KV], self._kv = (self.packed_kv(room),), ()
-            if sent:
-                own.remove((Kind.KV, ALL_HEADS))
-                self._to_send[Kind.KV, ALL_HEADS] = self._home[Kind.KV]
+    def _pack_keys(self, post: Post) -> None:
+        """Put this rank's keys and values side by side, where they are sent from if they are."""
+        name = Kind.KV, ALL_HEADS
+        sent = any(name in first for first in self._program.first_sends)
+        room = post.room(("home", *name, 0), *_like(self._home[Kind.KV][0])) if sent else None
+        self._home[Kind.KV], self._kv = (self.packed_kv(room),), ()
+        if sent:
+            self._to_send[name] = self._home[Kind.KV]
+
+    def _pack(self, post: Post, step: int) -> bool:
+        """Put those of this rank's own tensors that a step is the first to send where they are sent from. Returns
+        whether there were any."""
+        first = [name for name in self._program.first_sends[step] if name not in self._to_send]
         split: dict[tuple[Kind, int], list[Heads]] = {}
-        for kind, heads in own:
+        for kind, heads in first:
             if heads != ALL_HEADS:
                 split.setdefault((kind, heads.parts), []).append(heads)
                 continue
@@ -166,14 +172,12 @@ class _Pass(ABC):
         for (kind, _), parts in split.items():
             for heads, packed in packed_parts(post, kind, parts, self._own_fields(kind)).items():
                 self._to_send[kind, heads] = packed
+        return bool(first)
 
     def needs_packed_kv(self) -> bool:
-        """Whether calls read this rank's own keys and values as they travel, or all heads are sent. Else parts of the
-        heads are taken straight from k and v."""
-        steps = self._program.steps
-        read = (place for step in steps for call in step.calls for place in call.keys)
-        sent = (send.place for step in steps for send in step.sends if send.place and send.place.heads == ALL_HEADS)
-        return any(place.kind is Kind.KV and place.slot == HOME for place in (*read, *sent))
+        """Whether this rank's own keys and values are read as they travel. Else parts of the heads are taken straight
+        from k and v."""
+        return self._program.reads_packed_keys
 
     def _own_fields(self, kind: Kind) -> list[Field]:
         if kind is Kind.KV and self._kv:

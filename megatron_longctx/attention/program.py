@@ -143,6 +143,24 @@ class Program:
         return frozenset(place.kind for place in places if place.slot == HOME)
 
     @cached_property
+    def first_sends(self) -> tuple[tuple[tuple[Kind, Heads], ...], ...]:
+        """By step, of which of this rank's own tensors it is the first to send which part of the heads."""
+        seen: set[tuple[Kind, Heads]] = set()
+        found = []
+        for step in self.steps:
+            own = {(place.kind, place.heads) for _, place, _, _ in step.sends if place and place.slot == HOME}
+            found.append(tuple(sorted(own - seen)))
+            seen |= own
+        return tuple(found)
+
+    @cached_property
+    def reads_packed_keys(self) -> bool:
+        """Whether calls read this rank's own keys and values as they travel, or all heads of them are sent."""
+        read = (place for step in self.steps for call in step.calls for place in call.keys)
+        sent = (name for first in self.first_sends for name in first)
+        return any(place.kind is Kind.KV and place.slot == HOME for place in read) or (Kind.KV, ALL_HEADS) in sent
+
+    @cached_property
     def slot_names(self) -> tuple[int, ...]:
         """A number for every slot among its kind, the largest first: a shorter sequence fits a longer one's buffers."""
         seen: Counter[tuple[Kind, int]] = Counter()

@@ -94,7 +94,7 @@ class Measurement:
 
 
 def modes(group: dist.ProcessGroup, setting: Setting, names: Sequence[str]) -> list[Contender]:
-    """This package's modes as contenders; usp with every group size."""
+    """This package's modes as contenders; usp with every group size, ulysses also in two chunks of the heads."""
     n = dist.get_world_size(group)
     found = []
     for name in names:
@@ -102,6 +102,8 @@ def modes(group: dist.ProcessGroup, setting: Setting, names: Sequence[str]) -> l
         if name == "usp":
             sizes = [k for k in range(2, n) if n % k == 0]
             choices = [(f"usp (inner_size={k})", PlanOptions(inner_size=k)) for k in sizes]
+        if name == "ulysses":
+            choices.append(("ulysses (head_chunks=2)", PlanOptions(head_chunks=2)))
         for label, options in choices:
             attention = ContextParallelAttention(group, schedule=name, options=options, **asdict(setting))
             found.append(Contender(label, _calls_of(attention), name, options, setting.keep_received))

@@ -86,6 +86,14 @@ def _validate_parallelism(config: Config) -> None:
         _at_least(f"parallelism.{name}", getattr(par, name), 1)
     _at_least("parallelism.max_buffer_tokens", par.max_buffer_tokens, 1)
     _at_least("parallelism.inner_size", par.inner_size, 1)
+    _at_least("parallelism.head_chunks", par.head_chunks, 1)
+    if par.head_chunks != 1 and par.schedule != "ulysses":
+        raise refuse(
+            "parallelism.head_chunks",
+            par.head_chunks,
+            f"1, its default, with parallelism.schedule={par.schedule}",
+            "Only ulysses exchanges heads in chunks, and auto chooses their number; leave it or choose ulysses.",
+        )
     _one_of("parallelism.outer_schedule", par.outer_schedule, OUTER_SCHEDULES)
     if par.inner_size is not None:
         if par.schedule not in ("double_ring", "usp"):

@@ -73,6 +73,8 @@ class ParallelismConfig:
     # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: a node of `cluster`, or the largest
     # proper divisor of context_parallel_size up to 8.
     inner_size: int | None = None
+    # ulysses only: parts in which a rank's heads are exchanged, each beside the attention of the one before.
+    head_chunks: int = 1
     max_attention_gib: float | None = None  # auto only: most memory of one attention call on a rank; null: no bound
     outer_schedule: str = "zigzag"  # usp only: the mode between its groups (any of the above but striped and ulysses)
     # How ranks are linked: a name in recipes/cluster or a file of that form. tasp chooses its rings by it. null: every

@@ -28,6 +28,7 @@ class PlanOptions:
     unit: every rank's tokens come in multiples of this (see `layout.layouts`).
     inner_size: ranks of an inner ring (double_ring), ranks that share the heads (usp); None for a node of `cluster`
         if it is described and smaller than all ranks, else for the largest proper divisor of their number up to 8.
+    head_chunks: parts in which a rank's heads are exchanged and attended, one beside the next (ulysses).
     outer_schedule: the mode between the groups of usp: one whose layout gives a group neighbouring tokens.
     cluster: the ranks' links, for which tasp chooses its rings; None for a full mesh.
     """
@@ -35,6 +36,7 @@ class PlanOptions:
     max_buffer_tokens: int | None = None
     unit: int = 1
     inner_size: int | None = None
+    head_chunks: int = 1
     outer_schedule: str = "zigzag"
     cluster: Cluster | None = None
 
@@ -49,6 +51,7 @@ class PlanOptions:
             max_buffer_tokens=par.max_buffer_tokens,
             unit=par.tensor_parallel_size if par.uses_sequence_parallel else 1,
             inner_size=par.inner_size,
+            head_chunks=par.head_chunks,
             outer_schedule=par.outer_schedule,
             cluster=load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None,
         )
@@ -103,7 +106,10 @@ SCHEDULES: dict[str, Schedule] = {
         "fetch needed keys from their homes, few long kernel calls",
     ),
     "ulysses": Schedule(
-        "contiguous", lambda layout, causal, _: ulysses(layout, causal), "tokens exchanged for heads", splits_heads=True
+        "contiguous",
+        lambda layout, causal, options: ulysses(layout, causal, options.head_chunks),
+        "tokens exchanged for heads",
+        splits_heads=True,
     ),
     "usp": Schedule(
         "zigzag",
@@ -116,7 +122,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 def _outer(options: PlanOptions) -> Callable[[Layout, bool], Plan]:
     mode = SCHEDULES[options.outer_schedule]
-    inside = replace(options, inner_size=None, cluster=None)  # said of all ranks, not of groups
+    inside = replace(options, inner_size=None, head_chunks=1, cluster=None)  # said of all ranks, not of groups
     return lambda layout, causal: mode.plan(layout, causal, inside)
 
 
@@ -133,6 +139,13 @@ def check_heads(
     Raises:
         ValueError: names the numbers of ranks that do.
     """
+
+    if schedule == "ulysses" and options.head_chunks > 1 and n > 1 and num_kv_heads % (n * options.head_chunks):
+        legal = ", ".join(str(k) for k in range(1, num_kv_heads + 1) if num_kv_heads % (n * k) == 0) or "1"
+        raise ValueError(
+            f"head_chunks={options.head_chunks}: expected a number that times {n} ranks divides the {num_kv_heads} "
+            f"key/value heads. Choose one of {legal}."
+        )
 
     def fits(ranks: int) -> bool:
         return num_heads % ranks == 0 and (num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0)

@@ -48,6 +48,7 @@ class Candidate:
     def name(self) -> str:
         """The mode and what sets it apart from others of its name."""
         said = [f"inner_size={self.options.inner_size}"] * (self.options.inner_size is not None)
+        said += [f"head_chunks={self.options.head_chunks}"] * (self.options.head_chunks > 1)
         said += [f"max_buffer_tokens={self.options.max_buffer_tokens}"] * (self.options.max_buffer_tokens is not None)
         return f"{self.schedule} ({', '.join(said)})" if said else self.schedule
 
@@ -130,6 +131,10 @@ def _candidates(problem: Problem, cluster: Cluster) -> Iterator[tuple[str, PlanO
     for schedule in SCHEDULES:
         if schedule == "usp":
             yield from ((schedule, replace(options, inner_size=k)) for k in range(2, n) if n % k == 0)
+        elif schedule == "ulysses":
+            chunks = {1, 2, options.head_chunks}
+            fitting = (k for k in sorted(chunks) if k == 1 or problem.workload.num_kv_heads % (n * k) == 0)
+            yield from ((schedule, replace(options, head_chunks=k)) for k in fitting)
         elif schedule == "double_ring":
             sizes = {cluster.ranks_per_node, options.inner(n)} - {n}
             yield from ((schedule, replace(options, inner_size=k)) for k in sorted(sizes) if n % k == 0)

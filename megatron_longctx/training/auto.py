@@ -50,6 +50,7 @@ def settled(config: Config, folder: Path | None = None) -> Config:
         par,
         schedule=best.schedule,
         inner_size=best.options.inner_size,
+        head_chunks=best.options.head_chunks,
         max_buffer_tokens=best.options.max_buffer_tokens,
         max_attention_gib=None,
     )

@@ -8,7 +8,7 @@ from megatron_longctx.attention.executor import BackwardPass, Engine, ForwardPas
 from megatron_longctx.attention.program import programs
 from megatron_longctx.comm import BufferPool, Exchange
 from megatron_longctx.kernels import AttentionKernel
-from megatron_longctx.schedules import SCHEDULES, Block, Kind, PlanOptions, build_plan
+from megatron_longctx.schedules import ALL_HEADS, SCHEDULES, Block, Kind, PlanOptions, build_plan
 from megatron_longctx.testing.plans import helper_plan, tangled_plan
 
 # Modes that share heads among ranks have tests of their own: not every number of ranks fits them.
@@ -103,6 +103,7 @@ PLANS = [build_plan(name, 4, 16) for name in WHOLE_HEADS]
 PLANS += [
     build_plan("all_gather", 4, 16, True, PlanOptions(4)),
     build_plan("ulysses", 4, 16),
+    build_plan("ulysses", 2, 16, True, PlanOptions(head_chunks=2)),
     build_plan("usp", 4, 16, True, PlanOptions(inner_size=2)),
     helper_plan(2, 8),
     helper_plan(3, 12),
@@ -133,9 +134,16 @@ def test_messages_start_right_after_a_mark(plan, backward):
 def test_messages_wait_for_what_the_program_says(plan, backward):
     for rank in range(plan.n):
         events, transport, program = run(plan, rank, backward)
-        for step, (_, _, after) in zip(program.steps, transport.started, strict=True):
-            # The first mark comes before all steps, the mark of step t is number t + 2.
-            assert after == ((1, step.after + 2) if step.after >= 0 else (1,))
+        # The first mark comes before all steps; a step's own comes last, after that of what the next one sends first.
+        number = packed = 1
+        ends = []
+        for t, (step, (_, _, after)) in enumerate(zip(program.steps, transport.started, strict=True)):
+            assert after == ((packed, ends[step.after]) if step.after >= 0 else (packed,))
+            later = [name for first in program.first_sends[t + 1 : t + 2] for name in first]
+            if any(name != (Kind.KV, ALL_HEADS) for name in later):  # all heads of keys are packed before all steps
+                number = packed = number + 1
+            number += 1
+            ends.append(number)
         assert events.count("wait") == len(program.steps), "every exchange is waited for, once"
         assert events.count("kernel") == sum(len(step.calls) for step in program.steps)
 

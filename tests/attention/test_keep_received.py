@@ -28,8 +28,8 @@ INNER = {1: 1, 2: 2, 3: 3, 4: 2}
 Leaves = list[Tensor]
 
 
-def attention_of(schedule: str, keep: str) -> ContextParallelAttention:
-    options = PlanOptions(inner_size=INNER[dist.get_world_size()])
+def attention_of(schedule: str, keep: str, head_chunks: int = 1) -> ContextParallelAttention:
+    options = PlanOptions(inner_size=INNER[dist.get_world_size()], head_chunks=head_chunks)
     return ContextParallelAttention(
         dist.group.WORLD, schedule=schedule, kernel="reference", options=options, keep_received=keep
     )
@@ -48,9 +48,11 @@ def gradients(out: Tensor, leaves: Leaves, grad_out: Tensor) -> dict[str, Tensor
 def worst_errors(rank: int, n: int) -> dict[str, float]:
     """By mode, the largest difference from the fp64 reference."""
     worst = {}
-    for schedule in SCHEDULES:
-        attention, worst[schedule] = attention_of(schedule, "true"), 0.0
+    for schedule, chunks in (*((name, 1) for name in SCHEDULES), ("ulysses", 2)):
+        attention = attention_of(schedule, "true", chunks)
+        worst.setdefault(schedule, 0.0)
         heads = HEADS[n] if SCHEDULES[schedule].splits_heads else HEADS[n][:2][-1:]
+        heads = heads if chunks == 1 else ((2 * n * 2, 2 * n),)
         for (h, g), length, causal in product(heads, (4 * n, 4 * n + 3, max(n - 1, 1)), (True, False)):
             tensors = random_qkv(length, 2, h, g, 8, torch.float64, seed=length)
             layout, truth = attention.layout(length), dense_attention(*tensors, causal)

@@ -280,6 +280,7 @@ PLANS: dict[str, Any] = {
     "all_gather": build_plan("all_gather", 5, 75, True, PlanOptions(8)),
     "tangled": tangled_plan(12),
     "ulysses": build_plan("ulysses", 6, 75),
+    "ulysses, chunks": build_plan("ulysses", 5, 75, options=PlanOptions(head_chunks=2)),
     "ulysses, kept": keeping(build_plan("ulysses", 6, 75)),
     "usp, kept": keeping(build_plan("usp", 6, 75, options=PlanOptions(inner_size=2))),
 }  # fmt: skip

@@ -14,7 +14,19 @@ from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.attention.pack import head_slice
 from megatron_longctx.config import OUTER_SCHEDULES
 from megatron_longctx.layout import striped
-from megatron_longctx.schedules import Heads, Kind, PlanOptions, build_plan, check_heads, seal, transpose, verify
+from megatron_longctx.schedules import (
+    RESULTS,
+    Heads,
+    Kind,
+    PlanOptions,
+    backward_plan,
+    build_plan,
+    check_heads,
+    keeping,
+    seal,
+    transpose,
+    verify,
+)
 from megatron_longctx.schedules.ring import ring
 from megatron_longctx.schedules.usp import usp
 from megatron_longctx.testing.distributed import run_distributed
@@ -70,6 +82,17 @@ def test_ulysses_equals_dense_attention(n: int) -> None:
     assert max(run_distributed(worst_error, n, "ulysses", [(PlanOptions(), HEADS[n])])) < 1e-12
 
 
+CHUNKED = {1: ((4, 2),), 2: ((4, 4), (8, 4)), 3: ((6, 6),), 4: ((8, 8), (16, 8))}
+"""MHA and GQA, by the number of ranks: heads for two chunks a rank."""
+
+
+@pytest.mark.parametrize("n", CHUNKED)
+def test_chunks_of_the_heads_equal_dense_attention(n: int) -> None:
+    cases = [(PlanOptions(head_chunks=2), CHUNKED[n])]
+    cases += [(PlanOptions(head_chunks=4), ((8, 8), (16, 8)))] if n == 2 else []
+    assert max(run_distributed(worst_error, n, "ulysses", cases)) < 1e-12
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 8])
 def test_usp_equals_dense_attention(n: int) -> None:
     """Every size of a group with every mode around the groups (n=4: with all heads; n=6: most with one kind)."""
@@ -118,8 +141,8 @@ def test_groups_that_do_not_divide_the_ranks_or_whose_tokens_lie_apart_are_refus
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("causal", [True, False])
 def test_plan_is_proved_forward_and_backward(n: int, causal: bool) -> None:
-    for length in (0, 1, n, 4 * n + 3):
-        plan = build_plan("ulysses", n, length, causal)
+    for length, chunks in product((0, 1, n, 4 * n + 3), (1, 2, 3)):
+        plan = build_plan("ulysses", n, length, causal, PlanOptions(head_chunks=chunks))
         verify(plan)
         verify(seal(transpose(plan)))
 
@@ -128,6 +151,21 @@ def test_one_call_a_rank_and_balanced() -> None:
     plan = build_plan("ulysses", 4, 64)
     assert [sum(len(step.attends[rank]) for step in plan.steps) for rank in range(4)] == [1] * 4
     assert plan.idle_fraction() == 0
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_all_but_the_first_and_the_last_exchange_of_chunks_run_beside_attention(backward: bool, kept: bool) -> None:
+    """Of three chunks two arrive, and the results of two return, while another is attended."""
+    plan = build_plan("ulysses", 4, 64, options=PlanOptions(head_chunks=3))
+    plan = keeping(plan) if kept else plan
+    plan = backward_plan(plan) if backward else plan
+    first, *middle, last = plan.steps
+    assert not any(first.attends) and not any(last.attends)
+    assert [[len(calls) for calls in step.attends] for step in middle] == [[1] * 4] * 3
+    assert all(step.moves for step in plan.steps)
+    results = [sum(move.block.kind in RESULTS for move in step.moves) for step in plan.steps]
+    assert results == [0, 0, *[results[-1]] * 3] and results[-1] > 0
 
 
 def test_heads_in_parts() -> None:
@@ -147,3 +185,8 @@ def test_numbers_of_ranks_that_do_not_fit_are_refused() -> None:
         check_heads("ulysses", 5, 32, 8)
     with pytest.raises(ValueError, match="divisor of the 4 query heads"):
         check_heads("ulysses", 8, 4, 2)
+    check_heads("ulysses", 4, 32, 8, PlanOptions(head_chunks=2))
+    with pytest.raises(ValueError, match=r"head_chunks=3: expected a number .* 4 ranks .* 8 key.*one of 1, 2\."):
+        check_heads("ulysses", 4, 32, 8, PlanOptions(head_chunks=3))
+    with pytest.raises(ValueError, match=r"head_chunks=2: .*8 ranks .* 4 key/value heads. Choose one of 1\."):
+        check_heads("ulysses", 8, 32, 4, PlanOptions(head_chunks=2))

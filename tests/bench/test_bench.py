@@ -119,4 +119,5 @@ def _told(rank: int) -> list[tuple[bool, int, str]]:
 
 
 def test_modes_are_told_what_to_keep_and_what_to_replay() -> None:
-    assert run_distributed(_told, 2) == [[(True, 7, "auto"), (False, 7, "auto")]] * 2
+    ulysses = [(True, 7, "auto")] * 2  # in one chunk and in two
+    assert run_distributed(_told, 2) == [[*ulysses, (False, 7, "auto")]] * 2

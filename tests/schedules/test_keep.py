@@ -47,6 +47,7 @@ def plans(n: int) -> list[Plan]:
         build_plan(schedule, n, length, causal, options(n))
         for schedule, length, causal in product(SCHEDULES, (0, 1, n + 1, 4 * n + 3), (True, False))
     ]
+    found += [build_plan("ulysses", n, 4 * n + 3, causal, PlanOptions(head_chunks=2)) for causal in (True, False)]
     return found + {2: [helper_plan(2, 9)], 3: [helper_plan(3, 11), tangled_plan(12)]}.get(n, [])
 
 
