@@ -87,7 +87,8 @@ class CachedAttention:
         transport = P2PTransport(group, device) if group is not None and self.world > 1 else None
         self._engine = Engine(choose(kernel, request), transport, BufferPool(device))
         self._program: Program | None = None
-        self._new_slots = torch.empty(0, dtype=torch.int64, device=device)
+        self._place: slice | Tensor = slice(0, 0)  # of the new tokens' keys and values
+        self._num_new = 0
         self._rows: Rows | None = None
         self.nowhere = slots  # a slot more than there are, which nobody reads
         try:
@@ -123,18 +124,26 @@ class CachedAttention:
         self._rows = None
         self._program = compile_program(plan, self.rank)
         slots = list(chain.from_iterable(slots_of(turn.new_runs[self.rank]) for turn in plan.batch.turns))
-        self._new_slots = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        self._num_new = len(slots)
+        first = slots[0] if slots else 0
+        side_by_side = slots == list(range(first, first + len(slots)))
+        self._place = (
+            slice(first, first + len(slots))
+            if side_by_side
+            else torch.tensor(slots, dtype=torch.int64, device=self.device)
+        )
 
     def begin_rows(self, rows: Rows) -> None:
         """Attend for these rows in the calls that come, on every rank; a layer's call reads their tensors."""
         self._rows = rows
+        self._place, self._num_new = rows.slots, rows.slots.numel()
 
     def randomize(self) -> None:
         """Fill the cache with random keys and values, for measurements."""
         for layer in self._layers:
             layer.normal_()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         """Store this rank's new keys and values, and attend over everything its queries see.
 
@@ -151,24 +160,29 @@ class CachedAttention:
             ValueError: shapes that do not fit the plan or the cache.
         """
         assert self._program is not None or self._rows is not None, "begin() comes before the layers"
-        new_slots = self._new_slots if self._rows is None else self._rows.slots
-        rows, shape = new_slots.numel(), self.shape
+        rows, shape = self._num_new, self.shape
         for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
             if x.shape != (rows, 1, heads, shape.head_dim):
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}: expected [{rows}, 1, {heads}, {shape.head_dim}], the new "
                     f"tokens of rank {self.rank} in the plan or rows that were begun."
                 )
-        cache = self._layers[layer]
-        self._storage[layer][new_slots] = torch.stack((k, v), dim=1).to(cache.dtype)
+        self._store(layer, k, v)
         scale = shape.head_dim**-0.5 if scale is None else scale
         if self._rows is not None:
             return self._attend_rows(layer, self._rows, q, scale)
         assert self._program is not None
-        run = ForwardPass(self._program, self._engine, {Kind.Q: (q,), Kind.KV: (cache,)}, scale)
+        run = ForwardPass(self._program, self._engine, {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
         run.run()
         out, _ = run.output.finish()
         return out
+
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        storage = self._storage[layer]
+        if isinstance(self._place, slice):
+            torch.stack((k, v), dim=1, out=storage[self._place])
+        else:
+            storage[self._place] = torch.stack((k, v), dim=1).to(storage.dtype)
 
     def attend_here(self, layer: int, q: Tensor, pages: Pages, scale: float) -> PackedPartials:
         """Queries `[B, h, d]` over what this rank holds of their sequences; see `kernels.paged.attend_pages`."""
