@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -17,7 +18,6 @@ from ..config import refuse
 from ..kernels import KernelRequest, choose
 from ..kernels.paged import PackedPartials, Pages, attend_pages, merge_ranks
 from ..schedules import Kind
-from .ledger import slots_of
 from .plan import CachePlan
 
 GIB = 2**30
@@ -123,15 +123,12 @@ class CachedAttention:
             raise refuse("plan", f"{plan.name} of {plan.n} ranks", f"a plan of {self.world}", "Plan for this group.")
         self._rows = None
         self._program = compile_program(plan, self.rank)
-        slots = list(chain.from_iterable(slots_of(turn.new_runs[self.rank]) for turn in plan.batch.turns))
-        self._num_new = len(slots)
-        first = slots[0] if slots else 0
-        side_by_side = slots == list(range(first, first + len(slots)))
-        self._place = (
-            slice(first, first + len(slots))
-            if side_by_side
-            else torch.tensor(slots, dtype=torch.int64, device=self.device)
-        )
+        runs = [run for turn in plan.batch.turns for run in turn.new_runs[self.rank] if run]
+        self._num_new = sum(map(len, runs))
+        if all(before.stop == after.start for before, after in pairwise(runs)):
+            self._place = slice(runs[0].start, runs[-1].stop) if runs else slice(0, 0)
+        else:
+            self._place = numbers_of(runs).to(self.device)
 
     def begin_rows(self, rows: Rows) -> None:
         """Attend for these rows in the calls that come, on every rank; a layer's call reads their tensors."""
@@ -195,6 +192,11 @@ class CachedAttention:
             return found.out.to(q.dtype).unsqueeze(1)
         gathered = PackedPartials(gather_over(self.group, found.flat), q.shape[0], q.shape[2], q.shape[3])
         return merge_ranks(gathered, torch.empty_like(q[:, 0], memory_format=torch.contiguous_format)).unsqueeze(1)
+
+
+def numbers_of(ranges: Sequence[range]) -> Tensor:
+    """int64, on the host: all numbers of some ranges of step 1, in order."""
+    return torch.cat([torch.arange(0), *(torch.arange(each.start, each.stop) for each in ranges)])
 
 
 class CachedModel(Protocol):
