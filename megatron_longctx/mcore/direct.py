@@ -93,15 +93,19 @@ class DirectLayer:
 
     def __call__(self, hidden: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         """`[s, 1, h]` to the same; `attend` gets rotated queries and keys."""
+        hidden = _row_parallel(self._projection, self._attended(hidden, rotation, attend)).add_(hidden)
+        wide = functional.linear(self._mlp_norm(hidden), self._up.weight)
+        wide = self._activated(wide)
+        return _row_parallel(self._down, wide).add_(hidden)
+
+    def _attended(self, hidden: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+        """`[s, 1, h d]`. What is made on the way ends here, not with the layer."""
         mixed = _times(self._input_norm(hidden), self._qkv.weight, self._qkv.bias)
         mixed = mixed.view(*mixed.shape[:2], self._groups, self._queries + 2, -1)
         q, k, v = mixed.split_with_sizes((self._queries, 1, 1), 3)
         if rotation is not None:
             q, k = rotation.of_both(q, k)
-        found = attend(q.flatten(2, 3), k.squeeze(3), v.squeeze(3)).flatten(2)
-        hidden = _row_parallel(self._projection, found).add_(hidden)
-        wide = functional.linear(self._mlp_norm(hidden), self._up.weight)
-        return _row_parallel(self._down, self._activated(wide)).add_(hidden)
+        return attend(q.flatten(2, 3), k.squeeze(3), v.squeeze(3)).flatten(2)
 
     def _activated(self, wide: Tensor) -> Tensor:
         bias = self._up.bias

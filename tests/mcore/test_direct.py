@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_longctx.comm.reduction import ReductionPolicy
 from megatron_longctx.config import Config
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.direct import why_not_direct
+from megatron_longctx.mcore.direct import DirectLayer, why_not_direct
 from megatron_longctx.mcore.inference import CachedGPT, build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.training import tiny_config
@@ -171,6 +172,33 @@ def test_a_layers_host_work_is_bounded(tmp_path: Path) -> None:
     ((ops, calls),) = run_distributed(work_of_a_layer, 1, configs)
     assert ops <= 36, "torch operations"
     assert calls <= 260, "function calls: Megatron's own layers take more than 700"
+
+
+def what_is_left(rank: int, config: Config) -> list[bool]:
+    """Whether queries and what they, keys and values were cut from are gone when the MLP begins."""
+    engine = engine_of(config)
+    assert isinstance(engine.model, CachedGPT)
+    gpt, made = engine.model._gpt, []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        made.extend(weakref.ref(x._base) for x in (q, k, v))
+        return torch.zeros_like(q)
+
+    gone: list[bool] = []
+    layer = gpt.decoder.layers[0]
+    layer.pre_mlp_layernorm.register_forward_pre_hook(lambda *_: gone.extend(ref() is None for ref in made))
+    rotation = gpt.rotary_pos_emb
+    rotation._new.now = torch.arange(9)
+    with torch.no_grad():
+        DirectLayer(layer)(torch.ones(9, 1, config.model.hidden_size), rotation.rotation(), attend)
+    groups.destroy()
+    return gone
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_attentions_inputs_do_not_outlive_it(tmp_path: Path) -> None:
+    """A long prompt's peak is in the MLP."""
+    assert run_distributed(what_is_left, 1, tiny_config(tmp_path, "x")) == [[True] * 3]
 
 
 def what_is_not_plain(rank: int, config: Config) -> list[str | None]:
