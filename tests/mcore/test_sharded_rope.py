@@ -103,27 +103,37 @@ def test_the_rotation_follows_the_length() -> None:
     assert torch.equal(sequence.rotation.cos, first.cos)
 
 
-def _both_and_each(device: str) -> None:
-    """Queries and keys as they lie in a product, group by group, of more lengths than kernels are made for."""
+def _rotations(variant: dict[str, object]) -> list[Rotation]:
+    """Of more lengths than kernels are made for."""
+    found = []
     for length in (12, 7, 1, 30, 31, 32, 33, 34):
-        for variant in VARIANTS:
-            sequence = sequence_of(rank=0, world=1, length=length)
-            ShardedRotaryEmbedding(_megatron(**variant), sequence)(length)  # type: ignore[arg-type]
-            made = sequence.rotation
-            rotation = Rotation(made.cos.to(device), made.sin.to(device), made.interleaved)
-            q, k, _ = torch.randn(length, 1, 2, 5, 16, device=device).bfloat16().split((3, 1, 1), 3)
-            for both, x in zip(rotation.of_both(q, k), (q, k), strict=True):
-                assert both.is_contiguous() and both.shape == x.shape
-                alone = _rotated(x.flatten(2, 3), rotation.cos, rotation.sin, rotation.interleaved)
-                torch.testing.assert_close(both.flatten(2, 3), alone, rtol=0.01 * (device != "cpu"), atol=1e-6)
+        sequence = sequence_of(rank=0, world=1, length=length)
+        ShardedRotaryEmbedding(_megatron(**variant), sequence)(length)  # type: ignore[arg-type]
+        found.append(sequence.rotation)
+    return found
 
 
-def test_queries_and_keys_turn_together_as_alone() -> None:
-    _both_and_each("cpu")
+def _both_and_each(made: Rotation, device: str) -> None:
+    """Queries and keys as they lie in a product, group by group."""
+    rotation = Rotation(made.cos.to(device), made.sin.to(device), made.interleaved)
+    q, k, _ = torch.randn(len(made.cos), 1, 2, 5, 16, device=device).bfloat16().split((3, 1, 1), 3)
+    for both, x in zip(rotation.of_both(q, k), (q, k), strict=True):
+        assert both.is_contiguous() and both.shape == x.shape
+        alone = _rotated(x.flatten(2, 3), rotation.cos, rotation.sin, rotation.interleaved)
+        torch.testing.assert_close(both.flatten(2, 3), alone, rtol=0.01 * (device != "cpu"), atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_queries_and_keys_turn_together_as_alone(variant: dict[str, object]) -> None:
+    for rotation in _rotations(variant):
+        _both_and_each(rotation, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_queries_and_keys_turn_together_as_alone_on_a_gpu() -> None:
+def test_queries_and_keys_turn_together_as_alone_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotations = _rotations({})
+    monkeypatch.undo()
     with torch.inference_mode():
-        _both_and_each("cuda")
+        for rotation in rotations:
+            _both_and_each(rotation, "cuda")
