@@ -22,7 +22,7 @@ from ..schedules.calibration import cache_folder
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 _SIZES = [4**k * 1024 for k in range(2, 9)]  # bytes: 16 KiB to 64 MiB
 _MARGIN = 0.95
 """Quantized counts as faster below this share of the plain seconds: noise is no reason to lose precision."""

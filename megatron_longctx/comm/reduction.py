@@ -70,13 +70,18 @@ class Reducer:
 
     def __init__(self, group: dist.ProcessGroup, policy: ReductionPolicy, folder: Path | None = None) -> None:
         self.group, self.policy, self._folder = group, policy, folder
-        self._crossovers: dict[tuple[str, torch.dtype, torch.device], Crossover] = {}
+        self._alone = dist.get_world_size(group) == 1
+        exact = policy.mode == "none" or self._alone
+        self._least = float("inf") if exact else policy.min_kib * 1024
+        self._auto_from: dict[tuple[str, torch.dtype, torch.device], float] = {}  # bytes; inf for never
         self._peers: dict[torch.device, PeerReduction | None] = {}
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum, of x's shape and dtype, in a new tensor."""
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
+        """The sum, of x's shape and dtype: in a new tensor, or, with `overwrite`, in x's memory where it is exact."""
         bits = self.bits("all_reduce", x)
-        return self._plain_sum(x) if bits is None else self._quantized_sum(x, bits)
+        if bits is not None:
+            return self._quantized_sum(x, bits)
+        return self._sum_in_place(x if overwrite else x.clone(memory_format=torch.contiguous_format))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """This rank's share, along the first dimension, of the sum: `[n * s, ...]` to `[s, ...]`."""
@@ -88,16 +93,16 @@ class Reducer:
 
         With `auto` the first call for a dtype and a device measures, if no file says, and logs what it found.
         """
-        policy, num_bytes = self.policy, x.numel() * x.element_size()
-        if policy.mode == "none" or num_bytes < policy.min_kib * 1024 or dist.get_world_size(self.group) == 1:
+        num_bytes = x.numel() * x.element_size()
+        if num_bytes < self._least:
             return None
-        if policy.mode != "auto":
-            return _BITS[policy.mode]
+        if self.policy.mode != "auto":
+            return _BITS[self.policy.mode]
         key = (operation, x.dtype, x.device)
-        if key not in self._crossovers:
-            self._crossovers[key] = self._crossover(operation, x)
-        start = self._crossovers[key].from_bytes
-        return _AUTO_BITS if start is not None and num_bytes >= start else None
+        if key not in self._auto_from:
+            start = self._crossover(operation, x).from_bytes
+            self._auto_from[key] = float("inf") if start is None else start
+        return _AUTO_BITS if num_bytes >= self._auto_from[key] else None
 
     def _crossover(self, operation: str, x: Tensor) -> Crossover:
         policy = self.policy
@@ -105,16 +110,17 @@ class Reducer:
         kind = f"int{_AUTO_BITS} g{policy.group_size}{' symmetric' * policy.symmetric}{over}"
         case = Case.of(operation, self.group, x, kind)
         plain, quantized = {
-            "all_reduce": (self._plain_sum, self._quantized_sum),
+            "all_reduce": (self._sum_in_place, self._quantized_sum),
             "reduce_scatter": (self._plain_share, self._quantized_share),
         }[operation]
         ways = (plain, lambda tensor: quantized(tensor, _AUTO_BITS))
         with torch.no_grad():
             return crossover(case, self.group, x.device, ways, self._folder)
 
-    def _plain_sum(self, x: Tensor) -> Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=self.group)
+    def _sum_in_place(self, x: Tensor) -> Tensor:
+        out = x.contiguous()
+        if not self._alone:
+            dist.all_reduce(out, group=self.group)
         return out
 
     def _quantized_sum(self, x: Tensor, bits: int) -> Tensor:

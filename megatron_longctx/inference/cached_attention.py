@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -17,7 +18,6 @@ from ..config import refuse
 from ..kernels import KernelRequest, choose
 from ..kernels.paged import PackedPartials, Pages, attend_pages, merge_ranks
 from ..schedules import Kind
-from .ledger import slots_of
 from .plan import CachePlan
 
 GIB = 2**30
@@ -87,7 +87,8 @@ class CachedAttention:
         transport = P2PTransport(group, device) if group is not None and self.world > 1 else None
         self._engine = Engine(choose(kernel, request), transport, BufferPool(device))
         self._program: Program | None = None
-        self._new_slots = torch.empty(0, dtype=torch.int64, device=device)
+        self._place: slice | Tensor = slice(0, 0)  # of the new tokens' keys and values
+        self._num_new = 0
         self._rows: Rows | None = None
         self.nowhere = slots  # a slot more than there are, which nobody reads
         try:
@@ -122,19 +123,24 @@ class CachedAttention:
             raise refuse("plan", f"{plan.name} of {plan.n} ranks", f"a plan of {self.world}", "Plan for this group.")
         self._rows = None
         self._program = compile_program(plan, self.rank)
-        slots = list(chain.from_iterable(slots_of(turn.new_runs[self.rank]) for turn in plan.batch.turns))
-        self._new_slots = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        runs = [run for turn in plan.batch.turns for run in turn.new_runs[self.rank] if run]
+        self._num_new = sum(map(len, runs))
+        if all(before.stop == after.start for before, after in pairwise(runs)):
+            self._place = slice(runs[0].start, runs[-1].stop) if runs else slice(0, 0)
+        else:
+            self._place = numbers_of(runs).to(self.device)
 
     def begin_rows(self, rows: Rows) -> None:
         """Attend for these rows in the calls that come, on every rank; a layer's call reads their tensors."""
         self._rows = rows
+        self._place, self._num_new = rows.slots, rows.slots.numel()
 
     def randomize(self) -> None:
         """Fill the cache with random keys and values, for measurements."""
         for layer in self._layers:
             layer.normal_()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         """Store this rank's new keys and values, and attend over everything its queries see.
 
@@ -151,24 +157,29 @@ class CachedAttention:
             ValueError: shapes that do not fit the plan or the cache.
         """
         assert self._program is not None or self._rows is not None, "begin() comes before the layers"
-        new_slots = self._new_slots if self._rows is None else self._rows.slots
-        rows, shape = new_slots.numel(), self.shape
+        rows, shape = self._num_new, self.shape
         for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
             if x.shape != (rows, 1, heads, shape.head_dim):
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}: expected [{rows}, 1, {heads}, {shape.head_dim}], the new "
                     f"tokens of rank {self.rank} in the plan or rows that were begun."
                 )
-        cache = self._layers[layer]
-        self._storage[layer][new_slots] = torch.stack((k, v), dim=1).to(cache.dtype)
+        self._store(layer, k, v)
         scale = shape.head_dim**-0.5 if scale is None else scale
         if self._rows is not None:
             return self._attend_rows(layer, self._rows, q, scale)
         assert self._program is not None
-        run = ForwardPass(self._program, self._engine, {Kind.Q: (q,), Kind.KV: (cache,)}, scale)
+        run = ForwardPass(self._program, self._engine, {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
         run.run()
         out, _ = run.output.finish()
         return out
+
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        storage = self._storage[layer]
+        if isinstance(self._place, slice):
+            torch.stack((k, v), dim=1, out=storage[self._place])
+        else:
+            storage[self._place] = torch.stack((k, v), dim=1).to(storage.dtype)
 
     def attend_here(self, layer: int, q: Tensor, pages: Pages, scale: float) -> PackedPartials:
         """Queries `[B, h, d]` over what this rank holds of their sequences; see `kernels.paged.attend_pages`."""
@@ -181,6 +192,11 @@ class CachedAttention:
             return found.out.to(q.dtype).unsqueeze(1)
         gathered = PackedPartials(gather_over(self.group, found.flat), q.shape[0], q.shape[2], q.shape[3])
         return merge_ranks(gathered, torch.empty_like(q[:, 0], memory_format=torch.contiguous_format)).unsqueeze(1)
+
+
+def numbers_of(ranges: Sequence[range]) -> Tensor:
+    """int64, on the host: all numbers of some ranges of step 1, in order."""
+    return torch.cat([torch.arange(0), *(torch.arange(each.start, each.stop) for each in ranges)])
 
 
 class CachedModel(Protocol):

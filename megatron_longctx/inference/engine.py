@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm import sum_over
 from ..config import refuse
-from .cached_attention import GIB, CachedModel
+from .cached_attention import GIB, CachedModel, numbers_of
 from .choice import Chooser
 from .decode import NOT_FINITE, Decoder, DecodeSettings, Next
 from .ledger import CacheFull, CacheLedger, Fork, Turn
@@ -257,9 +257,9 @@ class LongContextEngine:
         self._check_open(session)
         if not tokens:
             raise refuse("tokens", list(tokens), "1 or more", "Give the session some tokens.")
-        for token in tokens:
-            if not 0 <= token < self.model.vocab_size:
-                raise refuse("token", token, f"an id from 0 to {self.model.vocab_size - 1}", "Check the tokenizer.")
+        if not 0 <= min(tokens) <= max(tokens) < self.model.vocab_size:
+            token = next(token for token in tokens if not 0 <= token < self.model.vocab_size)
+            raise refuse("token", token, f"an id from 0 to {self.model.vocab_size - 1}", "Check the tokenizer.")
         total, most = len(session.tokens) + len(tokens), self.model.max_positions
         if most is not None and total > most:
             raise refuse("tokens of the session", total, f"at most the model's {most} positions", "Shorten it.")
@@ -360,16 +360,16 @@ class LongContextEngine:
         batch = Batch(self.ledger.n, self.ledger.slots_per_rank, turns, self.settings.exact)
         self._attention.begin(build(self._chooser.choose(batch).mode, batch))
         tokens: list[int] = []
-        positions: list[int] = []
+        positions: list[range] = []
         for turn, text in zip(turns, texts, strict=True):
             for span in turn.new_spans(rank):
                 tokens += text[span.start : span.stop]
-                positions += [turn.cached + i for i in span]
+                positions.append(range(turn.cached + span.start, turn.cached + span.stop))
         last = [batch.last_row(i) if end else (-1, -1) for i, end in enumerate(ends)]
         mine = [(session, row) for session, (home, row) in zip(sessions, last, strict=True) if home == rank]
         found = self.model.logits(
             torch.tensor(tokens, dtype=torch.int64, device=device),
-            torch.tensor(positions, dtype=torch.int64, device=device),
+            numbers_of(positions).to(device),
             torch.tensor([row for _, row in mine], dtype=torch.int64, device=device),
         )
         rows = {session: found[i] for i, (session, _) in enumerate(mine)}

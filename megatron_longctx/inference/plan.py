@@ -14,7 +14,7 @@ import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 from ..config import refuse
 from ..layout import Layout, zigzag
@@ -57,6 +57,23 @@ class Batch:
             shared = any(after[0] < before[1] for before, after in pairwise(runs))
             found.append(tuple(sorted({edge for run in runs for edge in run})) if shared else ())
         return tuple(found)
+
+    @cached_property
+    def calls(self) -> tuple[tuple[tuple[Attend, ...], ...], ...]:
+        """By the rank of the queries, then that of the keys: the kernel calls of all of the first's new queries over
+        all that the second has cached or gets now. Every mode makes these, on one rank or another."""
+        found: list[list[list[Attend]]] = [[[] for _ in range(self.n)] for _ in range(self.n)]
+        for index, turn in enumerate(self.turns):
+            layout = zigzag(self.n, turn.new)
+            for q_rank, k_rank in product(range(self.n), repeat=2):
+                for region in _regions(layout, turn, q_rank, k_rank):
+                    found[q_rank][k_rank] += _attends(self, region, index, q_rank, k_rank)
+        return tuple(tuple(map(tuple, of_rank)) for of_rank in found)
+
+    @cached_property
+    def plans(self) -> dict[str, CachePlan]:
+        """Those that `build` has made, by mode."""
+        return {}
 
     @property
     def new(self) -> int:
@@ -195,27 +212,22 @@ def _num_keys(turn: Turn, rank: int) -> int:
     return sum(map(len, turn.cached_runs[rank])) + turn.num_new(rank)
 
 
-def calls(batch: Batch, q_rank: int, k_rank: int) -> tuple[Attend, ...]:
-    """The kernel calls of all of `q_rank`'s new queries over all that `k_rank` has cached or gets now."""
-    attends: list[Attend] = []
-    for index, turn in enumerate(batch.turns):
-        row = batch.rows[q_rank][index]
-        for region in _regions(batch, turn, q_rank, k_rank):
-            query = Block(Kind.Q, q_rank, row + region.q_start, row + region.q_stop)
-            keys = _keys(turn, k_rank, region.k_start, region.k_stop)
-            whole = region.causal or batch.joined or len(keys) == 1
-            for together in [keys] if whole else _split(keys):
-                cut = tuple(piece for key in together for piece in _cut(key, batch.cuts[k_rank]))
-                attends.append(Attend((query,), cut, region.causal))
-    return tuple(attends)
+def _attends(batch: Batch, region: Region, index: int, q_rank: int, k_rank: int) -> Iterator[Attend]:
+    """The kernel calls of a region of turn number `index`."""
+    row = batch.rows[q_rank][index]
+    query = Block(Kind.Q, q_rank, row + region.q_start, row + region.q_stop)
+    keys = _keys(batch.turns[index], k_rank, region.k_start, region.k_stop)
+    whole = region.causal or batch.joined or len(keys) == 1
+    for together in [keys] if whole else _split(keys):
+        cut = tuple(piece for key in together for piece in _cut(key, batch.cuts[k_rank]))
+        yield Attend((query,), cut, region.causal)
 
 
-def _regions(batch: Batch, turn: Turn, q_rank: int, k_rank: int) -> list[Region]:
+def _regions(layout: Layout, turn: Turn, q_rank: int, k_rank: int) -> list[Region]:
     """What of a turn's keys on `k_rank` its queries on `q_rank` see: all that is cached, causally what is new."""
     num_queries, num_cached = turn.num_new(q_rank), sum(map(len, turn.cached_runs[k_rank]))
     if not num_queries:
         return []
-    layout = zigzag(batch.n, turn.new)
     found = [Region(0, num_queries, 0, num_cached, False)] if num_cached else []
     for region in visible_regions(layout, turn.shares[q_rank], turn.shares[k_rank], True):
         size = region.q_stop - region.q_start
@@ -252,7 +264,7 @@ def pass_kv(batch: Batch) -> CachePlan:
     steps = []
     for t in range(n):
         moves = [Move(block, r, (r + 1) % n) for r in range(n) for block in held[(r - t) % n]] if t < n - 1 else []
-        steps.append(Step(tuple(moves), tuple(calls(batch, r, (r - t) % n) for r in range(n))))
+        steps.append(Step(tuple(moves), tuple(batch.calls[r][(r - t) % n] for r in range(n))))
     return _finished("pass_kv", batch, steps)
 
 
@@ -266,15 +278,15 @@ def pass_q(batch: Batch) -> CachePlan:
             for r in range(n)
             if batch.num_rows(home := (r - t) % n) and t < n - 1
         ]
-        steps.append(Step(tuple(moves), tuple(calls(batch, (r - t) % n, r) for r in range(n))))
+        steps.append(Step(tuple(moves), tuple(batch.calls[(r - t) % n][r] for r in range(n))))
     return _finished("pass_q", batch, [*steps, *_homeward(steps, n)])
 
 
 def one_hop(batch: Batch) -> CachePlan:
     """Queries go to all ranks while each attends its own; then each attends for the others; then results go home."""
     n = batch.n
-    own = tuple(calls(batch, r, r) for r in range(n))
-    others = tuple(tuple(c for t in range(1, n) for c in calls(batch, (r - t) % n, r)) for r in range(n))
+    own = tuple(batch.calls[r][r] for r in range(n))
+    others = tuple(tuple(c for t in range(1, n) for c in batch.calls[(r - t) % n][r]) for r in range(n))
     moves = [
         Move(Block(Kind.Q, home, 0, batch.num_rows(home)), home, (home + t) % n)
         for t in range(1, n)
@@ -289,14 +301,16 @@ MODES: dict[str, Callable[[Batch], CachePlan]] = {"pass_kv": pass_kv, "pass_q": 
 
 
 def build(mode: str, batch: Batch) -> CachePlan:
-    """The plan of `mode` for a batch.
+    """The plan of `mode` for a batch, made once.
 
     Raises:
         ValueError: an unknown mode.
     """
     if mode not in MODES:
         raise refuse("inference.mode", mode, "one of " + ", ".join(MODES), "Choose one of these.")
-    return MODES[mode](batch)
+    if mode not in batch.plans:
+        batch.plans[mode] = MODES[mode](batch)
+    return batch.plans[mode]
 
 
 def _homeward(steps: Sequence[Step], n: int) -> list[Step]:

@@ -143,8 +143,11 @@ def readable(x: Tensor) -> Tensor:
 
     They step through the head dim by 1, and autograd hands out expanded (stride 0) gradients, e.g. of a plain sum.
     """
-    expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.contiguous() if expanded or x.stride(-1) != 1 else x
+    strides = x.stride()
+    if strides[-1] == 1 and 0 not in strides:
+        return x
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, strides, strict=True))
+    return x.contiguous() if expanded or strides[-1] != 1 else x
 
 
 def check_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:

@@ -5,7 +5,9 @@ Megatron's own inference refuses context parallelism, so the model runs in a pla
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,15 @@ from ..inference.engine import EngineSettings, LongContextEngine
 from ..inference.figures import agreed_figures
 from ..inference.ledger import CacheLedger
 from . import checkpoint
+from .direct import Attend, DirectLayer, why_not_direct
 from .model import build_model, fingerprint, padded_vocab_size, transformer_config
 from .rope import Rotation, ShardedRotaryEmbedding
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import build_sequence
 from .step import local_device
 from .tokenizer import build_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class NewTokens:
@@ -51,7 +56,7 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
     def __init__(self, original: Any, attention: CachedAttention, new: NewTokens) -> None:
         super().__init__(config=original.config)
         self.layer = original.layer_number - 1
-        self._scale = original.softmax_scale
+        self.softmax_scale = original.softmax_scale
         self._attention = attention
         self._new = new
 
@@ -60,7 +65,7 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
         rotation = self._new.rotation
         if rotation is not None and query.shape[0]:
             query, key = rotation(query), rotation(key)
-        return self._attention(self.layer, query, key, value, self._scale).flatten(2)
+        return self._attention(self.layer, query, key, value, self.softmax_scale).flatten(2)
 
 
 class CachedRotaryEmbedding(ShardedRotaryEmbedding):
@@ -95,6 +100,17 @@ class CachedGPT:
             gpt.rotary_pos_emb = CachedRotaryEmbedding(gpt.rotary_pos_emb, self._new)
         gpt.post_process = False  # hidden states come out: logits of every row would not fit for long prompts
         gpt.eval()
+        self._layers = self._direct_layers(gpt)
+
+    def _direct_layers(self, gpt: GPTModel) -> list[tuple[DirectLayer, Attend]] | None:
+        """With what each attends; None to run Megatron's own."""
+        why = why_not_direct(gpt)
+        if why is not None:
+            logger.info("layers run as Megatron's own, which takes the host longer: %s", why)
+            return None
+        layers = gpt.decoder.layers
+        scale = [layer.self_attention.core_attention.softmax_scale for layer in layers]
+        return [(DirectLayer(layer), partial(self.attention, i, scale=scale[i])) for i, layer in enumerate(layers)]
 
     def follow(self, policy: ReductionPolicy) -> None:
         """Let every layer that was built with a reduction sum by this policy from now on. All ranks call it."""
@@ -102,20 +118,34 @@ class CachedGPT:
             if isinstance(module, ReducedRowParallelLinear):
                 module.follow(policy)
 
-    @torch.no_grad()
     def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """See `inference.engine.CachedModel.logits`."""
+        found = self._logits(tokens, positions, rows)
+        return found.to(torch.float32, copy=True)  # outlives the pass: a tensor like any other
+
+    @torch.inference_mode()
+    def _logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         if not tokens.numel():
             self._attend_without_tokens()
             return torch.empty(0, self.vocab_size, device=tokens.device)
         self._new.now = positions
-        hidden = self._gpt(tokens[None], positions[None], None)
+        hidden = self._hidden(tokens[None], positions[None])
         weight = None
         if self._gpt.share_embeddings_and_output_weights:
             weight = self._gpt.shared_embedding_or_output_weight()
-        logits, _ = self._gpt.output_layer(hidden[rows], weight=weight, runtime_gather_output=True)
-        result: Tensor = logits[:, 0, : self.vocab_size].float()
-        return result
+        logits: Tensor = self._gpt.output_layer(hidden[rows], weight=weight, runtime_gather_output=True)[0]
+        return logits[:, 0, : self.vocab_size]
+
+    def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """`[1, s]` twice to `[s, 1, h]`, normalized."""
+        gpt = self._gpt
+        if self._layers is None:
+            return gpt(tokens, positions, None)  # type: ignore[no-any-return]
+        hidden = gpt.embedding(tokens, positions)
+        rotation = gpt.rotary_pos_emb.rotation() if gpt.position_embedding_type == "rope" else None
+        for layer, attend in self._layers:
+            hidden = layer(hidden, rotation, attend)
+        return gpt.decoder.final_layernorm(hidden)  # type: ignore[no-any-return]
 
     def _attend_without_tokens(self) -> None:
         """This rank's part in the others' attention. Kernels are spared tensors of no rows."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from .sequence import ShardedSequence
 
 _SHAPES: set[tuple[Any, ...]] = set()
+_SHAPES_OF_BOTH: set[tuple[Any, ...]] = set()
 _MOST_SHAPES = 6
 
 
@@ -36,6 +37,10 @@ class Rotation:
     def __call__(self, x: Tensor) -> Tensor:
         """`[s, b, h, d]` to the same, contiguous, in x's dtype; differentiable in x."""
         return _Rotate.apply(x, self.cos, self.sin, self.interleaved)  # type: ignore[no-any-return, no-untyped-call]
+
+    def of_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys in one go, without gradients: each `[s, ..., d]` to the same, contiguous, in its dtype."""
+        return _turn_both(q, k, self.cos, self.sin, self.interleaved)
 
 
 class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
@@ -84,7 +89,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    cos, sin = cos[:, None, None], sin[:, None, None]
+    spread = (slice(None), *[None] * (x.ndim - 2))
+    cos, sin = cos[spread], sin[spread]
     turned, rest = x[..., : 2 * cos.shape[-1]].to(torch.promote_types(x.dtype, cos.dtype)), x[..., 2 * cos.shape[-1] :]
     if interleaved:
         a, b = turned[..., 0::2], turned[..., 1::2]
@@ -95,20 +101,36 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((turned.to(x.dtype), rest), -1).contiguous()
 
 
-@functools.cache
-def _compiled(dynamic: bool) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
-    def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        return _rotated(x, cos, sin, interleaved)
+def _both_rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    return _rotated(q, cos, sin, interleaved), _rotated(k, cos, sin, interleaved)
 
-    return torch.compile(rotated, dynamic=dynamic)
+
+@functools.cache
+def _compiled(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=dynamic)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`_rotated`, on GPUs as one kernel: made for the shape, which is five times as fast as one for all shapes, as long
-    as there are few shapes (torch.compile gives up after 8 variants)."""
+    """`_rotated`, on GPUs as one kernel."""
     if not x.is_cuda:
         return _rotated(x, cos, sin, interleaved)
-    kind = (x.shape, x.stride(), x.dtype, interleaved)
-    if kind not in _SHAPES and len(_SHAPES) < _MOST_SHAPES:
-        _SHAPES.add(kind)
-    return _compiled(kind not in _SHAPES)(x, cos, sin, interleaved)
+    shape = (x.shape, x.stride(), x.dtype, interleaved)
+    return _compiled(_rotated, _is_rare(shape, _SHAPES))(x, cos, sin, interleaved)  # type: ignore[no-any-return]
+
+
+def _turn_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """`_both_rotated`, on GPUs by one call of what is compiled: at few tokens it takes the host longer than kernels
+    take the GPU."""
+    if not q.is_cuda:
+        return _both_rotated(q, k, cos, sin, interleaved)
+    shape = (q.shape, q.stride(), k.shape, k.stride(), q.dtype, interleaved)
+    rare = _is_rare(shape, _SHAPES_OF_BOTH)
+    return _compiled(_both_rotated, rare)(q, k, cos, sin, interleaved)  # type: ignore[no-any-return]
+
+
+def _is_rare(shape: tuple[Any, ...], seen: set[tuple[Any, ...]]) -> bool:
+    """Whether to take kernels made for all shapes. Those made for one are five times as fast, but torch.compile gives
+    up after 8 variants of a function."""
+    if shape not in seen and len(seen) < _MOST_SHAPES:
+        seen.add(shape)
+    return shape not in seen

@@ -9,12 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import RowParallelLinear
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 
 from ..comm.reduction import Reducer, ReductionPolicy
 from ..config import ReductionConfig, refuse
+
+_EXACT = {
+    False: ("all_reduce", reduce_from_tensor_model_parallel_region),
+    True: ("reduce_scatter", reduce_scatter_to_sequence_parallel_region),
+}
+"""By sequence parallelism, the reducer's operation and Megatron's own, which sums in the product's memory."""
 
 
 @dataclass
@@ -126,10 +136,18 @@ class ReducedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             tp_group=None,
             grad_output_buffer=None,
         )
-        output = _Sum.apply(partial, self._reducer, self.sequence_parallel)  # type: ignore[no-untyped-call]
+        name, exact = _EXACT[self.sequence_parallel]
+        if self._reducer.bits(name, partial) is None:
+            output = exact(partial, group=self.tp_group)
+        else:
+            output = _Sum.apply(partial, self._reducer, self.sequence_parallel)  # type: ignore[no-untyped-call]
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
+
+    def sum_of(self, partial: Tensor) -> Tensor:
+        """Every rank's product summed, without gradients, in `partial`'s own memory where that saves a copy."""
+        return self._reducer.all_reduce(partial, overwrite=True)
 
 
 class _Sum(torch.autograd.Function):

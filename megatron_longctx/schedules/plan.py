@@ -110,6 +110,8 @@ class Attend(NamedTuple):
     def inputs(self, backward: bool) -> tuple[Block, ...]:
         """What a rank has to hold to run the call; in backward queries come with their outputs and gradients."""
         kind = Kind.Q_GRAD if backward else Kind.Q
+        if all(query.kind is kind for query in self.queries):
+            return self.queries + self.keys
         return (*(query._replace(kind=kind) for query in self.queries), *self.keys)
 
     @property

@@ -207,9 +207,10 @@ class _Run:
         inputs = self.plan.inputs(attend, rank)
         for blocks in (inputs[: len(attend.queries)], inputs[len(attend.queries) :]):
             own = [block for block in blocks if block.home == rank]
-            apart = {block for among in self._among[rank].values() for block in among}.isdisjoint(own)
-            if 0 < len(own) < len(blocks) and apart:  # partly at home, partly in a buffer
-                size += 2 * sum(map(workload.block_bytes, blocks))
+            if not 0 < len(own) < len(blocks):
+                continue
+            if {block for among in self._among[rank].values() for block in among}.isdisjoint(own):
+                size += 2 * sum(map(workload.block_bytes, blocks))  # partly at home, partly in a buffer
         return size
 
     def _work(self, rank: int, seconds: float, label: str, t: int, home: int = -1) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_longctx.comm import crossover
 from megatron_longctx.comm.crossover import Case, Crossover
@@ -40,6 +41,41 @@ def _policies(rank: int) -> list[str]:
 
 def test_policies_over_two_ranks() -> None:
     assert run_distributed(_policies, 2) == [[], []]
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _exact_sums(rank: int, folder: Path) -> list[tuple]:
+    """What exact sums are made of, where nothing is quantized and where `auto` decides that."""
+    group, found = dist.group.WORLD, []
+    x = torch.randn(8, 512, generator=torch.Generator().manual_seed(rank)).bfloat16()  # 8 KiB
+    wanted = x.clone()
+    dist.all_reduce(wanted)
+    for mode, min_kib in (("none", 0), ("int4", 9), ("auto", 9), ("auto", 1)):
+        reducer = Reducer(group, ReductionPolicy(mode, min_kib=min_kib), folder)
+        reducer._crossover = lambda operation, x: Crossover(64 * KIB, ())  # from a file, or measured
+        for overwrite in (False, True):
+            mine = x.clone()
+            reducer.all_reduce(mine.clone(), overwrite=overwrite)  # decides
+            with _Ops() as ops:
+                total = reducer.all_reduce(mine, overwrite=overwrite)
+            untouched = torch.equal(mine, x)
+            found.append((torch.equal(total, wanted), total is mine, untouched, *ops.names))
+    return found
+
+
+def test_exact_sums_copy_nothing_that_may_be_overwritten(tmp_path: Path) -> None:
+    anew = (True, False, True, "aten.clone.default", "c10d.allreduce_.default")
+    in_place = (True, True, False, "c10d.allreduce_.default")
+    assert run_distributed(_exact_sums, 2, tmp_path) == [[anew, in_place] * 4] * 2
 
 
 def _auto(rank: int, folder: Path) -> dict:

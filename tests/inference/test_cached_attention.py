@@ -143,3 +143,24 @@ def test_the_caches_size_is_what_its_shape_says() -> None:
     shape = CacheShape(3, 8, 2, 16, torch.bfloat16)
     attention = CachedAttention(None, shape, 10, CPU)
     assert attention.num_bytes == 10 * shape.token_bytes == 10 * 3 * 2 * 2 * 16 * 2
+
+
+def test_new_tokens_are_stored_side_by_side_or_apart() -> None:
+    """Passes whose tokens fill one run of slots, and others, in turn."""
+    ledger, case = CacheLedger(1, 12, 4), Case(HEADS[0])
+    attention = CachedAttention(None, CacheShape(1, *case.heads, case.head_dim, case.dtype), ledger.slots_per_rank, CPU)
+    sessions = [ledger.open(), ledger.open()]
+    given = [case.tensors(16, seed) for seed in (1, 2)]
+    truths = [dense_attention(*qkv, causal=True)["out"] for qkv in given]
+    done, together = [0, 0], []
+    for counts in ((5, 0), (3, 6), (0, 1), (4, 0), (1, 1)):
+        turns = ledger.append({sessions[i]: count for i, count in enumerate(counts) if count})
+        slots = [slot for turn in turns for run in turn.new_runs[0] for slot in run]
+        together.append(slots == list(range(slots[0], slots[0] + len(slots))))
+        attention.begin(build("pass_kv", Batch(1, ledger.slots_per_rank, turns)))
+        at = [slice(start, start + count) for start, count in zip(done, counts, strict=True)]
+        q, k, v = (torch.cat([given[i][x][at[i]] for i in range(2)]) for x in range(3))
+        wanted = torch.cat([truths[i][at[i]] for i in range(2)])
+        assert torch.allclose(attention(0, q, k, v).double(), wanted, atol=1e-5), counts
+        done = [start + count for start, count in zip(done, counts, strict=True)]
+    assert set(together) == {True, False}, "both kinds were met"

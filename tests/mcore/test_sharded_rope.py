@@ -7,7 +7,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from megatron_longctx.mcore.rope import ShardedRotaryEmbedding
+from megatron_longctx.mcore.rope import Rotation, ShardedRotaryEmbedding, _rotated
 from megatron_longctx.testing.sequences import sequence_of
 
 
@@ -101,3 +101,39 @@ def test_the_rotation_follows_the_length() -> None:
     sequence.length = 8
     rope(8)
     assert torch.equal(sequence.rotation.cos, first.cos)
+
+
+def _rotations(variant: dict[str, object]) -> list[Rotation]:
+    """Of more lengths than kernels are made for."""
+    found = []
+    for length in (12, 7, 1, 30, 31, 32, 33, 34):
+        sequence = sequence_of(rank=0, world=1, length=length)
+        ShardedRotaryEmbedding(_megatron(**variant), sequence)(length)  # type: ignore[arg-type]
+        found.append(sequence.rotation)
+    return found
+
+
+def _both_and_each(made: Rotation, device: str) -> None:
+    """Queries and keys as they lie in a product, group by group."""
+    rotation = Rotation(made.cos.to(device), made.sin.to(device), made.interleaved)
+    q, k, _ = torch.randn(len(made.cos), 1, 2, 5, 16, device=device).bfloat16().split((3, 1, 1), 3)
+    for both, x in zip(rotation.of_both(q, k), (q, k), strict=True):
+        assert both.is_contiguous() and both.shape == x.shape
+        alone = _rotated(x.flatten(2, 3), rotation.cos, rotation.sin, rotation.interleaved)
+        torch.testing.assert_close(both.flatten(2, 3), alone, rtol=0.01 * (device != "cpu"), atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_queries_and_keys_turn_together_as_alone(variant: dict[str, object]) -> None:
+    for rotation in _rotations(variant):
+        _both_and_each(rotation, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_queries_and_keys_turn_together_as_alone_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotations = _rotations({})
+    monkeypatch.undo()
+    with torch.inference_mode():
+        for rotation in rotations:
+            _both_and_each(rotation, "cuda")

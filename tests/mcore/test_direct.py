@@ -1,0 +1,239 @@
+"""Plain layers run directly: Megatron's own bits, a fraction of its host work, and Megatron itself where not plain."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_longctx.comm.reduction import ReductionPolicy
+from megatron_longctx.config import Config
+from megatron_longctx.inference.engine import LongContextEngine
+from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.direct import DirectLayer, why_not_direct
+from megatron_longctx.mcore.inference import CachedGPT, build_engine, for_inference
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.training import tiny_config
+
+GPT2 = {
+    "model.normalization": "layernorm",
+    "model.activation": "gelu",
+    "model.bias": True,
+    "model.position_embedding": "learned",
+    "model.tie_embeddings": True,
+}
+ALONE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama in bf16": {"train.precision": "bf16"},
+    "gpt2": GPT2,
+    "biased swiglu": {"model.bias": True},
+    "a KV head a query": {"model.num_kv_heads": 4},
+}
+REDUCED = {"reduction.output_projection": "int8", "reduction.down_projection": "int4", "reduction.min_kib": 0.0}
+
+
+class Ops(TorchDispatchMode):
+    """Counts torch's operations; on a GPU all but views launch a kernel or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views = self.others = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.views += func.is_view
+        self.others += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def engine_of(config: Config) -> LongContextEngine:
+    """Every parameter has a value of its own: biases are not left at zero."""
+    par = config.parallelism
+    collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size, seed=5)
+    engine, _ = build_engine(for_inference(config), collection, None)
+    assert isinstance(engine.model, CachedGPT)
+    gen = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in engine.model._gpt.parameters():
+            if parameter.ndim == 1:
+                parameter += torch.randn(parameter.shape, generator=gen).to(parameter.dtype) / 4
+    return engine
+
+
+def logits_of(engine: LongContextEngine) -> Tensor:
+    """Of three passes with different plans: two prompts beside each other, more of one, a token of each."""
+    first, second = engine.open(), engine.open()
+    found = []
+    for new in (
+        {first: range(40, 69), second: range(90, 95)},
+        {first: range(70, 81)},
+        {first: range(5, 6), second: range(8, 9)},
+    ):
+        engine.append({session: list(tokens) for session, tokens in new.items()})
+        found.append(engine.next_logits([first, second]))
+    for session in (first, second):
+        session.close()
+    return torch.cat(found)
+
+
+def megatrons_logits_of(engine: LongContextEngine) -> Tensor:
+    model = engine.model
+    assert isinstance(model, CachedGPT)
+    layers, model._layers = model._layers, None
+    try:
+        return logits_of(engine)
+    finally:
+        model._layers = layers
+
+
+def same_bits(rank: int, configs: list[Config]) -> list[bool]:
+    torch.compiler.set_stance("force_eager")  # fused activations take long to compile
+    found = []
+    for config in configs:
+        engine = engine_of(config)
+        model = engine.model
+        assert isinstance(model, CachedGPT) and model._layers is not None
+        policies = (None,)
+        if config.reduction.output_projection != "none":
+            policies = (None, ReductionPolicy("none"), ReductionPolicy("auto", min_kib=1e6))
+        for fused in (False, config.model.activation == "swiglu"):
+            for layer in model._layers:
+                layer[0]._fused = fused
+            model._gpt.config.bias_activation_fusion = fused
+            for policy in policies:
+                if policy is not None:
+                    model.follow(policy)
+                ours, theirs = logits_of(engine), megatrons_logits_of(engine)
+                found.append(torch.equal(ours, theirs) and bool(ours.std() > 0.01))
+        groups.destroy()
+    return found
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("tensor", "context", "variants"),
+    [(1, 1, list(ALONE.values())), (1, 2, [{}, GPT2]), (2, 1, [{}, GPT2, REDUCED, {**GPT2, **REDUCED}])],
+)
+def test_results_are_megatrons_bit_for_bit(
+    tensor: int, context: int, variants: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    sizes = {"parallelism.tensor_parallel_size": tensor, "parallelism.context_parallel_size": context}
+    configs = [tiny_config(tmp_path, "x", {**sizes, **variant}) for variant in variants]
+    for found in run_distributed(same_bits, tensor * context, configs):
+        assert all(found) and len(found) >= len(variants)
+
+
+def _work(call: Callable[[], object]) -> tuple[int, int]:
+    """Torch operations that are no views, and calls of functions, of Python or C."""
+    with Ops() as ops:
+        call()
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return ops.others, calls
+
+
+def work_of_a_layer(rank: int, configs: list[Config]) -> tuple[float, float]:
+    """What a prompt's pass takes more of with 6 layers than with 2, by layer."""
+    found = []
+    for config in configs:
+        engine = engine_of(config)
+
+        def prompt(engine: LongContextEngine = engine) -> None:
+            session = engine.open()
+            session.append(list(range(40, 60)))
+            session.close()
+
+        prompt()
+        found.append(_work(prompt))
+        groups.destroy()
+    (few_ops, few_calls), (ops, calls) = found
+    return (ops - few_ops) / 4, (calls - few_calls) / 4
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_layers_host_work_is_bounded(tmp_path: Path) -> None:
+    """On one rank, in bf16. Of the operations a norm takes 8 and a rotation 10 here; on GPUs each is one kernel."""
+    configs = [tiny_config(tmp_path, "x", {"model.num_layers": n, "train.precision": "bf16"}) for n in (2, 6)]
+    ((ops, calls),) = run_distributed(work_of_a_layer, 1, configs)
+    assert ops <= 36, "torch operations"
+    assert calls <= 260, "function calls: Megatron's own layers take more than 700"
+
+
+def what_is_left(rank: int, config: Config) -> list[bool]:
+    """Whether queries and what they, keys and values were cut from are gone when the MLP begins."""
+    engine = engine_of(config)
+    assert isinstance(engine.model, CachedGPT)
+    gpt, made = engine.model._gpt, []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        made.extend(weakref.ref(x._base) for x in (q, k, v))
+        return torch.zeros_like(q)
+
+    gone: list[bool] = []
+    layer = gpt.decoder.layers[0]
+    layer.pre_mlp_layernorm.register_forward_pre_hook(lambda *_: gone.extend(ref() is None for ref in made))
+    rotation = gpt.rotary_pos_emb
+    rotation._new.now = torch.arange(9)
+    with torch.no_grad():
+        DirectLayer(layer)(torch.ones(9, 1, config.model.hidden_size), rotation.rotation(), attend)
+    groups.destroy()
+    return gone
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_attentions_inputs_do_not_outlive_it(tmp_path: Path) -> None:
+    """A long prompt's peak is in the MLP."""
+    assert run_distributed(what_is_left, 1, tiny_config(tmp_path, "x")) == [[True] * 3]
+
+
+def what_is_not_plain(rank: int, config: Config) -> list[str | None]:
+    engine = engine_of(config)
+    assert isinstance(engine.model, CachedGPT)
+    gpt = engine.model._gpt
+    found = [why_not_direct(gpt)]
+    for key, value in (("attention_output_gate", True), ("glu_linear_offset", 1.0), ("num_query_groups", 0)):
+        before = getattr(gpt.config, key)
+        setattr(gpt.config, key, value)
+        found.append(why_not_direct(gpt))
+        setattr(gpt.config, key, before)
+    wanted, layer = logits_of(engine), gpt.decoder.layers[1]
+    for module in (layer.mlp, layer.mlp.linear_fc1):
+        plain = type(module)
+        module.__class__ = type(f"Other{plain.__name__}", (plain,), {})
+        found.append(why_not_direct(gpt))
+        engine.model._layers = engine.model._direct_layers(gpt)
+        assert engine.model._layers is None and torch.equal(logits_of(engine), wanted)
+        module.__class__ = plain
+    layer.self_attention.q_layernorm = torch.nn.Identity()
+    found.append(why_not_direct(gpt))
+    groups.destroy()
+    return found
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_layers_that_are_not_plain_are_megatrons_own(tmp_path: Path) -> None:
+    (found,) = run_distributed(what_is_not_plain, 1, tiny_config(tmp_path, "x"))
+    assert found == [
+        None,
+        "attention_output_gate is True",
+        "glu_linear_offset is 1.0",
+        "tensor-parallel ranks share KV heads",
+        "layer 1's mlp is OtherMLP",
+        "layer 1's mlp.linear_fc1 is OtherColumnParallelLinear",
+        "layer 1's self_attention.q_layernorm is Identity",
+    ]
