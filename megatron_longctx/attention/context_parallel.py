@@ -31,11 +31,6 @@ from .replay import Replay, Tensors
 _MOST_REPLAYS = 16
 """Kinds of passes that are replayed from graphs, each of which holds memory for good; others run as they are."""
 
-_MOST_KEPT = 16 * 2**20
-"""Bytes of a rank's queries up to which passes that keep what they receive are replayed. What they keep is copied out
-of forward's graph and into backward's; beyond this the device has so much to do that the host is not waited for anyway
-(estimated, not measured)."""
-
 
 class AttentionResult(NamedTuple):
     """What a rank's call gave: out `[s, b, h, d]` in q's dtype and lse `[s, b, h]` in fp32 (fp64 for fp64 inputs)."""
@@ -331,8 +326,7 @@ def _run(
         key = (id(program), how, tuple((x.shape, x.dtype) for x in inputs))
         known = key in engine.replays
         short = 0 < program.num_tokens <= engine.graph_tokens and (known or len(engine.replays) < _MOST_REPLAYS)
-        copies_much = program.num_kept > 0 and inputs[0].nbytes > _MOST_KEPT
-        if not short or copies_much or isinstance(transport, MixedTransport):
+        if not short or isinstance(transport, MixedTransport):
             return _eager(inputs, make, results)
         if not known:
             engine.replays[key] = (program, Replay(make, results))  # together: an id is only good for what is alive

@@ -301,15 +301,17 @@ class Mailbox:
                         room.copy_(_as_bytes(next(waiting)))
                 ready_passed.issue(stream)
             left = {peer: iter(messages) for peer, messages in self._incoming[step].items()}
-            for peer, take, done in self._arrivals[turn][step]:
-                take.issue(stream)
+            # All flags at once: a wait of its own for every peer would cost more than it gains.
+            come, peers, read = self._arrivals[turn][step]
+            come.issue(stream)
+            for peer in peers:
                 for tensor, source in receives:
                     if source == peer:
                         message = next(left[peer])
                         _as_bytes(tensor).copy_(
                             self._theirs[turn][peer][message.offset : message.offset + message.num_bytes]
                         )
-                done.issue(stream)
+            read.issue(stream)
             return Exchange(
                 arrived=stream.record_event() if receives or passed or step in self._outbox.awaits else None
             )
@@ -337,16 +339,13 @@ class Mailbox:
                     tuple(FlagOperations.set([transport.flag(p, turn, t, me, _READY) for p in group])
                           for group in (others, passing))
                 )  # fmt: skip
+                senders = [peer for peer, incoming in self._nearest_first(t) if incoming]
                 arrivals.append(
-                    [
-                        (
-                            peer,
-                            FlagOperations.take([transport.flag(me, turn, t, peer, _READY)]),
-                            FlagOperations.set([transport.flag(peer, turn, t, me, _DONE)]),
-                        )
-                        for peer, incoming in self._nearest_first(t)
-                        if incoming
-                    ]
+                    (
+                        FlagOperations.take([transport.flag(me, turn, t, peer, _READY) for peer in senders]),
+                        senders,
+                        FlagOperations.set([transport.flag(peer, turn, t, me, _DONE) for peer in senders]),
+                    )
                 )
             self._ready.append(ready)
             self._arrivals.append(arrivals)

@@ -22,7 +22,7 @@ from megatron_longctx.attention.program import programs
 from megatron_longctx.comm import BufferPool, P2PTransport
 from megatron_longctx.kernels import PROVIDERS, KernelRequest, choose
 from megatron_longctx.layout import Layout
-from megatron_longctx.schedules import SCHEDULES
+from megatron_longctx.schedules import SCHEDULES, PlanOptions
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.plans import helper_plan
 from megatron_longctx.testing.references import dense_attention, kernel_attention, random_qkv, shard
@@ -230,9 +230,13 @@ def _kept(rank: int, transport: str) -> list[str]:
     """
     device = torch.device("cuda", rank)
     wrong = []
-    for schedule in ("ulysses", "usp", "all_gather", "zigzag"):
+    modes = [(name, PlanOptions()) for name in ("ulysses", "usp", "all_gather", "zigzag")]
+    modes += [("ulysses", PlanOptions(head_chunks=2))] if 8 % (2 * dist.get_world_size()) == 0 else []
+    for schedule, options in modes:
         keeping, fetching = (
-            ContextParallelAttention(dist.group.WORLD, schedule=schedule, transport=transport, keep_received=keep)
+            ContextParallelAttention(
+                dist.group.WORLD, schedule=schedule, options=options, transport=transport, keep_received=keep
+            )
             for keep in ("true", "false")
         )
         for case in (Case(LENGTH + 3, True, "GQA"), Case(LENGTH, False, "MHA"), Case(8 * LENGTH, True, "GQA")):
@@ -254,7 +258,8 @@ def _kept(rank: int, transport: str) -> list[str]:
                         # A kernel may add up its gradients in another order every time.
                         if not error <= (0 if name == "out" else 5e-3):
                             wrong.append(
-                                f"rank {rank}, {schedule}, {case}, layer {i} of {iteration}: {name} {error:.1e}"
+                                f"rank {rank}, {schedule} in {options.head_chunks}, {case}, layer {i} of {iteration}: "
+                                f"{name} {error:.1e}"
                             )
     return wrong
 
