@@ -12,8 +12,8 @@ OURS, OTHERS = ("#22667a", "#4497ab", "#8cc5d2", "#bfe0e7"), ("#8a5a3b", "#c08a5
 
 
 def draw(data: dict[str, Any], path: Path) -> None:
-    """Per cent of one device at equal FLOPs, a panel a head configuration, a group a length. Of another package's kinds,
-    named after a comma, the best at each length."""
+    """Per cent of one device at equal FLOPs, a panel a head configuration, a group a length. Of the kinds of another
+    package, named after a comma, the best at each length."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -2,7 +2,7 @@
 
     python analysis/record.py --out analysis/results/NAME --title "what was measured" runs/a runs/b
 
-Medians leave out the first steps, in which kernels are chosen and memory is first allocated, and a step that was profiled.
+Medians leave out the first steps, in which kernels are chosen and memory is first allocated, and a profiled one.
 """
 
 from __future__ import annotations
