@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import MOST_PARTIALS, Partial, merge_partials, sum_partials
+from .shapes import Like
 
 _ALL = slice(None)
 
@@ -22,7 +23,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 class MergedOutput:
     """Partial (out, lse) of one rank's queries, merged. Shapes: q `[s, b, h, d]`, out alike, lse `[s, b, h]`."""
 
-    def __init__(self, q: Tensor) -> None:
+    def __init__(self, q: Tensor | Like) -> None:
         self._q = q
         self._waiting: list[Partial] = []
         self._borrowed = False
@@ -68,7 +69,7 @@ class MergedOutput:
 class Sum:
     """Partial gradients of `like` `[s, b, h, d]`, added up."""
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor | Like) -> None:
         self._like = like
         self._waiting: list[Partial] = []
         self._borrowed = False
@@ -97,11 +98,6 @@ class Sum:
         sum_partials(self._waiting, into)
         return into
 
-    def empty_pair(self) -> Tensor:
-        """Room for this and one more like it, side by side in each row: `[s, 2, b, h, d]`."""
-        s, *row = self._like.shape
-        return torch.empty((s, 2, *row), dtype=self._like.dtype, device=self._like.device)
-
     def _fold(self) -> None:
         if self._sum is None:
             dtype = accumulation_dtype(self._like.dtype)
@@ -109,52 +105,3 @@ class Sum:
         sum_partials(self._waiting, self._sum)
         self._waiting = [Partial(0, 0, self._sum)]
         self._borrowed = False
-
-
-class Gathering:
-    """A result for another rank, from its first part to the message that takes it along.
-
-    Args:
-        totals: one, or the two of keys and values, which lie together token by token as they travel.
-    """
-
-    def __init__(self, *totals: MergedOutput | Sum) -> None:
-        self._totals = totals
-        self.fields: tuple[Tensor, ...] = ()
-
-    @classmethod
-    def of(cls, fields: tuple[Tensor, ...]) -> Gathering:
-        """What is complete and ready to be sent already."""
-        made = cls()
-        made.fields = fields
-        return made
-
-    def add(self, start: int, *fields: Tensor) -> None:
-        """Merge what was computed for the rows from `start` on: (out, lse), (dq) or (dk, dv)."""
-        if len(self._totals) == 1:
-            self._totals[0].add(start, *fields)  # type: ignore[arg-type]
-            return
-        for total, part in zip(self._totals, fields, strict=True):
-            assert isinstance(total, Sum)
-            total.add(start, part)
-
-    def close(self, rooms: tuple[Tensor, ...] | None) -> None:
-        """Make `fields` ready to be sent, contiguous and in the precision of the inputs.
-
-        Args:
-            rooms: where they shall lie; None for anywhere.
-        """
-        if len(self._totals) == 2:
-            first, second = (total for total in self._totals if isinstance(total, Sum))
-            packed = rooms[0] if rooms else first.empty_pair()
-            first.finish(packed[:, 0])
-            second.finish(packed[:, 1])
-            self.fields = (packed,)
-        else:
-            (total,) = self._totals
-            if isinstance(total, MergedOutput):
-                self.fields = total.finish((rooms[0], rooms[1]) if rooms else None)
-            else:
-                self.fields = (total.finish(rooms[0] if rooms else None),)
-            self.fields = tuple(field.contiguous() for field in self.fields)
-        del self._totals

@@ -119,9 +119,9 @@ class ProgramStep(NamedTuple):
     copies: tuple[Copy, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """One rank's whole pass. `outgoing`: the results it sends, numbered."""
+    """One rank's whole pass. `outgoing`: the results it sends, numbered. Programs are told apart by identity."""
 
     steps: tuple[ProgramStep, ...]
     slots: tuple[Slot, ...]
@@ -151,6 +151,20 @@ class Program:
             own = {(place.kind, place.heads) for _, place, _, _ in step.sends if place and place.slot == HOME}
             found.append(tuple(sorted(own - seen)))
             seen |= own
+        return tuple(found)
+
+    @cached_property
+    def first_parts(self) -> tuple[tuple[tuple[Kind, int, range], ...], ...]:
+        """`first_sends` with neighbouring parts of the heads together: (kind, number of parts, which of them)."""
+        found = []
+        for names in self.first_sends:
+            runs: list[tuple[Kind, int, range]] = []
+            for kind, (part, parts) in sorted(names, key=lambda name: (name[0], name[1].parts, name[1].part)):
+                if runs and runs[-1][:2] == (kind, parts) and runs[-1][2].stop == part:
+                    runs[-1] = kind, parts, range(runs[-1][2].start, part + 1)
+                else:
+                    runs.append((kind, parts, range(part, part + 1)))
+            found.append(tuple(runs))
         return tuple(found)
 
     @cached_property

@@ -205,7 +205,13 @@ def _mixed(rank: int) -> list[str]:
                         if not error < 1e-12:
                             wrong.append(f"rank {rank}, {hosts}, {schedule}, {length}, {name}: {error}")
             # Both kinds were used.
-            posts = [post for engine in attention._engines.values() for _, post in engine.posts.values()]
+            kinds = [
+                kind
+                for engine in attention._engines.values()
+                for found in engine.kinds.values()
+                for kind in found.values()
+            ]
+            posts = [kind.post for kind in kinds]
             assert posts and all(isinstance(post, MixedPost) for post in posts)
     return wrong
 

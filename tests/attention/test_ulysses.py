@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.attention.pack import head_slice
+from megatron_longctx.attention.shapes import head_slice
 from megatron_longctx.config import OUTER_SCHEDULES
 from megatron_longctx.layout import striped
 from megatron_longctx.schedules import (
