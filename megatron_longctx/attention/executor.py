@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +16,7 @@ from ..kernels import AttentionKernel
 from ..schedules import ALL_HEADS, RESULTS, Block, Heads, Kind
 from .accumulate import MergedOutput, Sum
 from .mixed_post import post_over
-from .outgoing import Outgoing, Part
+from .outgoing import Outgoing, Part, Routes
 from .pack import Field, Packer
 from .post import DirectPost, Fields, Post
 from .program import HOME, Away, Call, Place, Program, ProgramStep, Receive
@@ -26,11 +26,18 @@ from .slots import Slots, part, rows
 
 @dataclass
 class PassKind:
-    """What all passes of one kind over inputs of the same shapes share. post, packer: made when first needed."""
+    """What all passes of a program over inputs of the same shapes share; nothing here holds the program."""
 
     shapes: Shapes
-    post: Post | None = None
-    packer: Packer | None = None
+    messages: Messages | None = None  # made when first needed
+
+
+class Messages(NamedTuple):
+    """How such passes hand over what they send."""
+
+    post: Post
+    packer: Packer
+    routes: Routes
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class _Pass(ABC):
         self._shapes = self._kind.shapes
         self._slots: Slots | None = None
         self._to_send: dict[tuple[Kind, Heads], Fields] = {}
-        self._outgoing = Outgoing(program, self._shapes)
+        self._outgoing: Outgoing | None = None
         self._joined: dict[tuple[Block, ...], Fields] = {}
 
     def _find_kind(self, home: dict[Kind, Fields]) -> PassKind:
@@ -92,7 +99,8 @@ class _Pass(ABC):
                     self.attend(call)
             return
         slots = self._slots = Slots(self._program, self._shapes, self._engine.pool)
-        post, packer = self.post(), self._packer()
+        post, packer, routes = self._messages()
+        self._outgoing = Outgoing(self._program, routes)
         if not begun:
             post.begin()
         # Copied before the mark that the messages wait for, never between it and the sending.
@@ -141,19 +149,20 @@ class _Pass(ABC):
 
     def post(self) -> Post:
         """The one for this program and these shapes; made, by all ranks together, when it is first needed."""
-        kind, transport = self._kind, self._engine.transport
-        if kind.post is None:
-            assert transport is not None
-            if isinstance(transport, PeerTransport | MixedTransport):
-                kind.post = post_over(transport, self._program, self._shapes.row_bytes)
-            else:
-                kind.post = DirectPost(transport)
-        return kind.post
+        return self._messages().post
 
-    def _packer(self) -> Packer:
-        if self._kind.packer is None:
-            self._kind.packer = Packer(self._program.first_parts, self._shapes, self.post())
-        return self._kind.packer
+    def _messages(self) -> Messages:
+        kind, transport, program = self._kind, self._engine.transport, self._program
+        if kind.messages is None:
+            assert transport is not None
+            post: Post
+            if isinstance(transport, PeerTransport | MixedTransport):
+                post = post_over(transport, program, kind.shapes.row_bytes)
+            else:
+                post = DirectPost(transport)
+            packer = Packer(program.first_parts, kind.shapes, post)
+            kind.messages = Messages(post, packer, Routes(program.outgoing, kind.shapes, post))
+        return kind.messages
 
     def _pack_keys(self, post: Post) -> None:
         """Put this rank's keys and values side by side, where they are sent from if they are."""
@@ -235,7 +244,8 @@ class _Pass(ABC):
 
     def unpacked_kv(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         """The (k, v) of some tokens and heads, for the kernel."""
-        return packed[:, 0], packed[:, 1]
+        k, v = packed.unbind(1)
+        return k, v
 
     def _rows_to_send(self, place: Place) -> Fields:
         if place.slot != HOME:  # passed on as it came: a copy here would come after the mark that the message waits for
@@ -253,9 +263,11 @@ class _Pass(ABC):
                 others.append(Part(start, stop, next(left)))
             start = stop
         if others:
-            self._outgoing.add(others, fields, self.post())
+            assert self._outgoing is not None
+            self._outgoing.add(others, fields)
 
     def _sends(self, step: ProgramStep) -> list[tuple[Tensor, int]]:
+        assert self._outgoing is not None
         sends = []
         for _, place, peer, result in step.sends:
             fields = self._outgoing.take(result) if place is None else self._rows_to_send(place)
@@ -360,8 +372,9 @@ class BackwardPass(_Pass):
         if block.kind is Kind.DQ:
             self.dq.add(block.start, fields[0], heads, borrowed=True)
             return
-        self.dk.add(block.start, fields[0][:, 0], heads, borrowed=True)
-        self.dv.add(block.start, fields[0][:, 1], heads, borrowed=True)
+        dk, dv = fields[0].unbind(1)
+        self.dk.add(block.start, dk, heads, borrowed=True)
+        self.dv.add(block.start, dv, heads, borrowed=True)
 
     def settle(self) -> None:
         for total in (self.dq, self.dk, self.dv):

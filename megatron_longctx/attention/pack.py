@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..schedules import Heads, Kind
 from .post import Fields, Post
-from .shapes import Shapes, heads_dim
+from .shapes import Like, Shapes, heads_dim
 from .slots import rows
 
 
@@ -27,15 +27,14 @@ class Field(NamedTuple):
             source = rows(piece, start, stop).narrow(heads_dim(piece), heads.start, heads.stop - heads.start)
             copy(into if len(self.pieces) == 1 else into.select(1, j), source)
 
-    def write_parts(self, into: Tensor, parts: int, run: range) -> None:
-        """Copy a run of equal parts of the heads, `[len(run), tokens, ...]`."""
+    def write_parts(self, into: Tensor, parts: int, first: int) -> None:
+        """Copy neighbours of `parts` equal parts of the heads, from number `first` on: `[number, tokens, ...]`."""
         for j, piece in enumerate(self.pieces):
             dim = heads_dim(piece)
             shape, strides = list(piece.shape), piece.stride()
             shape[dim] //= parts
             step = shape[dim] * strides[dim]
-            first = piece.storage_offset() + run.start * step
-            source = piece.as_strided((len(run), *shape), (step, *strides), first)
+            source = piece.as_strided((into.shape[0], *shape), (step, *strides), piece.storage_offset() + first * step)
             copy(into if len(self.pieces) == 1 else into.select(2, j), source)
 
 
@@ -58,12 +57,20 @@ def _holds(tensor: Tensor, word: torch.dtype) -> bool:
     return math.gcd(tensor.shape[-1], tensor.storage_offset(), *strides) % (word.itemsize // tensor.element_size()) == 0
 
 
+class _Packed(NamedTuple):
+    """Such parts of one field. names: of their rooms. whole: all of them side by side, where they may lie so."""
+
+    names: tuple[Hashable, ...]
+    like: Like
+    whole: Like | None
+
+
 class _Run(NamedTuple):
-    """Neighbouring parts of the heads of one kind, as they are sent. names: of their rooms, by field."""
+    """Neighbouring parts of the heads of one kind, as they are sent."""
 
     kind: Kind
     heads: tuple[Heads, ...]
-    names: tuple[tuple[Hashable, ...], ...]
+    fields: tuple[_Packed, ...]
 
 
 class Packer:
@@ -86,33 +93,37 @@ class Packer:
         """
         left = [run for run in self._runs[step] if (run.kind, run.heads[0]) not in packed]
         for run in left:
-            found = [self._copy(run, i, field) for i, field in enumerate(own(run.kind))]
+            found = [self._copy(run, *pair) for pair in zip(run.fields, own(run.kind), strict=True)]
             for heads, fields in zip(run.heads, zip(*found, strict=True), strict=True):
                 packed[run.kind, heads] = fields
         return bool(left)
 
     def _run(self, kind: Kind, parts: int, run: range) -> _Run:
         heads = tuple(Heads(part, parts) for part in run)
-        fields = range(len(self._shapes.own(kind)))
-        return _Run(kind, heads, tuple(tuple(("home", kind, each, i) for each in heads) for i in fields))
+        equal = self._shapes.num_heads(kind) % parts == 0
+        tokens = self._shapes.own(kind)[0].shape[0]
+        fields = []
+        for i, like in enumerate(self._shapes.rows(kind, tokens, parts)):
+            names = tuple(("home", kind, each, i) for each in heads)
+            joined = parts > 1 and equal and self._post.joined(names)
+            whole = like._replace(shape=(len(names), *like.shape)) if joined else None
+            fields.append(_Packed(names, like, whole))
+        return _Run(kind, heads, tuple(fields))
 
-    def _copy(self, run: _Run, i: int, field: Field) -> Sequence[Tensor]:
+    def _copy(self, run: _Run, packed: _Packed, field: Field) -> Sequence[Tensor]:
         """The parts of one field, each contiguous, in the post's rooms where it has any."""
-        kind, names, parts = run.kind, run.names[i], run.heads[0].parts
-        num_heads = self._shapes.num_heads(kind)
-        tokens = len(field.pieces[0])
-        like = self._shapes.rows(kind, tokens, parts)[i]
-        if parts == 1:
+        names, like, whole = packed
+        if run.heads[0].parts == 1:
+            (own,) = field.pieces
             room = self._post.room(names[0], like.shape, like.dtype)
-            return [field.pieces[0].contiguous() if room is None else room.copy_(field.pieces[0])]
-        if num_heads % parts == 0 and self._post.joined(names):
-            whole = like._replace(shape=(len(names), *like.shape))
+            return [own.contiguous() if room is None else room.copy_(own)]
+        if whole is not None:
             room = self._post.room(names[0], whole.shape, whole.dtype)
             together = whole.empty() if room is None else room
-            field.write_parts(together, parts, range(run.heads[0].part, run.heads[-1].part + 1))
+            field.write_parts(together, run.heads[0].parts, run.heads[0].part)
             return together.unbind()
         rooms = [self._post.room(name, like.shape, like.dtype) for name in names]
         found = [like.empty() if room is None else room for room in rooms]
         for room, heads in zip(found, run.heads, strict=True):
-            field.write(room, 0, tokens, self._shapes.heads(kind, heads))
+            field.write(room, 0, like.shape[0], self._shapes.heads(run.kind, heads))
         return found

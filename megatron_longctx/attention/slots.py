@@ -85,4 +85,4 @@ def part(field: Tensor, place: Place, shapes: Shapes) -> Tensor:
 
 def rows(field: Tensor, start: int, stop: int) -> Tensor:
     """`field[start:stop]`; the field itself where that is all of it."""
-    return field if stop - start == len(field) else field.narrow(0, start, stop - start)
+    return field if stop - start == field.shape[0] else field.narrow(0, start, stop - start)
