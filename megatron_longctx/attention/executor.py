@@ -100,7 +100,7 @@ class _Pass(ABC):
             return
         slots = self._slots = Slots(self._program, self._shapes, self._engine.pool)
         post, packer, routes = self._messages()
-        self._outgoing = Outgoing(self._program, routes)
+        self._outgoing = Outgoing(self._program.outgoing, routes)
         if not begun:
             post.begin()
         # Copied before the mark that the messages wait for, never between it and the sending.

@@ -16,7 +16,7 @@ from ..schedules import Block, Kind
 from .accumulate import MergedOutput, Sum
 from .pack import copy
 from .post import Fields, Post
-from .program import Away, Program
+from .program import Away
 from .shapes import Like, Shapes
 from .slots import rows
 
@@ -86,10 +86,11 @@ class Routes:
 
 
 class Outgoing:
-    """The results of one pass of a program. Fields of a call: (out, lse), (dq) or (dk, dv)."""
+    """The results of one pass of a program, numbered as it does in `outgoing`. Fields of a call: (out, lse), (dq) or
+    (dk, dv)."""
 
-    def __init__(self, program: Program, routes: Routes) -> None:
-        self._program, self._routes = program, routes
+    def __init__(self, outgoing: Sequence[Block], routes: Routes) -> None:
+        self._outgoing, self._routes = outgoing, routes
         self._gathered: dict[int, MergedOutput | tuple[Sum, ...]] = {}
         self._ready: dict[int, Fields] = {}
 
@@ -138,7 +139,7 @@ class Outgoing:
             self._ready[away.result] = tuple(rows(field, start - first, stop - first) for field in packed)
 
     def _gather(self, away: Away, fields: Fields) -> None:
-        whole = self._program.outgoing[away.result]
+        whole = self._outgoing[away.result]
         found = self._gathered.get(away.result)
         if found is None:
             like = self._routes.likes(away.result)[0]

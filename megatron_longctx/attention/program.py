@@ -205,11 +205,13 @@ def compile_program(plan: Plan, rank: int) -> Program:
             if stay.first == t:
                 places.update(zip(stay.blocks, _places(stay, slot_of[index]), strict=True))
                 waits_for = max(waits_for, busy_until[index])
-        copies = [
-            Copy(Place(block.kind, HOME, block.start, block.stop, block.heads), place)
-            for block, place in places.items()
-            if block.home == rank and block.kind not in RESULTS
-        ]
+        copies = _copies(
+            [
+                Copy(Place(block.kind, HOME, block.start, block.stop, block.heads), place)
+                for block, place in places.items()
+                if block.home == rank and block.kind not in RESULTS
+            ]
+        )
         receives = [
             Receive(move.block, places[move.block], move.source) for move in step.moves if move.destination == rank
         ]
@@ -230,7 +232,7 @@ def compile_program(plan: Plan, rank: int) -> Program:
             keeps = plan.keeps_queries(attend, rank), plan.keeps_keys(attend, rank)
             calls.append(call._replace(keeps_queries=keeps[0], keeps_keys=keeps[1], kept=num_kept))
             num_kept += calls[-1].num_kept
-        steps.append(ProgramStep(tuple(sends), tuple(receives), waits_for, tuple(calls), tuple(copies)))
+        steps.append(ProgramStep(tuple(sends), tuple(receives), waits_for, tuple(calls), copies))
     blocks = tuple(block for block, _ in outgoing.number)
     return Program(tuple(steps), tuple(slots), rank, plan.layout.num_tokens(rank), blocks)
 
@@ -320,9 +322,25 @@ def _joined(places: list[Place]) -> tuple[Place, ...]:
     """Neighbours in memory as one place."""
     joined: list[Place] = []
     for place in places:
-        last = joined[-1] if joined else None
-        if last and last.slot == place.slot and last.stop == place.start and last[4:] == place[4:]:
-            joined[-1] = last._replace(stop=place.stop)
+        if joined and _follows(joined[-1], place):
+            joined[-1] = joined[-1]._replace(stop=place.stop)
         else:
             joined.append(place)
     return tuple(joined)
+
+
+def _copies(copies: list[Copy]) -> tuple[Copy, ...]:
+    """Neighbours at both ends as one copy."""
+    joined: list[Copy] = []
+    for source, target in copies:
+        if joined and _follows(joined[-1].source, source) and _follows(joined[-1].target, target):
+            before = joined[-1]
+            joined[-1] = Copy(before.source._replace(stop=source.stop), before.target._replace(stop=target.stop))
+        else:
+            joined.append(Copy(source, target))
+    return tuple(joined)
+
+
+def _follows(place: Place, after: Place) -> bool:
+    """Whether `after` lies right behind `place`."""
+    return (place.slot, place.stop, *place[4:]) == (after.slot, after.start, *after[4:]) and place.kind is after.kind

@@ -79,6 +79,7 @@ class NoAttention(AttentionKernel):
 
 
 def engine() -> Engine:
+    """Over the transport and the kernel above."""
     return Engine(NoAttention(), NoMessages(), BufferPool(CPU))  # type: ignore[arg-type]
 
 
@@ -120,6 +121,7 @@ MODES = {
     ("zigzag", 8, 1, False): (20, 29, 85),
     ("all_gather", 4, 1, False): (4, 8, 35),
     ("ring", 4, 1, False): (8, 11, 20),
+    ("usp", 4, 1, False): (9, 33, 185),
 }
 
 
@@ -127,7 +129,7 @@ MODES = {
 def test_a_layer_is_few_operations(mode: tuple[str, int, int, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Results in one part are not merged on their way; what depends on shapes alone is not worked out again."""
     schedule, n, chunks, keep = mode
-    plan = build_plan(schedule, n, 64 * n, True, PlanOptions(head_chunks=chunks))
+    plan = build_plan(schedule, n, 64 * n, True, PlanOptions(inner_size=2, head_chunks=chunks))
     pair, on = programs(keeping(plan) if keep else plan, 1), engine()
     found = counted(lambda: attend(pair, on, 64), monkeypatch)
     merges, launches, views = MODES[mode]
