@@ -120,7 +120,7 @@ class _Pass(ABC):
                 packed = transport.now()
             self._copy_own(step)
             self._merge(arrived)
-            self.settle()
+            self.settle(self._program.results_last[t])
             for call in step.calls:
                 self.attend(call)
             marks.append(transport.now())
@@ -192,8 +192,8 @@ class _Pass(ABC):
                 own.write(into, source.start, source.stop, heads)
 
     @abstractmethod
-    def settle(self) -> None:
-        """Read the results that have arrived, before their memory is used again."""
+    def settle(self, lasting: bool = False) -> None:
+        """Read the results that have arrived, before their memory is used again. lasting: it will not be."""
 
     @abstractmethod
     def attend(self, call: Call) -> None:
@@ -305,8 +305,8 @@ class ForwardPass(_Pass):
         out, lse = fields
         self.output.add(block.start, out, lse, self._shapes.heads(Kind.OUT, block.heads), borrowed=True)
 
-    def settle(self) -> None:
-        self.output.settle()
+    def settle(self, lasting: bool = False) -> None:
+        self.output.settle(lasting)
 
     def finish_early(self, arriving: tuple[Receive, ...]) -> None:
         pass
@@ -376,9 +376,9 @@ class BackwardPass(_Pass):
         self.dk.add(block.start, dk, heads, borrowed=True)
         self.dv.add(block.start, dv, heads, borrowed=True)
 
-    def settle(self) -> None:
+    def settle(self, lasting: bool = False) -> None:
         for total in (self.dq, self.dk, self.dv):
-            total.settle()
+            total.settle(lasting)
 
     def results(self, own: dict[Kind, tuple[Like, ...]]) -> dict[Kind, tuple[Like, ...]]:
         return {Kind.DQ: own[Kind.Q_GRAD][:1], Kind.DKV: own[Kind.KV]}

@@ -168,6 +168,17 @@ class Program:
         return tuple(found)
 
     @cached_property
+    def results_last(self) -> tuple[bool, ...]:
+        """By step, whether no slot that results came into before it is received into after it."""
+        came: set[int] = set()
+        coming = [{place.slot for _, place, _ in step.receives} for step in self.steps]
+        found = []
+        for t, step in enumerate(self.steps):
+            found.append(not any(came & later for later in coming[t + 1 :]))
+            came |= {place.slot for block, place, _ in step.receives if block.kind in RESULTS}
+        return tuple(found)
+
+    @cached_property
     def reads_packed_keys(self) -> bool:
         """Whether calls read this rank's own keys and values as they travel, or all heads of them are sent."""
         read = (place for step in self.steps for call in step.calls for place in call.keys)

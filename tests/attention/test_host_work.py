@@ -115,8 +115,8 @@ MODES = {
     # (schedule, ranks, chunks of the heads, keeps): merges, launches, views of a layer's forward and backward
     ("ulysses", 4, 1, False): (4, 33, 180),
     ("ulysses", 4, 1, True): (4, 18, 110),
-    ("ulysses", 8, 1, True): (12, 26, 140),
-    ("ulysses", 4, 2, True): (12, 40, 215),
+    ("ulysses", 8, 1, True): (8, 22, 150),
+    ("ulysses", 4, 2, True): (8, 36, 225),
     ("zigzag", 4, 1, False): (8, 13, 40),
     ("zigzag", 8, 1, False): (20, 29, 85),
     ("all_gather", 4, 1, False): (4, 8, 35),
