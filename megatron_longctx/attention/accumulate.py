@@ -1,15 +1,19 @@
 """Where results of several kernel calls come together, in fp32 (fp64 for fp64 inputs).
 
 Partials wait, in the precision they were computed in, until a few of them can be brought together in one pass over
-memory. A single result that covers everything is handed through untouched, so one rank alone pays nothing.
+memory. A single result that covers everything is handed through untouched, so one rank alone pays nothing; parts of the
+heads that lie side by side go straight to their places.
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from ..kernels import MOST_PARTIALS, Partial, merge_partials, sum_partials
+from .shapes import Like
 
 _ALL = slice(None)
 
@@ -19,142 +23,139 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class MergedOutput:
-    """Partial (out, lse) of one rank's queries, merged. Shapes: q `[s, b, h, d]`, out alike, lse `[s, b, h]`."""
+class _Waiting(ABC):
+    """Partials of a result `[s, b, h, d]`, until they are brought together."""
 
-    def __init__(self, q: Tensor) -> None:
-        self._q = q
+    def __init__(self, like: Tensor | Like) -> None:
+        self._like = like
         self._waiting: list[Partial] = []
         self._borrowed = False
+        self._apart = True  # each covers all tokens, and no two of them the same head
+        self._covered = 0  # a bit for every head, while they are apart
+
+    def settle(self, lasting: bool = False) -> None:
+        """Read what is borrowed: afterwards its memory may be used again. lasting: it will not be before `finish`,
+        which then reads different heads where they are."""
+        if self._borrowed and not (lasting and self._apart):
+            self._fold()
+
+    def _add(self, part: Partial, borrowed: bool) -> None:
+        if self._apart:
+            tokens, _, heads, _ = part.value.shape
+            covered = ((1 << heads) - 1) << part.first_head
+            self._apart = tokens == self._like.shape[0] and not covered & self._covered
+            self._covered |= covered
+        if len(self._waiting) >= MOST_PARTIALS and not self._apart:
+            self._fold()
+        self._waiting.append(part)
+        self._borrowed |= borrowed
+
+    def _single(self) -> Partial | None:
+        """The only partial, where it is the whole result as it shall be."""
+        if len(self._waiting) != 1 or self._borrowed:
+            return None
+        (only,) = self._waiting
+        whole = only.value.shape == self._like.shape and only.value.dtype == self._like.dtype
+        return only if whole else None
+
+    def _fold(self) -> None:
+        """Bring all together in an accumulator."""
+        while True:
+            some, left = self._waiting[:MOST_PARTIALS], self._waiting[MOST_PARTIALS:]
+            self._waiting = [self._accumulated(some), *left]
+            if not left:
+                break
+        self._borrowed = self._apart = False
+
+    @abstractmethod
+    def _accumulated(self, some: list[Partial]) -> Partial:
+        """These brought together, over everything, in the precision of accumulation."""
+
+    def _last(self) -> list[tuple[slice, list[Partial]]]:
+        """What is left to be brought together in one pass over memory each: heads of the result, and what there is of
+        them, counted from the first."""
+        if len(self._waiting) <= MOST_PARTIALS:
+            return [(_ALL, self._waiting)]
+        if not self._apart or self._covered != (1 << self._like.shape[2]) - 1:
+            self._fold()
+            return [(_ALL, self._waiting)]
+        ordered = sorted(self._waiting, key=lambda part: part.first_head)
+        last = []
+        for group in (ordered[i : i + MOST_PARTIALS] for i in range(0, len(ordered), MOST_PARTIALS)):
+            first = group[0].first_head
+            parts = [Partial(0, head - first, value, lse) for _, head, value, lse in group]
+            last.append((slice(first, group[-1].last_head), parts))
+        return last
+
+
+class MergedOutput(_Waiting):
+    """Partial (out, lse) of one rank's queries, merged. Shapes: q `[s, b, h, d]`, out alike, lse `[s, b, h]`."""
+
+    def __init__(self, q: Tensor | Like) -> None:
+        super().__init__(q)
         self._merged: tuple[Tensor, Tensor] | None = None
 
     def add(self, start: int, out: Tensor, lse: Tensor, heads: slice = _ALL, borrowed: bool = False) -> None:
         """Merge a partial of the queries `start..start+len(out)-1`; a `borrowed` one lasts until `settle`."""
-        if len(self._waiting) == MOST_PARTIALS:
-            self._fold()
-        self._waiting.append(Partial(start, heads.start or 0, out, lse))
-        self._borrowed |= borrowed
-
-    def settle(self) -> None:
-        """Read what is borrowed: afterwards its memory may be used again."""
-        if self._borrowed:
-            self._fold()
+        self._add(Partial(start, heads.start or 0, out, lse), borrowed)
 
     def finish(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """(out in q's dtype, lse), written to `into` if given; queries without any key give (0, -inf)."""
-        if into is None and len(self._waiting) == 1 and not self._borrowed:
-            (only,) = self._waiting
-            if only.value.shape == self._q.shape and only.value.dtype == self._q.dtype and only.lse is not None:
-                return only.value, only.lse
-        out, lse = into or (torch.empty(self._q.shape, dtype=self._q.dtype, device=self._q.device), self._new_lse())
-        merge_partials(self._waiting, out, lse)
+        only = self._single() if into is None else None
+        if only is not None and only.lse is not None:
+            return only.value, only.lse
+        q = self._like
+        out, lse = into or (torch.empty(q.shape, dtype=q.dtype, device=q.device), self._new_lse())
+        for heads, some in self._last():
+            merge_partials(some, _heads(out, heads), _heads(lse, heads))
         return out, lse
 
-    def _fold(self) -> None:
+    def _accumulated(self, some: list[Partial]) -> Partial:
         if self._merged is None:
-            dtype = accumulation_dtype(self._q.dtype)
-            self._merged = torch.empty(self._q.shape, dtype=dtype, device=self._q.device), self._new_lse()
-        merge_partials(self._waiting, *self._merged)
-        self._waiting = [Partial(0, 0, *self._merged)]
-        self._borrowed = False
+            q = self._like
+            dtype = accumulation_dtype(q.dtype)
+            self._merged = torch.empty(q.shape, dtype=dtype, device=q.device), self._new_lse()
+        merge_partials(some, *self._merged)
+        return Partial(0, 0, *self._merged)
 
     def _new_lse(self) -> Tensor:
         """Heads before tokens in memory: the order in which kernels want it."""
-        s, b, h, _ = self._q.shape
-        dtype = accumulation_dtype(self._q.dtype)
-        return torch.empty((b, h, s), dtype=dtype, device=self._q.device).permute(2, 0, 1)
+        s, b, h, _ = self._like.shape
+        dtype = accumulation_dtype(self._like.dtype)
+        return torch.empty((b, h, s), dtype=dtype, device=self._like.device).permute(2, 0, 1)
 
 
-class Sum:
+class Sum(_Waiting):
     """Partial gradients of `like` `[s, b, h, d]`, added up."""
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._waiting: list[Partial] = []
-        self._borrowed = False
+    def __init__(self, like: Tensor | Like) -> None:
+        super().__init__(like)
         self._sum: Tensor | None = None
 
     def add(self, start: int, part: Tensor, heads: slice = _ALL, borrowed: bool = False) -> None:
         """Add a share of the gradient of rows `start..start+len(part)-1`; a `borrowed` one lasts until `settle`."""
-        if len(self._waiting) == MOST_PARTIALS:
-            self._fold()
-        self._waiting.append(Partial(start, heads.start or 0, part))
-        self._borrowed |= borrowed
-
-    def settle(self) -> None:
-        """Read what is borrowed: afterwards its memory may be used again."""
-        if self._borrowed:
-            self._fold()
+        self._add(Partial(start, heads.start or 0, part), borrowed)
 
     def finish(self, into: Tensor | None = None) -> Tensor:
         """The gradient in `like`'s dtype, written to `into` if given."""
-        if into is None and len(self._waiting) == 1 and not self._borrowed:
-            (only,) = self._waiting
-            if only.value.shape == self._like.shape and only.value.dtype == self._like.dtype:
-                return only.value
+        only = self._single() if into is None else None
+        if only is not None:
+            return only.value
+        like = self._like
         if into is None:
-            into = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
-        sum_partials(self._waiting, into)
+            into = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        for heads, some in self._last():
+            sum_partials(some, _heads(into, heads))
         return into
 
-    def empty_pair(self) -> Tensor:
-        """Room for this and one more like it, side by side in each row: `[s, 2, b, h, d]`."""
-        s, *row = self._like.shape
-        return torch.empty((s, 2, *row), dtype=self._like.dtype, device=self._like.device)
-
-    def _fold(self) -> None:
+    def _accumulated(self, some: list[Partial]) -> Partial:
         if self._sum is None:
-            dtype = accumulation_dtype(self._like.dtype)
-            self._sum = torch.empty(self._like.shape, dtype=dtype, device=self._like.device)
-        sum_partials(self._waiting, self._sum)
-        self._waiting = [Partial(0, 0, self._sum)]
-        self._borrowed = False
+            like = self._like
+            self._sum = torch.empty(like.shape, dtype=accumulation_dtype(like.dtype), device=like.device)
+        sum_partials(some, self._sum)
+        return Partial(0, 0, self._sum)
 
 
-class Gathering:
-    """A result for another rank, from its first part to the message that takes it along.
-
-    Args:
-        totals: one, or the two of keys and values, which lie together token by token as they travel.
-    """
-
-    def __init__(self, *totals: MergedOutput | Sum) -> None:
-        self._totals = totals
-        self.fields: tuple[Tensor, ...] = ()
-
-    @classmethod
-    def of(cls, fields: tuple[Tensor, ...]) -> Gathering:
-        """What is complete and ready to be sent already."""
-        made = cls()
-        made.fields = fields
-        return made
-
-    def add(self, start: int, *fields: Tensor) -> None:
-        """Merge what was computed for the rows from `start` on: (out, lse), (dq) or (dk, dv)."""
-        if len(self._totals) == 1:
-            self._totals[0].add(start, *fields)  # type: ignore[arg-type]
-            return
-        for total, part in zip(self._totals, fields, strict=True):
-            assert isinstance(total, Sum)
-            total.add(start, part)
-
-    def close(self, rooms: tuple[Tensor, ...] | None) -> None:
-        """Make `fields` ready to be sent, contiguous and in the precision of the inputs.
-
-        Args:
-            rooms: where they shall lie; None for anywhere.
-        """
-        if len(self._totals) == 2:
-            first, second = (total for total in self._totals if isinstance(total, Sum))
-            packed = rooms[0] if rooms else first.empty_pair()
-            first.finish(packed[:, 0])
-            second.finish(packed[:, 1])
-            self.fields = (packed,)
-        else:
-            (total,) = self._totals
-            if isinstance(total, MergedOutput):
-                self.fields = total.finish((rooms[0], rooms[1]) if rooms else None)
-            else:
-                self.fields = (total.finish(rooms[0] if rooms else None),)
-            self.fields = tuple(field.contiguous() for field in self.fields)
-        del self._totals
+def _heads(field: Tensor, heads: slice) -> Tensor:
+    """Heads of an output, a gradient `[s, b, h, d]` or an lse `[s, b, h]`."""
+    return field if heads is _ALL else field.narrow(2, heads.start, heads.stop - heads.start)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,16 +14,30 @@ from torch import Tensor
 from ..comm import BufferPool, Exchange, MixedTransport, PeerTransport, Transport, WaitClock
 from ..kernels import AttentionKernel
 from ..schedules import ALL_HEADS, RESULTS, Block, Heads, Kind
-from .accumulate import Gathering, MergedOutput, Sum
+from .accumulate import MergedOutput, Sum
 from .mixed_post import post_over
-from .pack import Field, head_slice, heads_dim, packed_parts
+from .outgoing import Outgoing, Part, Routes
+from .pack import Field, Packer
 from .post import DirectPost, Fields, Post
-from .program import HOME, Away, Call, Place, Program, ProgramStep, Receive, Slot
+from .program import HOME, Away, Call, Place, Program, ProgramStep, Receive
+from .shapes import Like, Shapes, like
+from .slots import Slots, part, rows
 
-_HOME_OF = {Kind.OUT: Kind.Q, Kind.DQ: Kind.Q_GRAD, Kind.DKV: Kind.KV} | {
-    kind: kind for kind in (Kind.Q, Kind.KV, Kind.Q_GRAD, Kind.GRAD)
-}
-"""Whose heads a kind has: those of the rank's own tensors of this kind."""
+
+@dataclass
+class PassKind:
+    """What all passes of a program over inputs of the same shapes share; nothing here holds the program."""
+
+    shapes: Shapes
+    messages: Messages | None = None  # made when first needed
+
+
+class Messages(NamedTuple):
+    """How such passes hand over what they send."""
+
+    post: Post
+    packer: Packer
+    routes: Routes
 
 
 @dataclass(frozen=True)
@@ -30,7 +45,7 @@ class Engine:
     """What programs run on.
 
     transport: None for a group of one rank. graph_tokens: passes over at most so many tokens of a rank are replayed
-    from CUDA graphs. clock: measures the waiting for messages. posts, replays: by program and shapes, once made.
+    from CUDA graphs. clock: measures the waiting for messages. kinds, replays: by program and shapes, once made.
     """
 
     kernel: AttentionKernel
@@ -38,7 +53,7 @@ class Engine:
     pool: BufferPool
     graph_tokens: int = 0
     clock: WaitClock | None = None
-    posts: dict[Hashable, tuple[Program, Post]] = field(default_factory=dict)
+    kinds: WeakKeyDictionary[Program, dict[Hashable, PassKind]] = field(default_factory=WeakKeyDictionary)
     replays: dict[Hashable, tuple[Program, Any]] = field(default_factory=dict)
 
 
@@ -54,15 +69,26 @@ class _Pass(ABC):
         self._program = program
         self._engine = engine
         self._home = dict(home)
-        self._kv = home[Kind.KV] if len(home[Kind.KV]) == 2 else ()
         self._scale = scale
-        self._post: Post | None = None
-        if engine.transport is not None and self._kv:
-            self._home[Kind.KV] = (self.kv_like(),)  # until packed
-        self._slots: list[Fields] = []
+        self._kv = home[Kind.KV] if len(home[Kind.KV]) == 2 and engine.transport is not None else ()
+        if self._kv:
+            del self._home[Kind.KV]  # until packed
+        self._kind = self._find_kind(home)
+        self._shapes = self._kind.shapes
+        self._slots: Slots | None = None
         self._to_send: dict[tuple[Kind, Heads], Fields] = {}
-        self._outgoing: dict[int, Gathering] = {}
+        self._outgoing: Outgoing | None = None
         self._joined: dict[tuple[Block, ...], Fields] = {}
+
+    def _find_kind(self, home: dict[Kind, Fields]) -> PassKind:
+        kinds = self._engine.kinds.setdefault(self._program, {})
+        key = (type(self), *((field.shape, field.dtype) for fields in home.values() for field in fields))
+        if key not in kinds:
+            own = {kind: tuple(like(field) for field in fields) for kind, fields in home.items()}
+            if self._kv:
+                own[Kind.KV] = (self.packed_like(),)
+            kinds[key] = PassKind(Shapes(own | self.results(own)))
+        return kinds[key]
 
     def run(self, begun: bool = False) -> None:
         """Run the program; `begun`: its post has been told to begin already."""
@@ -72,16 +98,15 @@ class _Pass(ABC):
                 for call in step.calls:
                     self.attend(call)
             return
-        self._slots = [
-            self._slot(name, slot) for name, slot in zip(self._program.slot_names, self._program.slots, strict=True)
-        ]
-        post = self.post()
+        slots = self._slots = Slots(self._program, self._shapes, self._engine.pool)
+        post, packer, routes = self._messages()
+        self._outgoing = Outgoing(self._program.outgoing, routes)
         if not begun:
             post.begin()
         # Copied before the mark that the messages wait for, never between it and the sending.
         if self._kv and self.needs_packed_kv():
             self._pack_keys(post)
-        self._pack(post, 0)
+        packer.pack(0, self._own_fields, self._to_send)
         packed = transport.now()
         exchange: Exchange | None = None
         arrived: tuple[Receive, ...] = ()
@@ -89,14 +114,13 @@ class _Pass(ABC):
         for t, step in enumerate(self._program.steps):
             if exchange is not None:
                 self._wait(post, exchange)
-            sends, receives = self._messages(step)
             after = (packed, marks[step.after]) if step.after >= 0 else (packed,)
-            exchange = post.start(t, sends, receives, after)
-            if t + 1 < len(self._program.steps) and self._pack(post, t + 1):
+            exchange = post.start(t, self._sends(step), slots.receives(t), after)
+            if t + 1 < len(self._program.steps) and packer.pack(t + 1, self._own_fields, self._to_send):
                 packed = transport.now()
             self._copy_own(step)
             self._merge(arrived)
-            self.settle()
+            self.settle(self._program.results_last[t])
             for call in step.calls:
                 self.attend(call)
             marks.append(transport.now())
@@ -125,54 +149,30 @@ class _Pass(ABC):
 
     def post(self) -> Post:
         """The one for this program and these shapes; made, by all ranks together, when it is first needed."""
-        if self._post is None:
-            assert self._engine.transport is not None
-            self._post = self._find_post(self._engine.transport)
-        return self._post
+        return self._messages().post
 
-    def _find_post(self, transport: Transport) -> Post:
-        if not isinstance(transport, PeerTransport | MixedTransport):
-            return DirectPost(transport)
-        shapes = tuple(field.shape[1:] for fields in self._home.values() for field in fields)
-        key = (id(self._program), shapes)
-        if key not in self._engine.posts:
-            post = post_over(transport, self._program, self._row_bytes)
-            self._engine.posts[key] = (self._program, post)  # kept together: an id is only good for what is alive
-        return self._engine.posts[key][1]
-
-    def _row_bytes(self, kind: Kind, parts: int) -> list[int]:
-        return [
-            field[0:1].numel() * field.element_size()
-            for field in (self._of_heads(f, kind, Heads(0, parts), ALL_HEADS) for f in self.rows_like(kind, 1))
-        ]
+    def _messages(self) -> Messages:
+        kind, transport, program = self._kind, self._engine.transport, self._program
+        if kind.messages is None:
+            assert transport is not None
+            post: Post
+            if isinstance(transport, PeerTransport | MixedTransport):
+                post = post_over(transport, program, kind.shapes.row_bytes)
+            else:
+                post = DirectPost(transport)
+            packer = Packer(program.first_parts, kind.shapes, post)
+            kind.messages = Messages(post, packer, Routes(program.outgoing, kind.shapes, post))
+        return kind.messages
 
     def _pack_keys(self, post: Post) -> None:
         """Put this rank's keys and values side by side, where they are sent from if they are."""
         name = Kind.KV, ALL_HEADS
         sent = any(name in first for first in self._program.first_sends)
-        room = post.room(("home", *name, 0), *_like(self._home[Kind.KV][0])) if sent else None
+        (like,) = self._shapes.own(Kind.KV)
+        room = post.room(("home", *name, 0), like.shape, like.dtype) if sent else None
         self._home[Kind.KV], self._kv = (self.packed_kv(room),), ()
         if sent:
             self._to_send[name] = self._home[Kind.KV]
-
-    def _pack(self, post: Post, step: int) -> bool:
-        """Put those of this rank's own tensors that a step is the first to send where they are sent from. Returns
-        whether there were any."""
-        first = [name for name in self._program.first_sends[step] if name not in self._to_send]
-        split: dict[tuple[Kind, int], list[Heads]] = {}
-        for kind, heads in first:
-            if heads != ALL_HEADS:
-                split.setdefault((kind, heads.parts), []).append(heads)
-                continue
-            fields = []
-            for i, each in enumerate(self._home[kind]):
-                room = post.room(("home", kind, heads, i), *_like(each))
-                fields.append(each.contiguous() if room is None else room.copy_(each))
-            self._to_send[kind, heads] = tuple(fields)
-        for (kind, _), parts in split.items():
-            for heads, packed in packed_parts(post, kind, parts, self._own_fields(kind)).items():
-                self._to_send[kind, heads] = packed
-        return bool(first)
 
     def needs_packed_kv(self) -> bool:
         """Whether this rank's own keys and values are read as they travel. Else parts of the heads are taken straight
@@ -181,19 +181,19 @@ class _Pass(ABC):
 
     def _own_fields(self, kind: Kind) -> list[Field]:
         if kind is Kind.KV and self._kv:
-            return [Field(self._home[kind][0], self._kv)]
-        return [Field(each, (each,)) for each in self._home[kind]]
+            return [Field(self._kv)]
+        return [Field((each,)) for each in self._home[kind]]
 
     def _copy_own(self, step: ProgramStep) -> None:
         """Put own rows among the other ranks' that are arriving."""
         for source, target in step.copies:
+            heads = self._shapes.heads(source.kind, source.heads)
             for own, into in zip(self._own_fields(source.kind), self.rows(target), strict=True):
-                heads = head_slice(own.like.shape[heads_dim(own.like)], source.heads)
-                own.write(into, slice(source.start, source.stop), heads)
+                own.write(into, source.start, source.stop, heads)
 
     @abstractmethod
-    def settle(self) -> None:
-        """Read the results that have arrived, before their memory is used again."""
+    def settle(self, lasting: bool = False) -> None:
+        """Read the results that have arrived, before their memory is used again. lasting: it will not be."""
 
     @abstractmethod
     def attend(self, call: Call) -> None:
@@ -204,18 +204,14 @@ class _Pass(ABC):
         """Add a result that another rank has computed for this one."""
 
     @abstractmethod
-    def row_like(self, kind: Kind) -> Fields:
-        """Tensors whose rows have the shapes and dtypes of `kind`'s fields."""
+    def results(self, own: dict[Kind, tuple[Like, ...]]) -> dict[Kind, tuple[Like, ...]]:
+        """What the results look like that a rank gets for its `own` tensors."""
 
     def rows(self, place: Place) -> Fields:
-        fields = self._home[place.kind] if place.slot == HOME else self._slots[place.slot]
-        return tuple(
-            self._of_heads(field, place.kind, place.heads, place.held)[place.start : place.stop] for field in fields
-        )
-
-    @abstractmethod
-    def gathering(self, block: Block) -> Gathering:
-        """Where parts of a result for another rank come together."""
+        if place.slot == HOME:
+            return tuple(part(field, place, self._shapes) for field in self._home[place.kind])
+        assert self._slots is not None
+        return self._slots.rows(place)
 
     def gathered(self, places: tuple[Place, ...]) -> Fields:
         """The rows of several places as one sequence; copied only if they are not one place."""
@@ -237,11 +233,10 @@ class _Pass(ABC):
             return fields[0], fields[1]
         return self.unpacked_kv(fields[0])
 
-    def kv_like(self) -> Tensor:
-        """A tensor of no memory with the shape and dtype of this rank's keys and values as they travel, tokens first
-        and heads before the last dimension."""
+    def packed_like(self) -> Like:
+        """What this rank's keys and values look like as they travel: tokens first, heads before the last dimension."""
         k, _ = self._kv
-        return k.new_empty(()).expand(k.shape[0], 2, *k.shape[1:])
+        return Like((k.shape[0], 2, *k.shape[1:]), k.dtype, k.device)
 
     def packed_kv(self, room: Tensor | None) -> Tensor:
         """This rank's keys and values as they travel; in `room` where there is one."""
@@ -249,68 +244,35 @@ class _Pass(ABC):
 
     def unpacked_kv(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         """The (k, v) of some tokens and heads, for the kernel."""
-        return packed[:, 0], packed[:, 1]
-
-    def heads_of(self, kind: Kind, heads: Heads) -> slice:
-        """Where part `heads` lies among all heads of a kind."""
-        return head_slice(self._home[_HOME_OF[kind]][0].shape[-2], heads)
-
-    def _of_heads(self, field: Tensor, kind: Kind, heads: Heads, held: Heads) -> Tensor:
-        if heads == held:
-            return field
-        wanted, first = self.heads_of(kind, heads), self.heads_of(kind, held).start
-        return field.narrow(heads_dim(field), wanted.start - first, wanted.stop - wanted.start)
+        k, v = packed.unbind(1)
+        return k, v
 
     def _rows_to_send(self, place: Place) -> Fields:
         if place.slot != HOME:  # passed on as it came: a copy here would come after the mark that the message waits for
             return self.rows(place)
-        return tuple(field[place.start : place.stop] for field in self._to_send[place.kind, place.heads])
+        return tuple(rows(field, place.start, place.stop) for field in self._to_send[place.kind, place.heads])
 
-    def keep_for_others(self, away: Away, fields: Fields) -> None:
-        """Add to an outgoing result; what is complete is made ready here, before the mark that its message awaits."""
-        whole = self._program.outgoing[away.result]
-        if away.result not in self._outgoing:
-            self._outgoing[away.result] = self.gathering(whole)
-        self._outgoing[away.result].add(away.block.start - whole.start, *fields)
-        if away.complete:
-            assert self._post is not None
-            rooms = []
-            for i, like in enumerate(self._result_like(whole)):
-                room = self._post.room(("result", away.result, i), *_like(like))
-                if room is not None:
-                    rooms.append(room)
-            self._outgoing[away.result].close(tuple(rooms) or None)
+    def hand_out(self, blocks: Sequence[Block], away: Sequence[Away], fields: Fields, own: Callable[..., None]) -> None:
+        """Give what a call has computed for `blocks` to `own` (block, rows of the fields), or keep it for others."""
+        left, others, start = iter(away), [], 0
+        for block in blocks:
+            stop = start + block.tokens
+            if block.home == self._program.rank:
+                own(block, *(rows(field, start, stop) for field in fields))
+            else:
+                others.append(Part(start, stop, next(left)))
+            start = stop
+        if others:
+            assert self._outgoing is not None
+            self._outgoing.add(others, fields)
 
-    def _result_like(self, block: Block) -> Fields:
-        """Tensors of no memory with the shapes of a result's fields."""
-        return tuple(
-            self._of_heads(field, block.kind, block.heads, ALL_HEADS)
-            for field in self.rows_like(block.kind, block.tokens)
-        )
-
-    def rows_like(self, kind: Kind, tokens: int) -> Fields:
-        """Tensors of no memory with the shapes of so many rows of `kind`."""
-        return tuple(field.new_empty(()).expand(tokens, *field.shape[1:]) for field in self.row_like(kind))
-
-    def _slot(self, name: int, slot: Slot) -> Fields:
-        part = Heads(0, slot.parts)
-        like = (self._of_heads(field, slot.kind, part, ALL_HEADS) for field in self.row_like(slot.kind))
-        if slot.kept:
-            return tuple(field.new_empty((slot.tokens, *field.shape[1:])) for field in like)
-        pool = self._engine.pool
-        return tuple(
-            pool.get((slot.kind, slot.parts, name, i), (slot.tokens, *field.shape[1:]), field.dtype)
-            for i, field in enumerate(like)
-        )
-
-    def _messages(self, step: ProgramStep) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]]:
-        sends, receives = [], []
+    def _sends(self, step: ProgramStep) -> list[tuple[Tensor, int]]:
+        assert self._outgoing is not None
+        sends = []
         for _, place, peer, result in step.sends:
-            fields = self._outgoing.pop(result).fields if place is None else self._rows_to_send(place)
+            fields = self._outgoing.take(result) if place is None else self._rows_to_send(place)
             sends += [(field, peer) for field in fields]
-        for _, place, peer in step.receives:
-            receives += [(field, peer) for field in self.rows(place)]
-        return sends, receives
+        return sends
 
     def _merge(self, receives: tuple[Receive, ...]) -> None:
         for block, place, _ in receives:
@@ -334,34 +296,25 @@ class ForwardPass(_Pass):
         out, lse = self._engine.kernel.forward(q, k, v, causal=call.attend.causal, scale=self._scale)
         self.kept += [q, out, lse] if call.keeps_queries else []
         self.kept += fields if call.keeps_keys else []
-        away = iter(call.away)
-        offset = 0
-        for query in call.attend.queries:
-            part = slice(offset, offset + query.tokens)
-            offset += query.tokens
-            if query.home == self._program.rank:
-                self.output.add(query.start, out[part], lse[part], self.heads_of(Kind.Q, query.heads))
-            else:
-                self.keep_for_others(next(away), (out[part], lse[part]))
+        self.hand_out(call.attend.queries, call.away, (out, lse), self._add)
+
+    def _add(self, query: Block, out: Tensor, lse: Tensor) -> None:
+        self.output.add(query.start, out, lse, self._shapes.heads(Kind.Q, query.heads))
 
     def merge(self, block: Block, fields: Fields) -> None:
         out, lse = fields
-        self.output.add(block.start, out, lse, self.heads_of(Kind.OUT, block.heads), borrowed=True)
+        self.output.add(block.start, out, lse, self._shapes.heads(Kind.OUT, block.heads), borrowed=True)
 
-    def settle(self) -> None:
-        self.output.settle()
+    def settle(self, lasting: bool = False) -> None:
+        self.output.settle(lasting)
 
     def finish_early(self, arriving: tuple[Receive, ...]) -> None:
         pass
 
-    def gathering(self, block: Block) -> Gathering:
-        return Gathering(MergedOutput(self._result_like(block)[0]))
-
-    def row_like(self, kind: Kind) -> Fields:
-        if kind is Kind.OUT:
-            lse_dtype = torch.float64 if self._q.dtype == torch.float64 else torch.float32
-            return self._q, self._q.new_empty((), dtype=lse_dtype).expand(self._q.shape[:3])
-        return self._home[kind]
+    def results(self, own: dict[Kind, tuple[Like, ...]]) -> dict[Kind, tuple[Like, ...]]:
+        (q,) = own[Kind.Q]
+        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        return {Kind.OUT: (q, Like(q.shape[:3], lse_dtype, q.device))}
 
 
 class BackwardPass(_Pass):
@@ -396,16 +349,16 @@ class BackwardPass(_Pass):
         )
         # In the order of `results_away`: keys first.
         keys_away = sum(key.home != self._program.rank for key in call.attend.keys)
-        self._add_keys(call, dk, dv, call.away[:keys_away])
-        away = iter(call.away[keys_away:])
-        offset = 0
-        for query in call.attend.queries:
-            part = dq[offset : offset + query.tokens]
-            offset += query.tokens
-            if query.home == self._program.rank:
-                self.dq.add(query.start, part, self.heads_of(Kind.DQ, query.heads))
-            else:
-                self.keep_for_others(next(away), (part,))
+        self.hand_out(call.attend.keys, call.away[:keys_away], (dk, dv), self._add_keys)
+        self.hand_out(call.attend.queries, call.away[keys_away:], (dq,), self._add_queries)
+
+    def _add_keys(self, key: Block, dk: Tensor, dv: Tensor) -> None:
+        heads = self._shapes.heads(Kind.DKV, key.heads)
+        self.dk.add(key.start, dk, heads)
+        self.dv.add(key.start, dv, heads)
+
+    def _add_queries(self, query: Block, dq: Tensor) -> None:
+        self.dq.add(query.start, dq, self._shapes.heads(Kind.DQ, query.heads))
 
     def _queries_and_results(self, call: Call) -> Fields:
         if not call.keeps_queries:
@@ -414,59 +367,18 @@ class BackwardPass(_Pass):
         (grad_out,) = self.gathered(call.queries)
         return q, out, grad_out, lse
 
-    def _add_keys(self, call: Call, dk: Tensor, dv: Tensor, away: tuple[Away, ...]) -> None:
-        if len(away) == len(call.attend.keys) and all(each.whole for each in away) and self._send_all(dk, dv, away):
-            return
-        left = iter(away)
-        offset = 0
-        for key in call.attend.keys:
-            part = slice(offset, offset + key.tokens)
-            offset += key.tokens
-            if key.home != self._program.rank:
-                self.keep_for_others(next(left), (dk[part], dv[part]))
-                continue
-            heads = self.heads_of(Kind.DKV, key.heads)
-            self.dk.add(key.start, dk[part], heads)
-            self.dv.add(key.start, dv[part], heads)
-
-    def _send_all(self, dk: Tensor, dv: Tensor, away: tuple[Away, ...]) -> bool:
-        """Pack a call's gradients, which are all that their homes get from it, in one go. False where rooms do not
-        lie side by side."""
-        assert self._post is not None
-        names = [("result", each.result, 0) for each in away]
-        if not self._post.joined(names):
-            return False
-        tokens, *row = dk.shape
-        room = self._post.room(names[0], (tokens, 2, *row), dk.dtype)
-        packed = torch.stack((dk, dv), dim=1, out=room)
-        offset = 0
-        for each in away:
-            part = packed[offset : offset + each.block.tokens]
-            offset += each.block.tokens
-            self._outgoing[each.result] = Gathering.of((part,))
-        return True
-
     def merge(self, block: Block, fields: Fields) -> None:
-        heads = self.heads_of(block.kind, block.heads)
+        heads = self._shapes.heads(block.kind, block.heads)
         if block.kind is Kind.DQ:
             self.dq.add(block.start, fields[0], heads, borrowed=True)
             return
-        self.dk.add(block.start, fields[0][:, 0], heads, borrowed=True)
-        self.dv.add(block.start, fields[0][:, 1], heads, borrowed=True)
+        dk, dv = fields[0].unbind(1)
+        self.dk.add(block.start, dk, heads, borrowed=True)
+        self.dv.add(block.start, dv, heads, borrowed=True)
 
-    def settle(self) -> None:
+    def settle(self, lasting: bool = False) -> None:
         for total in (self.dq, self.dk, self.dv):
-            total.settle()
+            total.settle(lasting)
 
-    def gathering(self, block: Block) -> Gathering:
-        like = self._result_like(block)[0]
-        return Gathering(Sum(like)) if block.kind is Kind.DQ else Gathering(Sum(like[:, 0]), Sum(like[:, 1]))
-
-    def row_like(self, kind: Kind) -> Fields:
-        if kind is Kind.DQ:
-            return (self._home[Kind.Q_GRAD][0],)
-        return self._home[Kind.KV if kind is Kind.DKV else kind]
-
-
-def _like(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
+    def results(self, own: dict[Kind, tuple[Like, ...]]) -> dict[Kind, tuple[Like, ...]]:
+        return {Kind.DQ: own[Kind.Q_GRAD][:1], Kind.DKV: own[Kind.KV]}

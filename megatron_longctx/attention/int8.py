@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
 from .executor import ForwardPass
+from .shapes import Like
 
 
 class Int8ForwardPass(ForwardPass):
@@ -16,9 +17,9 @@ class Int8ForwardPass(ForwardPass):
     def needs_packed_kv(self) -> bool:
         return True
 
-    def kv_like(self) -> Tensor:
+    def packed_like(self) -> Like:
         k, _ = self._kv
-        return torch.empty((), dtype=torch.uint8, device=k.device).expand(packed_shape(k))
+        return Like(packed_shape(k), torch.uint8, k.device)
 
     def packed_kv(self, room: Tensor | None) -> Tensor:
         k, v = self._kv

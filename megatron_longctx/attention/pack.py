@@ -1,8 +1,9 @@
-"""Parts of a rank's heads, copied to where they are sent from: neighbouring parts of a field in one go."""
+"""A rank's own tensors, copied to where they are sent from: neighbouring parts of the heads in one go."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,113 +11,119 @@ from torch import Tensor
 
 from ..schedules import Heads, Kind
 from .post import Fields, Post
+from .shapes import Like, Shapes, heads_dim
+from .slots import rows
 
 
 class Field(NamedTuple):
-    """A field of a rank's own tensors, of the shape of `like`: `pieces` is the tensor itself, or what lies side by side
-    in its second dimension."""
+    """A field of a rank's own tensors: `pieces` is the tensor itself, or what lies side by side in its second
+    dimension."""
 
-    like: Tensor
     pieces: tuple[Tensor, ...]
 
-    def write(self, into: Tensor, rows: slice, heads: slice) -> None:
+    def write(self, into: Tensor, start: int, stop: int, heads: slice) -> None:
         """Copy some rows and heads."""
         for j, piece in enumerate(self.pieces):
-            part = piece[rows].narrow(heads_dim(piece), heads.start, heads.stop - heads.start)
-            copy(into if len(self.pieces) == 1 else into[:, j], part)
+            source = rows(piece, start, stop).narrow(heads_dim(piece), heads.start, heads.stop - heads.start)
+            copy(into if len(self.pieces) == 1 else into.select(1, j), source)
 
-    def write_parts(self, into: Tensor, parts: int, run: range) -> None:
-        """Copy a run of equal parts of the heads, `[len(run), tokens, ...]`."""
+    def write_parts(self, into: Tensor, parts: int, first: int) -> None:
+        """Copy neighbours of `parts` equal parts of the heads, from number `first` on: `[number, tokens, ...]`."""
         for j, piece in enumerate(self.pieces):
             dim = heads_dim(piece)
-            sizes = (parts, piece.shape[dim] // parts)
-            split = piece.view(*piece.shape[:dim], *sizes, *piece.shape[dim + 1 :]).movedim(dim, 0)
-            copy(into if len(self.pieces) == 1 else into[:, :, j], split[run.start : run.stop])
+            shape, strides = list(piece.shape), piece.stride()
+            shape[dim] //= parts
+            step = shape[dim] * strides[dim]
+            source = piece.as_strided((into.shape[0], *shape), (step, *strides), piece.storage_offset() + first * step)
+            copy(into if len(self.pieces) == 1 else into.select(2, j), source)
 
 
 def copy(into: Tensor, source: Tensor) -> None:
     """`into.copy_(source)` of tensors of one shape and dtype, in the widest words that fit both: torch's kernel for
     strided tensors moves an element at a time, and small ones at a third of the memory's speed."""
-    for word in (torch.complex128, torch.int64):
-        if word.itemsize > into.element_size() and _holds(into, word) and _holds(source, word):
-            into, source = into.view(word), source.view(word)
-            break
+    if not (into.is_contiguous() and source.is_contiguous()):
+        for word in (torch.complex128, torch.int64):
+            if word.itemsize > into.element_size() and _holds(into, word) and _holds(source, word):
+                into, source = into.view(word), source.view(word)
+                break
     into.copy_(source)
 
 
 def _holds(tensor: Tensor, word: torch.dtype) -> bool:
     """Whether a tensor can be seen as one of words."""
-    ratio = word.itemsize // tensor.element_size()
-    extents = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
-    return tensor.stride(-1) == 1 and tensor.data_ptr() % word.itemsize == 0 and not any(x % ratio for x in extents)
+    *strides, last = tensor.stride()
+    if last != 1 or tensor.data_ptr() % word.itemsize:
+        return False
+    return math.gcd(tensor.shape[-1], tensor.storage_offset(), *strides) % (word.itemsize // tensor.element_size()) == 0
 
 
-def heads_dim(field: Tensor) -> int:
-    """The dimension of the heads: an lse `[t, b, h]` has none after them."""
-    return 2 if field.ndim == 3 else field.ndim - 2
+class _Packed(NamedTuple):
+    """Such parts of one field. names: of their rooms. whole: all of them side by side, where they may lie so."""
+
+    names: tuple[Hashable, ...]
+    like: Like
+    whole: Like | None
 
 
-def head_slice(num_heads: int, part: Heads) -> slice:
-    """The heads of one of `part.parts` equal parts; where parts outnumber heads, neighbours share one.
+class _Run(NamedTuple):
+    """Neighbouring parts of the heads of one kind, as they are sent."""
 
-    Raises:
-        ValueError: neither number divides the other.
-    """
-    if num_heads % part.parts == 0:
-        size = num_heads // part.parts
-        return slice(part.part * size, (part.part + 1) * size)
-    if part.parts % num_heads == 0:
-        head = part.part * num_heads // part.parts
-        return slice(head, head + 1)
-    raise ValueError(
-        f"{num_heads} heads in {part.parts} parts: expected a divisor or a multiple of {num_heads}. "
-        "Change the number of ranks that share the heads."
-    )
+    kind: Kind
+    heads: tuple[Heads, ...]
+    fields: tuple[_Packed, ...]
 
 
-def packed_parts(post: Post, kind: Kind, wanted: Sequence[Heads], fields: Sequence[Field]) -> dict[Heads, Fields]:
-    """Parts of the heads as they are sent, each contiguous, in the post's rooms where it has any.
+class Packer:
+    """Copies what one kind of pass sends of a rank's own tensors to where it is sent from.
 
     Args:
-        wanted: parts of the same number of parts.
+        firsts: see `Program.first_parts`.
     """
-    parts = wanted[0].parts
-    found: dict[Heads, list[Tensor]] = {heads: [] for heads in wanted}
-    for i, field in enumerate(fields):
-        num_heads = field.like.shape[heads_dim(field.like)]
-        for run in _runs(sorted(heads.part for heads in wanted)):
-            names = [("home", kind, Heads(part, parts), i) for part in run]
-            shape = _part_shape(field.like, head_slice(num_heads, wanted[0]))
-            if num_heads % parts == 0 and post.joined(names):
-                room = post.room(names[0], (len(run), *shape), field.like.dtype)
-                together = field.like.new_empty((len(run), *shape)) if room is None else room
-                field.write_parts(together, parts, run)
-                rooms = list(together)
-            else:
-                rooms = [_room(post, name, shape, field.like) for name in names]
-                for room, part in zip(rooms, run, strict=True):
-                    field.write(room, slice(None), head_slice(num_heads, Heads(part, parts)))
-            for room, part in zip(rooms, run, strict=True):
-                found[Heads(part, parts)].append(room)
-    return {heads: tuple(each) for heads, each in found.items()}
 
+    def __init__(self, firsts: Sequence[Sequence[tuple[Kind, int, range]]], shapes: Shapes, post: Post) -> None:
+        self._shapes, self._post = shapes, post
+        self._runs = [[self._run(*each) for each in step] for step in firsts]
 
-def _room(post: Post, name: tuple[object, ...], shape: tuple[int, ...], like: Tensor) -> Tensor:
-    room = post.room(name, shape, like.dtype)
-    return like.new_empty(shape) if room is None else room
+    def pack(self, step: int, own: Callable[[Kind], Sequence[Field]], packed: dict[tuple[Kind, Heads], Fields]) -> bool:
+        """Add to `packed` what a step is the first to send. Returns whether there was any.
 
+        Args:
+            own: this rank's own tensors.
+            packed: by kind and part of the heads, what has been packed already.
+        """
+        left = [run for run in self._runs[step] if (run.kind, run.heads[0]) not in packed]
+        for run in left:
+            found = [self._copy(run, *pair) for pair in zip(run.fields, own(run.kind), strict=True)]
+            for heads, fields in zip(run.heads, zip(*found, strict=True), strict=True):
+                packed[run.kind, heads] = fields
+        return bool(left)
 
-def _part_shape(like: Tensor, heads: slice) -> tuple[int, ...]:
-    dim = heads_dim(like)
-    return torch.Size((*like.shape[:dim], heads.stop - heads.start, *like.shape[dim + 1 :]))
+    def _run(self, kind: Kind, parts: int, run: range) -> _Run:
+        heads = tuple(Heads(part, parts) for part in run)
+        equal = self._shapes.num_heads(kind) % parts == 0
+        tokens = self._shapes.own(kind)[0].shape[0]
+        fields = []
+        for i, like in enumerate(self._shapes.rows(kind, tokens, parts)):
+            names = tuple(("home", kind, each, i) for each in heads)
+            joined = parts > 1 and equal and self._post.joined(names)
+            whole = like._replace(shape=(len(names), *like.shape)) if joined else None
+            fields.append(_Packed(names, like, whole))
+        return _Run(kind, heads, tuple(fields))
 
-
-def _runs(numbers: Sequence[int]) -> list[range]:
-    """Sorted numbers as runs of neighbours."""
-    runs: list[range] = []
-    for number in numbers:
-        if runs and runs[-1].stop == number:
-            runs[-1] = range(runs[-1].start, number + 1)
-        else:
-            runs.append(range(number, number + 1))
-    return runs
+    def _copy(self, run: _Run, packed: _Packed, field: Field) -> Sequence[Tensor]:
+        """The parts of one field, each contiguous, in the post's rooms where it has any."""
+        names, like, whole = packed
+        if run.heads[0].parts == 1:
+            (own,) = field.pieces
+            room = self._post.room(names[0], like.shape, like.dtype)
+            return [own.contiguous() if room is None else room.copy_(own)]
+        if whole is not None:
+            room = self._post.room(names[0], whole.shape, whole.dtype)
+            together = whole.empty() if room is None else room
+            field.write_parts(together, run.heads[0].parts, run.heads[0].part)
+            return together.unbind()
+        rooms = [self._post.room(name, like.shape, like.dtype) for name in names]
+        found = [like.empty() if room is None else room for room in rooms]
+        for room, heads in zip(found, run.heads, strict=True):
+            field.write(room, 0, like.shape[0], self._shapes.heads(run.kind, heads))
+        return found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..comm import Exchange, Mailbox, Outbox, OutboxBuilder, P2PTransport, Sent
 from ..comm.peer import aligned
-from ..schedules import Kind
+from ..schedules import Block, Kind
 from ..schedules.publishing import Batch
 from .program import HOME, Program, Send
 
@@ -147,7 +147,7 @@ def outbox_of(
     for name in sorted(own, key=_neighbours):
         builder.region(name, own[name])
     for t, messages in enumerate(read):
-        for send, regions in messages:
+        for send, regions in sorted(messages, key=lambda message: _order(message[0].block)):
             if send.place is not None and send.place.slot == HOME:
                 continue
             key = t, send.place is not None
@@ -155,7 +155,10 @@ def outbox_of(
             written[key] = min(written.get(key, t), t if send.place is not None else made[send.result])
     builder.passing(
         [
-            (Batch(t, written[t, passed], sum(aligned(size) for _, size in regions), passed), regions)
+            (
+                Batch(t, written[t, passed], sum(aligned(size) for _, size in regions), passed),
+                sorted(regions, key=_number_of_field),
+            )
             for (t, passed), regions in batches.items()
         ]
     )
@@ -180,6 +183,17 @@ def _neighbours(name: Any) -> tuple[Any, ...]:
     """Parts of the heads of a field side by side, so that they are copied there together."""
     _, kind, heads, i = name
     return kind, heads.parts, i, heads.part
+
+
+def _order(block: Block) -> tuple[Any, ...]:
+    """As a call computes them."""
+    return block.kind, block.heads, block.home, block.start
+
+
+def _number_of_field(region: tuple[Any, int]) -> int:
+    """The results of a step field by field, so that a call's are copied there together."""
+    name, _ = region
+    return int(name[-1])
 
 
 class _Region(NamedTuple):

@@ -119,9 +119,9 @@ class ProgramStep(NamedTuple):
     copies: tuple[Copy, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """One rank's whole pass. `outgoing`: the results it sends, numbered."""
+    """One rank's whole pass. `outgoing`: the results it sends, numbered. Programs are told apart by identity."""
 
     steps: tuple[ProgramStep, ...]
     slots: tuple[Slot, ...]
@@ -151,6 +151,31 @@ class Program:
             own = {(place.kind, place.heads) for _, place, _, _ in step.sends if place and place.slot == HOME}
             found.append(tuple(sorted(own - seen)))
             seen |= own
+        return tuple(found)
+
+    @cached_property
+    def first_parts(self) -> tuple[tuple[tuple[Kind, int, range], ...], ...]:
+        """`first_sends` with neighbouring parts of the heads together: (kind, number of parts, which of them)."""
+        found = []
+        for names in self.first_sends:
+            runs: list[tuple[Kind, int, range]] = []
+            for kind, (part, parts) in sorted(names, key=lambda name: (name[0], name[1].parts, name[1].part)):
+                if runs and runs[-1][:2] == (kind, parts) and runs[-1][2].stop == part:
+                    runs[-1] = kind, parts, range(runs[-1][2].start, part + 1)
+                else:
+                    runs.append((kind, parts, range(part, part + 1)))
+            found.append(tuple(runs))
+        return tuple(found)
+
+    @cached_property
+    def results_last(self) -> tuple[bool, ...]:
+        """By step, whether no slot that results came into before it is received into after it."""
+        came: set[int] = set()
+        coming = [{place.slot for _, place, _ in step.receives} for step in self.steps]
+        found = []
+        for t, step in enumerate(self.steps):
+            found.append(not any(came & later for later in coming[t + 1 :]))
+            came |= {place.slot for block, place, _ in step.receives if block.kind in RESULTS}
         return tuple(found)
 
     @cached_property
@@ -191,11 +216,13 @@ def compile_program(plan: Plan, rank: int) -> Program:
             if stay.first == t:
                 places.update(zip(stay.blocks, _places(stay, slot_of[index]), strict=True))
                 waits_for = max(waits_for, busy_until[index])
-        copies = [
-            Copy(Place(block.kind, HOME, block.start, block.stop, block.heads), place)
-            for block, place in places.items()
-            if block.home == rank and block.kind not in RESULTS
-        ]
+        copies = _copies(
+            [
+                Copy(Place(block.kind, HOME, block.start, block.stop, block.heads), place)
+                for block, place in places.items()
+                if block.home == rank and block.kind not in RESULTS
+            ]
+        )
         receives = [
             Receive(move.block, places[move.block], move.source) for move in step.moves if move.destination == rank
         ]
@@ -216,7 +243,7 @@ def compile_program(plan: Plan, rank: int) -> Program:
             keeps = plan.keeps_queries(attend, rank), plan.keeps_keys(attend, rank)
             calls.append(call._replace(keeps_queries=keeps[0], keeps_keys=keeps[1], kept=num_kept))
             num_kept += calls[-1].num_kept
-        steps.append(ProgramStep(tuple(sends), tuple(receives), waits_for, tuple(calls), tuple(copies)))
+        steps.append(ProgramStep(tuple(sends), tuple(receives), waits_for, tuple(calls), copies))
     blocks = tuple(block for block, _ in outgoing.number)
     return Program(tuple(steps), tuple(slots), rank, plan.layout.num_tokens(rank), blocks)
 
@@ -306,9 +333,25 @@ def _joined(places: list[Place]) -> tuple[Place, ...]:
     """Neighbours in memory as one place."""
     joined: list[Place] = []
     for place in places:
-        last = joined[-1] if joined else None
-        if last and last.slot == place.slot and last.stop == place.start and last[4:] == place[4:]:
-            joined[-1] = last._replace(stop=place.stop)
+        if joined and _follows(joined[-1], place):
+            joined[-1] = joined[-1]._replace(stop=place.stop)
         else:
             joined.append(place)
     return tuple(joined)
+
+
+def _copies(copies: list[Copy]) -> tuple[Copy, ...]:
+    """Neighbours at both ends as one copy."""
+    joined: list[Copy] = []
+    for source, target in copies:
+        if joined and _follows(joined[-1].source, source) and _follows(joined[-1].target, target):
+            before = joined[-1]
+            joined[-1] = Copy(before.source._replace(stop=source.stop), before.target._replace(stop=target.stop))
+        else:
+            joined.append(Copy(source, target))
+    return tuple(joined)
+
+
+def _follows(place: Place, after: Place) -> bool:
+    """Whether `after` lies right behind `place`."""
+    return (place.slot, place.stop, *place[4:]) == (after.slot, after.start, *after[4:]) and place.kind is after.kind

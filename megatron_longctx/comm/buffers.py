@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,20 +15,25 @@ class BufferPool:
     """Named scratch tensors that keep their memory between uses and grow when a larger one is asked for.
 
     Whoever asks for a name owns it until it is asked for again: callers order their uses on the device themselves.
+
+    Attributes:
+        derived: views of these tensors that somebody wants to find again, as long as he lives and nothing grows.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._storage: dict[Hashable, Tensor] = {}
+        self.derived: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def get(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous, uninitialized tensor of `shape`."""
         size = math.prod(shape)
         kept = self._storage.get((name, dtype))
-        if kept is None or kept.numel() < size:
-            with torch.inference_mode(False):  # it outlives the call that asks first
+        with torch.inference_mode(False):  # it outlives the call that asks first
+            if kept is None or kept.numel() < size:
+                self.derived.clear()
                 kept = self._storage[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
-        return kept[:size].view(shape)
+            return kept[:size].view(shape)
 
     @property
     def num_bytes(self) -> int:

@@ -16,6 +16,7 @@ _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 _EQUAL = 1
 _MOST = 255
 """Operations that the driver takes in one call (cuStreamBatchMemOp: less than 256)."""
+_NO_FLAGS = ctypes.c_uint(0)
 
 
 class _Operation(ctypes.Structure):
@@ -42,7 +43,7 @@ class FlagOperations:
             for place, (operation, address, value) in zip(batch, some, strict=True):
                 place.operation, place.address, place.value = operation, address, value
                 place.flags = _EQUAL if operation == _WAIT_VALUE_32 else 0
-            self._batches.append(batch)
+            self._batches.append((ctypes.c_uint(len(some)), batch))
 
     @classmethod
     def set(cls, addresses: Sequence[int]) -> FlagOperations:
@@ -61,12 +62,10 @@ class FlagOperations:
         Raises:
             RuntimeError: the driver refused.
         """
-        for batch in self._batches:
-            code = _driver().cuStreamBatchMemOp_v2(
-                ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint(len(batch)), batch, ctypes.c_uint(0)
-            )
+        for count, batch in self._batches:
+            code = _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.cuda_stream), count, batch, _NO_FLAGS)
             if code:
-                raise RuntimeError(f"cuStreamBatchMemOp returned CUDA error {code} for {len(batch)} operations")
+                raise RuntimeError(f"cuStreamBatchMemOp returned CUDA error {code} for {count.value} operations")
 
 
 @functools.cache

@@ -8,7 +8,9 @@ Figures and the traps this avoids: every message of a NCCL ring takes processors
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -264,11 +266,14 @@ class Mailbox:
 
     def region(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A region as a tensor, to be filled on the caller's stream before the step that sends it."""
-        size = dtype.itemsize
-        for extent in shape:
-            size *= extent
-        offset = self._outbox.regions[name]
-        return self._theirs[self._turn][self._transport.rank][offset : offset + size].view(dtype).view(tuple(shape))
+        key = name, tuple(shape), dtype
+        views = self._views[self._turn]
+        if key not in views:
+            offset, size = self._outbox.regions[name], math.prod(shape) * dtype.itemsize
+            own = self._theirs[self._turn][self._transport.rank]
+            with torch.inference_mode(False):  # it outlives the call that asks first
+                views[key] = own[offset : offset + size].view(dtype).view(tuple(shape))
+        return views[key]
 
     def start(
         self, step: int, passed: Sequence[Tensor], receives: Sequence[tuple[Tensor, int]], after: Sequence[Any]
@@ -290,27 +295,21 @@ class Mailbox:
         # What is waited for below, peers do once they see these flags. A graph may run both streams through one queue,
         # in which the waiting must not come first.
         stream.wait_stream(transport.signals)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream) if passed or receives else nullcontext():
             if step in self._outbox.awaits:
                 self._read[turn][step].issue(stream)
             if passed:
-                waiting = iter(passed)
-                for message in self._outbox.sends[step]:
-                    if message.passed:
-                        room = self._theirs[turn][transport.rank][message.offset : message.offset + message.num_bytes]
-                        room.copy_(_as_bytes(next(waiting)))
+                rooms = self._rooms[turn][step]
+                for i, tensor in enumerate(passed):
+                    _seen_as(rooms, i, tensor).copy_(tensor)
                 ready_passed.issue(stream)
-            left = {peer: iter(messages) for peer, messages in self._incoming[step].items()}
             # All flags at once: a wait of its own for every peer would cost more than it gains.
-            come, peers, read = self._arrivals[turn][step]
+            come, sources, read = self._arrivals[turn][step]
             come.issue(stream)
-            for peer in peers:
-                for tensor, source in receives:
-                    if source == peer:
-                        message = next(left[peer])
-                        _as_bytes(tensor).copy_(
-                            self._theirs[turn][peer][message.offset : message.offset + message.num_bytes]
-                        )
+            for peer, messages in sources:
+                mine = (tensor for tensor, source in receives if source == peer)
+                for i, tensor in enumerate(mine):
+                    tensor.copy_(_seen_as(messages, i, tensor))
             read.issue(stream)
             return Exchange(
                 arrived=stream.record_event() if receives or passed or step in self._outbox.awaits else None
@@ -328,10 +327,11 @@ class Mailbox:
         if len(transport.peers) > 1:
             with torch.inference_mode(False):  # they outlive the call that needs them first
                 self._theirs = [{peer: transport.bytes_of(turn, peer) for peer in transport.peers} for turn in range(2)]
-        self._ready, self._arrivals, self._read, self._unread = [], [], [], []
+        self._views: list[dict[Hashable, Tensor]] = [{}, {}]
+        self._ready, self._rooms, self._arrivals, self._read, self._unread = [], [], [], [], []
         early = {step for steps in self._outbox.awaits.values() for step in steps}
         for turn in range(2):
-            ready, arrivals = [], []
+            ready, rooms, arrivals = [], [], []
             for t, messages in enumerate(self._outbox.sends):
                 passing = sorted({m.peer for m in messages if m.passed})  # their flag waits for all that goes there
                 others = sorted({m.peer for m in messages} - set(passing))
@@ -339,19 +339,31 @@ class Mailbox:
                     tuple(FlagOperations.set([transport.flag(p, turn, t, me, _READY) for p in group])
                           for group in (others, passing))
                 )  # fmt: skip
-                senders = [peer for peer, incoming in self._nearest_first(t) if incoming]
+                rooms.append([self._bytes(turn, me, message) for message in messages if message.passed])
+                sources = [
+                    (peer, [self._bytes(turn, peer, message) for message in incoming])
+                    for peer, incoming in self._nearest_first(t)
+                    if incoming
+                ]
+                senders = [peer for peer, _ in sources]
                 arrivals.append(
                     (
                         FlagOperations.take([transport.flag(me, turn, t, peer, _READY) for peer in senders]),
-                        senders,
+                        sources,
                         FlagOperations.set([transport.flag(peer, turn, t, me, _DONE) for peer in senders]),
                     )
                 )
             self._ready.append(ready)
+            self._rooms.append(rooms)
             self._arrivals.append(arrivals)
             self._read.append({t: self._taken(turn, steps) for t, steps in self._outbox.awaits.items()})
             self._unread.append(self._taken(turn, [t for t in range(self._steps) if t not in early]))
         self._generation = transport.generation
+
+    def _bytes(self, turn: int, rank: int, message: Sent) -> Tensor:
+        """A message in a rank's memory."""
+        with torch.inference_mode(False):
+            return self._theirs[turn][rank][message.offset : message.offset + message.num_bytes]
 
     def _taken(self, turn: int, steps: Sequence[int]) -> FlagOperations:
         """Wait until the messages of these steps have been read, and clear the flags that say so."""
@@ -365,8 +377,12 @@ class Mailbox:
         return sorted(self._incoming[step].items(), key=lambda item: (item[0] - me) % world)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+def _seen_as(views: list[Tensor], i: int, tensor: Tensor) -> Tensor:
+    """View number i of the same bytes every time, with the dtype and shape of `tensor`, which stay the same."""
+    if views[i].dtype != tensor.dtype or views[i].shape != tensor.shape:
+        with torch.inference_mode(False):
+            views[i] = views[i].view(-1).view(tensor.dtype).view(tensor.shape)
+    return views[i]
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

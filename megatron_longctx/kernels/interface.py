@@ -10,6 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from megatron_longctx.kernels.no_grad import no_grad
+
 
 @dataclass(frozen=True)
 class KernelRequest:
@@ -70,7 +72,7 @@ class AttentionKernel(ABC):
     def why_not(self, request: KernelRequest) -> str | None:
         """None when `request` is supported, else one plain sentence: the value and what would be accepted."""
 
-    @torch.no_grad()
+    @no_grad
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """Attention of these queries over these keys alone.
 
@@ -93,7 +95,7 @@ class AttentionKernel(ABC):
             return q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype(q))
         return self._forward(Block(readable(q), readable(k), readable(v), causal, scale))
 
-    @torch.no_grad()
+    @no_grad
     def backward(
         self,
         grad_out: Tensor,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.kernels.merge import merge_into_torch
+from megatron_longctx.kernels.no_grad import no_grad
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Partial(NamedTuple):
         return self.first_head + self.value.shape[2]
 
 
-@torch.no_grad()
+@no_grad
 def merge_partials(partials: Sequence[Partial], out: Tensor, lse: Tensor) -> None:
     """Write the merge of up to `MOST` partial outputs; where there is none, (0, -inf).
 
@@ -69,7 +70,7 @@ def merge_partials(partials: Sequence[Partial], out: Tensor, lse: Tensor) -> Non
     lse.copy_(total_lse)
 
 
-@torch.no_grad()
+@no_grad
 def sum_partials(partials: Sequence[Partial], out: Tensor) -> None:
     """Write the sum of up to `MOST` partials, added in fp32 (fp64 where out is); 0 where there is none.
 

@@ -108,10 +108,11 @@ def combine_triton(partials: Sequence[Partial], out: Tensor, lse: Tensor | None)
     rows = max(1, _TILE // cols)
     num_rows = s * batch * heads
     arguments: list[Tensor | int] = []
-    for part in (*partials, *([partials[0]] * (4 - len(partials)))):
+    for part in partials:
         part_lse = part.value if part.lse is None else part.lse
         arguments += [part.value, part_lse, part.start, part.stop, part.first_head, part.last_head]
         arguments += [*part.value.stride()[:3], *part_lse.stride()[:3]]
+    arguments += arguments[: len(arguments) // len(partials)] * (4 - len(partials))  # not read
     into = out if lse is None else lse
     strides = (*out.stride()[:3], *into.stride()[:3])
     # The launch goes to the current device, which need not be the tensors'. A CPU tensor's index, -1, changes nothing.

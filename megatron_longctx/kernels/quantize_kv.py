@@ -9,6 +9,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from megatron_longctx.kernels.no_grad import no_grad
+
 logger = logging.getLogger(__name__)
 
 _LEVELS = 127
@@ -22,7 +24,7 @@ def packed_shape(k: Tensor) -> tuple[int, ...]:
     return (k.shape[0], 2, *k.shape[1:-1], k.shape[-1] + _SCALE_BYTES)
 
 
-@torch.no_grad()
+@no_grad
 def pack_kv(k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
     """Keys and values of a span in one tensor of bytes, token by token, that may be cut along tokens and heads.
 
@@ -49,7 +51,7 @@ def pack_kv(k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
     return packed
 
 
-@torch.no_grad()
+@no_grad
 def unpack_kv(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The keys and values of `pack_kv`, each `[t, b, g, d]` in `dtype`."""
     out = torch.empty(*packed.shape[:-1], packed.shape[-1] - _SCALE_BYTES, dtype=dtype, device=packed.device)

@@ -101,3 +101,57 @@ def test_a_single_share_is_handed_through_and_never_written_to():
     assert total.finish().squeeze().tolist() == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
     assert (share == 1).all()
     assert (Sum(like).finish() == 0).all()
+
+
+def tiles(order):
+    """A head each of an output of 5 tokens: (heads, out, lse), in bf16 and fp32."""
+    return [(slice(head, head + 1), torch.randn(5, 2, 1, 4).bfloat16(), torch.randn(5, 2, 1)) for head in order]
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+@pytest.mark.parametrize("order", [list(range(9)), [8, 0, 3, 5, 1, 7, 2, 6, 4]], ids=["in order", "as they come"])
+def test_parts_of_the_heads_go_to_their_places_unchanged(order, lasting):
+    output = MergedOutput(torch.empty(5, 2, 9, 4, dtype=torch.bfloat16))
+    total = Sum(torch.empty(5, 2, 9, 4, dtype=torch.bfloat16))
+    parts = tiles(order)
+    for heads, out, lse in parts:
+        output.add(0, out, lse, heads, borrowed=True)
+        total.add(0, out, heads, borrowed=True)
+        output.settle(lasting)
+        total.settle(lasting)
+        if not lasting:
+            assert (output._merged is None, total._sum is None) == (False, False)
+    found, found_lse = output.finish()
+    for heads, out, lse in parts:
+        assert torch.equal(found[:, :, heads], out) and torch.equal(found_lse[:, :, heads], lse)
+        assert torch.equal(total.finish()[:, :, heads], out)
+    assert (output._merged is None) == (total._sum is None) == lasting, "an accumulator is for what overlaps"
+
+
+@pytest.mark.parametrize("more", ["overlaps", "is of some tokens"])
+def test_parts_of_the_heads_wait_no_longer_once_another_comes_that(more):
+    """Six heads of seven, and then one that there is already; the seventh stays empty."""
+    q = torch.empty(5, 2, 7, 4, dtype=torch.bfloat16)
+    output, total, parts = MergedOutput(q), Sum(q), tiles(list(range(6)))
+    rows = slice(0, 5) if more == "overlaps" else slice(2, 4)
+    out, lse = torch.randn(5, 2, 1, 4)[rows].bfloat16(), torch.randn(5, 2, 1)[rows]
+    for heads, value, its_lse in [*parts, (slice(0, 1), out, lse)]:
+        output.add(rows.start if value is out else 0, value, its_lse, heads)
+        total.add(rows.start if value is out else 0, value, heads)
+    found, found_lse = output.finish()
+    for heads, value, its_lse in parts[1:]:
+        assert torch.equal(found[:, :, heads], value) and torch.equal(found_lse[:, :, heads], its_lse)
+    assert (found[:, :, 6] == 0).all() and (found_lse[:, :, 6] == -torch.inf).all()
+    first = parts[0][1].float()
+    first[rows] += out.float()
+    torch.testing.assert_close(total.finish()[:, :, :1], first.bfloat16())
+    torch.testing.assert_close(found_lse[rows, :, :1], torch.logaddexp(parts[0][2][rows], lse))
+
+
+def test_some_heads_alone_leave_the_others_empty():
+    output, parts = MergedOutput(torch.empty(5, 2, 7, 4, dtype=torch.bfloat16)), tiles([0, 1, 2, 4, 5, 6])
+    for heads, out, lse in parts:
+        output.add(0, out, lse, heads)
+    found, found_lse = output.finish()
+    assert (found[:, :, 3] == 0).all() and (found_lse[:, :, 3] == -torch.inf).all()
+    assert all(torch.equal(found[:, :, heads], out) for heads, out, _ in parts)

@@ -190,3 +190,47 @@ def test_parts_of_the_heads_are_packed_in_one_copy_and_own_rows_join_beside_the_
     assert "aten::cat" not in events and "aten::stack" not in events
     events, _, _ = run(build_plan("ulysses", 4, 16), 1, False, kv_heads=4)  # the first part, and the last two
     assert events[: events.index("start")].count("aten::copy_") == 6
+
+
+class NumberingTransport(SilentTransport):
+    """Every message brings another number, as soon as it is started: the earliest that memory is used again."""
+
+    def start(self, sends, receives, after=()):
+        exchange = super().start(sends, receives, after)
+        for tensor, _ in receives:
+            self.marks += 1
+            tensor.fill_(self.marks / 64)
+        return exchange
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "plan",
+    [*PLANS, build_plan("ulysses", 2, 16, True, PlanOptions(head_chunks=4)), build_plan("ulysses", 8, 64)],
+    ids=lambda plan: f"{plan.name}-{plan.n}",
+)
+def test_results_wait_where_they_are_only_while_nothing_else_comes_there(plan, backward):
+    """The same results as where every one is read in the step after it has come."""
+    found = []
+    for at_once in (False, True):
+        for rank in range(plan.n):
+            program = programs(plan, rank)[backward]
+            if at_once:
+                program.__dict__["results_last"] = (False,) * len(program.steps)
+            s, b, h, d = program.num_tokens, 1, 8, 8
+            q, lse, kv = torch.ones(s, b, h, d), torch.ones(s, b, h), torch.ones(s, b, h, d)
+            home = {Kind.Q: (q,), Kind.KV: (kv, kv), Kind.Q_GRAD: (q, q, q, lse)}
+            engine = Engine(ZeroKernel([]), NumberingTransport([]), BufferPool(torch.device("cpu")))
+            run = (BackwardPass if backward else ForwardPass)(program, engine, home, 1.0)
+            run.run()
+            found.append(run.gradients() if backward else run.output.finish())
+    half = len(found) // 2
+    for early, late in zip(found[half:], found[:half], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(early, late, strict=True))
+
+
+def test_buffers_for_the_results_of_chunks_are_used_again():
+    """So that not all of these may wait; those of the last chunks may."""
+    last = programs(build_plan("ulysses", 2, 16, True, PlanOptions(head_chunks=4)), 0)[0].results_last
+    assert not all(last) and last[-1]
+    assert all(programs(build_plan("ulysses", 4, 16), 0)[0].results_last)

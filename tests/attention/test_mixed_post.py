@@ -205,7 +205,8 @@ def _mixed(rank: int) -> list[str]:
                         if not error < 1e-12:
                             wrong.append(f"rank {rank}, {hosts}, {schedule}, {length}, {name}: {error}")
             # Both kinds were used.
-            posts = [post for engine in attention._engines.values() for _, post in engine.posts.values()]
+            programs = [kinds for engine in attention._engines.values() for kinds in engine.kinds.values()]
+            posts = [kind.messages.post for kinds in programs for kind in kinds.values()]
             assert posts and all(isinstance(post, MixedPost) for post in posts)
     return wrong
 

@@ -300,7 +300,7 @@ def hosts(n: int, kind: str) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("name", PLANS)
 def test_nothing_hangs_and_every_message_arrives(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "FlagOperations", Flags)
-    monkeypatch.setattr(peer, "_as_bytes", lambda tensor: tensor)
+    monkeypatch.setattr(peer, "_seen_as", lambda views, i, tensor: views[i])
     cuda = SimpleNamespace(stream=_on, current_stream=lambda _: Bytes.here)
     fake = SimpleNamespace(cuda=cuda, inference_mode=torch.inference_mode, uint8=torch.uint8)
     monkeypatch.setattr(peer, "torch", fake)

@@ -129,3 +129,18 @@ def test_parts_of_the_heads_lie_side_by_side() -> None:
         assert [box.adjacent.get(name) for name in names[:2]] == names[1:]
         size = 256 * row_bytes(kind, 4)[0]
         assert [box.regions[name] - box.regions[names[0]] for name in names] == [0, size, 2 * size]
+
+
+@pytest.mark.parametrize("backward", [0, 1])
+def test_results_of_a_call_lie_side_by_side_field_by_field(backward: int) -> None:
+    """So that one copy fills those of several peers, and one more their lse."""
+    program = programs(build_plan("ulysses", 4, 4 * 256), 1)[backward]
+    box = outbox_of(program, row_bytes)
+    (call,) = [call for step in program.steps for call in step.calls]
+    for kind in (Kind.DKV, Kind.DQ) if backward else (Kind.OUT,):
+        results = [away.result for away in call.away if away.block.kind is kind]
+        assert [program.outgoing[result].home for result in results] == [0, 2, 3]
+        for i, size in enumerate(row_bytes(kind, 4)):
+            names = [("result", result, i) for result in results]
+            assert [box.adjacent.get(name) for name in names[:2]] == names[1:]
+            assert [box.regions[name] - box.regions[names[0]] for name in names] == [0, 256 * size, 512 * size]

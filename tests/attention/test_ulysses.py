@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.attention.pack import head_slice
+from megatron_longctx.attention.program import programs
+from megatron_longctx.attention.shapes import head_slice
 from megatron_longctx.config import OUTER_SCHEDULES
 from megatron_longctx.layout import striped
 from megatron_longctx.schedules import (
@@ -190,3 +191,11 @@ def test_numbers_of_ranks_that_do_not_fit_are_refused() -> None:
         check_heads("ulysses", 4, 32, 8, PlanOptions(head_chunks=3))
     with pytest.raises(ValueError, match=r"head_chunks=2: .*8 ranks .* 4 key/value heads. Choose one of 1\."):
         check_heads("ulysses", 8, 32, 4, PlanOptions(head_chunks=2))
+
+
+def test_own_rows_that_stay_neighbours_are_copied_together() -> None:
+    """Whatever the number of blocks that they are sent in."""
+    for way, kinds in enumerate(((Kind.Q, Kind.KV), (Kind.Q_GRAD, Kind.KV))):
+        program = programs(build_plan("usp", 4, 256, True, PlanOptions(inner_size=2)), 1)[way]
+        sources = [copy.source for step in program.steps for copy in step.copies]
+        assert [(place.kind, place.start, place.stop) for place in sources] == [(kind, 0, 64) for kind in kinds]

@@ -1,0 +1,202 @@
+"""What a pass costs the host: operations, each of which a GPU's driver has to be told of. Counted, not timed."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_longctx.attention import accumulate
+from megatron_longctx.attention.executor import BackwardPass, Engine, ForwardPass
+from megatron_longctx.attention.program import Program, compile_program, programs
+from megatron_longctx.comm import BufferPool, Exchange
+from megatron_longctx.inference.ledger import CacheLedger
+from megatron_longctx.inference.plan import Batch, build
+from megatron_longctx.kernels import AttentionKernel
+from megatron_longctx.schedules import Kind, PlanOptions, build_plan, keeping
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+VIEWS = ("slice", "view", "select", "permute", "detach", "as_strided", "expand", "unbind", "transpose", "narrow")
+WITHOUT_LAUNCH = ("empty", *VIEWS)
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations; `launches` are those that are neither views nor allocations, and merges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views = self.launches = self.merges = 0
+
+    def __repr__(self) -> str:
+        return f"{self.merges} merges among {self.launches} launches, {self.views} views"
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name()
+        self.views += any(view in name for view in VIEWS)
+        self.launches += not any(free in name for free in WITHOUT_LAUNCH)
+        return function(*args, **(kwargs or {}))
+
+
+class NoMessages:
+    """A transport that moves nothing."""
+
+    def __init__(self) -> None:
+        self.received: list[list[Tensor]] = []
+
+    def now(self) -> None:
+        return None
+
+    def start(self, sends: Any, receives: Any, after: Any = ()) -> Exchange:
+        assert all(tensor.is_contiguous() for tensor, _ in (*sends, *receives))
+        self.received.append([tensor for tensor, _ in receives])
+        return Exchange()
+
+    def wait(self, exchange: Exchange) -> None:
+        pass
+
+
+class NoAttention(AttentionKernel):
+    """Results that lie as flash-attn's do, and nothing in them."""
+
+    name = "none"
+
+    def why_not(self, request: Any) -> None:
+        return None
+
+    def _forward(self, block: Any) -> tuple[Tensor, Tensor]:
+        s, b, h, d = block.q.shape
+        return torch.empty(b, s, h, d, dtype=BF16).permute(1, 0, 2, 3), torch.empty(b, h, s).permute(2, 0, 1)
+
+    def _backward(self, block: Any, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return tuple(torch.empty(x.shape, dtype=BF16) for x in (block.q, block.k, block.v))  # type: ignore[return-value]
+
+
+def engine() -> Engine:
+    """Over the transport and the kernel above."""
+    return Engine(NoAttention(), NoMessages(), BufferPool(CPU))  # type: ignore[arg-type]
+
+
+def attend(pair: tuple[Program, Program], engine: Engine, tokens: int) -> None:
+    """Forward and backward of one layer."""
+    q, k = (torch.empty(tokens, 1, heads, 8, dtype=BF16) for heads in (32, 16))
+    forward = ForwardPass(pair[0], engine, {Kind.Q: (q,), Kind.KV: (k, k)}, 1.0)
+    forward.run()
+    out, lse = forward.output.finish()
+    home = {Kind.Q_GRAD: (q, out, q, lse), Kind.KV: (k, k)}
+    backward = BackwardPass(pair[1], engine, home, 1.0, tuple(forward.kept))
+    backward.run()
+    backward.gradients()
+
+
+def counted(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """What `work` costs once everything of its kind has been done before. A merge is one launch, as on a GPU."""
+    counts: Counter[str] = Counter()
+    for name in ("merge_partials", "sum_partials"):
+        monkeypatch.setattr(accumulate, name, lambda *_, name=name: counts.update([name]))
+    with torch.no_grad():
+        work()
+        work()
+        counts.clear()
+        with Counted() as found:
+            work()
+    found.merges = counts.total()
+    found.launches += found.merges
+    return found
+
+
+MODES = {
+    # (schedule, ranks, chunks of the heads, keeps): merges, launches, views of a layer's forward and backward
+    ("ulysses", 4, 1, False): (4, 33, 180),
+    ("ulysses", 4, 1, True): (4, 18, 110),
+    ("ulysses", 8, 1, True): (8, 22, 150),
+    ("ulysses", 4, 2, True): (8, 36, 225),
+    ("zigzag", 4, 1, False): (8, 13, 40),
+    ("zigzag", 8, 1, False): (20, 29, 85),
+    ("all_gather", 4, 1, False): (4, 8, 35),
+    ("ring", 4, 1, False): (8, 11, 20),
+    ("usp", 4, 1, False): (9, 33, 185),
+}
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(map(str, mode)))
+def test_a_layer_is_few_operations(mode: tuple[str, int, int, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results in one part are not merged on their way; what depends on shapes alone is not worked out again."""
+    schedule, n, chunks, keep = mode
+    plan = build_plan(schedule, n, 64 * n, True, PlanOptions(inner_size=2, head_chunks=chunks))
+    pair, on = programs(keeping(plan) if keep else plan, 1), engine()
+    found = counted(lambda: attend(pair, on, 64), monkeypatch)
+    merges, launches, views = MODES[mode]
+    assert found.merges <= merges and found.launches <= launches and found.views <= views, found
+
+
+PREFILLS = {
+    ("pass_kv", 4): (2, 2, 35),
+    ("pass_q", 4): (3, 5, 35),
+    ("pass_q", 8): (4, 11, 50),
+    ("one_hop", 8): (4, 11, 50),
+}
+"""Merges, launches and views of one layer of 256 new tokens after 1,024 cached ones."""
+
+
+@pytest.mark.parametrize("mode", PREFILLS, ids=lambda mode: f"{mode[0]}-{mode[1]}")
+def test_a_layer_of_a_prefill_is_few_operations(mode: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    name, n = mode
+    ledger = CacheLedger(n, 512, 16)
+    session = ledger.open()
+    ledger.append({session: 1024})
+    plan = build(name, Batch(n, ledger.slots_per_rank, ledger.append({session: 256})))
+    program, on = compile_program(plan, 1), engine()
+    cache = torch.zeros(ledger.slots_per_rank, 2, 1, 16, 8, dtype=BF16)
+    q = torch.zeros(plan.batch.num_rows(1), 1, 32, 8, dtype=BF16)
+
+    def layer() -> None:
+        run = ForwardPass(program, on, {Kind.Q: (q,), Kind.KV: (cache,)}, 1.0)
+        run.run()
+        run.output.finish()
+
+    found = counted(layer, monkeypatch)
+    merges, launches, views = PREFILLS[mode]
+    assert found.merges <= merges and found.launches <= launches and found.views <= views, found
+
+
+def test_rows_of_buffers_are_the_same_tensors_until_the_buffers_grow() -> None:
+    on = engine()
+    received = on.transport.received  # type: ignore[union-attr]
+    pair, longer = (programs(build_plan("zigzag", 4, 4 * tokens), 1) for tokens in (16, 64))
+
+    def pass_over(pair: tuple[Program, Program], tokens: int) -> list[list[Tensor]]:
+        received.clear()
+        attend(pair, on, tokens)
+        return list(received)
+
+    pass_over(pair, 16)  # until backward has all its buffers
+    first, again = pass_over(pair, 16), pass_over(pair, 16)
+    assert all(x is y for a, b in zip(first, again, strict=True) for x, y in zip(a, b, strict=True))
+    larger = {x.untyped_storage().data_ptr() for each in pass_over(longer, 64) for x in each}
+    after = {x.untyped_storage().data_ptr() for each in pass_over(pair, 16) for x in each}
+    assert after == larger, "memory that the pool no longer has"
+
+
+def test_what_was_worked_out_goes_with_its_program() -> None:
+    on = engine()
+    for tokens in (16, 32, 16):
+        attend(programs(build_plan("zigzag", 4, 4 * tokens), 1), on, tokens)
+    gc.collect()
+    assert not on.kinds and not on.pool.derived
+
+
+def test_kept_slots_are_every_pass_s_own() -> None:
+    on, pair = engine(), programs(keeping(build_plan("ulysses", 4, 64)), 1)
+    q, k = (torch.zeros(16, 1, heads, 8, dtype=BF16) for heads in (32, 16))
+    runs = [ForwardPass(pair[0], on, {Kind.Q: (q,), Kind.KV: (k, k)}, 1.0) for _ in range(2)]
+    for run in runs:
+        run.run()
+    kept = [{x.untyped_storage().data_ptr() for x in run.kept} for run in runs]
+    assert kept[0].isdisjoint(kept[1])
