@@ -160,7 +160,7 @@ class _Pass(ABC):
                 post = post_over(transport, program, kind.shapes.row_bytes)
             else:
                 post = DirectPost(transport)
-            packer = Packer(program.first_parts, kind.shapes, post)
+            packer = Packer(program, kind.shapes, post)
             kind.messages = Messages(post, packer, Routes(program.outgoing, kind.shapes, post))
         return kind.messages
 
@@ -250,7 +250,9 @@ class _Pass(ABC):
     def _rows_to_send(self, place: Place) -> Fields:
         if place.slot != HOME:  # passed on as it came: a copy here would come after the mark that the message waits for
             return self.rows(place)
-        return tuple(rows(field, place.start, place.stop) for field in self._to_send[place.kind, place.heads])
+        first = self._program.published(place.kind).start
+        packed = self._to_send[place.kind, place.heads]
+        return tuple(rows(field, place.start - first, place.stop - first) for field in packed)
 
     def hand_out(self, blocks: Sequence[Block], away: Sequence[Away], fields: Fields, own: Callable[..., None]) -> None:
         """Give what a call has computed for `blocks` to `own` (block, rows of the fields), or keep it for others."""

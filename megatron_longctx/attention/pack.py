@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..schedules import Heads, Kind
 from .post import Fields, Post
+from .program import Program
 from .shapes import Like, Shapes, heads_dim
 from .slots import rows
 
@@ -76,13 +77,14 @@ class _Run(NamedTuple):
 class Packer:
     """Copies what one kind of pass sends of a rank's own tensors to where it is sent from.
 
-    Args:
-        firsts: see `Program.first_parts`.
+    Only the rows that `Program.published` names are copied.
     """
 
-    def __init__(self, firsts: Sequence[Sequence[tuple[Kind, int, range]]], shapes: Shapes, post: Post) -> None:
+    def __init__(self, program: Program, shapes: Shapes, post: Post) -> None:
         self._shapes, self._post = shapes, post
-        self._runs = [[self._run(*each) for each in step] for step in firsts]
+        # Of the program no more: what is worked out for it lives as long as it does.
+        self._published = {kind: program.published(kind) for step in program.first_parts for kind, *_ in step}
+        self._runs = [[self._run(*each) for each in step] for step in program.first_parts]
 
     def pack(self, step: int, own: Callable[[Kind], Sequence[Field]], packed: dict[tuple[Kind, Heads], Fields]) -> bool:
         """Add to `packed` what a step is the first to send. Returns whether there was any.
@@ -101,7 +103,7 @@ class Packer:
     def _run(self, kind: Kind, parts: int, run: range) -> _Run:
         heads = tuple(Heads(part, parts) for part in run)
         equal = self._shapes.num_heads(kind) % parts == 0
-        tokens = self._shapes.own(kind)[0].shape[0]
+        tokens = len(self._published[kind])
         fields = []
         for i, like in enumerate(self._shapes.rows(kind, tokens, parts)):
             names = tuple(("home", kind, each, i) for each in heads)
@@ -114,7 +116,8 @@ class Packer:
         """The parts of one field, each contiguous, in the post's rooms where it has any."""
         names, like, whole = packed
         if run.heads[0].parts == 1:
-            (own,) = field.pieces
+            sent = self._published[run.kind]
+            own = rows(field.pieces[0], sent.start, sent.stop)
             room = self._post.room(names[0], like.shape, like.dtype)
             return [own.contiguous() if room is None else room.copy_(own)]
         if whole is not None:

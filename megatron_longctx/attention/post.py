@@ -138,7 +138,7 @@ def outbox_of(
         for t, step in enumerate(program.steps)
     ]
     own = {
-        region.name: program.num_tokens * region.row
+        region.name: len(program.published(send.place.kind)) * region.row
         for messages in read
         for send, regions in messages
         if send.place is not None and send.place.slot == HOME
@@ -216,5 +216,6 @@ def _regions(
     kind, slot, start, stop, heads, _ = send.place
     rows = row_bytes(kind, heads.parts)
     if slot == HOME:
-        return [_Region(("home", kind, heads, i), start, stop - start, row) for i, row in enumerate(rows)]
+        first = program.published(kind).start
+        return [_Region(("home", kind, heads, i), start - first, stop - start, row) for i, row in enumerate(rows)]
     return [_Region(("passed", *number, i), 0, stop - start, row) for i, row in enumerate(rows)]

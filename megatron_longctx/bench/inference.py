@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from ..config import Config, refuse
-from ..inference.figures import TRANSPORT, calibration_file, known_figures
+from ..inference.figures import calibration_file, known_figures
 from ..mcore.inference import for_inference
 from ..metrics.environment import environment
 from ..schedules import Workload
@@ -155,7 +155,7 @@ def _where(config: Config) -> Where:
     ranks, gpus = par.context_parallel_size * par.tensor_parallel_size, torch.cuda.device_count()
     if cuda and ranks > gpus:
         raise refuse("context x tensor-parallel size", ranks, f"at most {gpus}, the GPUs here", "Use smaller sizes.")
-    return Where(ranks, "cuda" if cuda else "cpu", config.attention.kernel, TRANSPORT)
+    return Where(ranks, "cuda" if cuda else "cpu", config.attention.kernel, config.inference.transport)
 
 
 def _calibrated(config: Config, where: Where) -> None:

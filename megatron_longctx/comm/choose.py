@@ -19,13 +19,14 @@ logger = logging.getLogger(__name__)
 Transport = P2PTransport | PeerTransport | MixedTransport
 
 
-def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
+def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device, growth: float = 1.0) -> Transport:
     """All ranks of `group` call this together and get the same kind.
 
     Args:
         name: `peer` for peer memory, `p2p` for point-to-point messages, `auto` for peer memory where the GPUs can read
             each other's and point-to-point messages elsewhere: all the one, all the other, or mixed, message by
             message. Said once with the reason.
+        growth: of peer memory, see `PeerTransport`.
 
     Raises:
         ValueError: an unknown name, or peer memory asked for where there is none.
@@ -38,9 +39,9 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
     reason = hosts.reason
     try:
         if reason is None:
-            return PeerTransport(group, device)
+            return PeerTransport(group, device, growth=growth)
         if name == "auto" and hosts.any_peers:
-            transport = MixedTransport(group, device, hosts)
+            transport = MixedTransport(group, device, hosts, growth)
             if dist.get_rank(group) == 0:
                 logger.info(
                     "attention's messages go through peer memory within hosts (ranks %s) and point to point between "

@@ -17,13 +17,14 @@ class MixedTransport:
         group: the process group; all its ranks construct the transport together.
         device: this rank's CUDA device.
         hosts: who can read whose memory.
+        growth: see `PeerTransport`.
 
     Raises:
         PeerMemoryError: as for `PeerTransport`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, hosts: Hosts) -> None:
-        self.peers = PeerTransport(group, device, hosts)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, hosts: Hosts, growth: float = 1.0) -> None:
+        self.peers = PeerTransport(group, device, hosts, growth)
         self.messages = P2PTransport(group, device)
         self.group, self.device = group, device
         self.rank, self.world = self.messages.rank, self.messages.world

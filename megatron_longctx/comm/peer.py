@@ -101,13 +101,17 @@ class PeerTransport:
         group: the ranks that send to each other.
         device: this rank's CUDA device.
         hosts: who can read whose memory; None for all each other's. Others than these get no messages here.
+        growth: where more memory is needed, take at least so many times what there was: for passes that need a little
+            more every time.
 
     Raises:
         PeerMemoryError: symmetric memory cannot be set up; raised by all ranks alike.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, hosts: Hosts | None = None) -> None:
-        self.group, self.device = group, device
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, hosts: Hosts | None = None, growth: float = 1.0
+    ) -> None:
+        self.group, self.device, self._growth = group, device, growth
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.peers = tuple(range(self.world)) if hosts is None else hosts.of(self.rank)
         self._broken: str | None = None
@@ -143,7 +147,8 @@ class PeerTransport:
         capacity = max(self._capacity, *(num_bytes for num_bytes, _, _ in every))
         steps = max(self._steps, *(len(sends) for _, sends, _ in every))
         if capacity > self._capacity or steps > self._steps:
-            self._reserve(capacity, steps)
+            more = capacity > self._capacity
+            self._reserve(max(capacity, int(self._growth * self._capacity) if more else 0), steps)
         return Mailbox(self, outbox, [sends for _, sends, _ in every])
 
     def begin(self, unread: Sequence[FlagOperations]) -> int:

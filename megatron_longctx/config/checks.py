@@ -200,6 +200,7 @@ def _validate_training(config: Config) -> None:
 def _validate_inference(inference: InferenceConfig) -> None:
     _one_of("inference.mode", inference.mode, CACHE_MODES)
     _one_of("inference.rule", inference.rule, CACHE_RULES)
+    _one_of("inference.transport", inference.transport, TRANSPORTS)
     _one_of("inference.decode", inference.decode, DECODES)
     _one_of("inference.cuda_graphs", inference.cuda_graphs, CUDA_GRAPHS)
     for name in ("max_new_tokens", "top_k", "page_tokens", "cache_tokens", "prefill_chunk"):

@@ -202,8 +202,8 @@ class InferenceConfig:
     # How the ranks share attention over the cache: auto | pass_kv | pass_q | one_hop
     mode: str = "auto"
     # What mode=auto goes by: auto | simulate | algorithm_1 | algorithm_5 | empirical | bytes. auto: simulate where
-    # a calibration (`bench calibrate … attention.transport=p2p`) or else parallelism.cluster says how ranks are linked,
-    # else bytes.
+    # a calibration (`bench calibrate` with attention.transport as `transport` below) or else parallelism.cluster says
+    # how ranks are linked, else bytes.
     rule: str = "auto"
     # How batches of single new tokens are computed. replicated: the whole model for all of them on every rank, but
     # attention by each rank over what it holds of the cache, with one exchange of partial results a layer. plan: as any
@@ -211,6 +211,8 @@ class InferenceConfig:
     decode: str = "auto"
     # Replicated steps are replayed from CUDA graphs: auto (where that is possible, else it says why not) | true | false
     cuda_graphs: str = "auto"
+    # How blocks travel between context-parallel ranks, as attention.transport. Peer memory has not been measured here.
+    transport: str = "p2p"
     page_tokens: int = 64
     # The cache of all context-parallel ranks together; null: data.seq_length + max_new_tokens.
     cache_tokens: int | None = None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attention.executor import Engine, ForwardPass
 from ..attention.program import Program, compile_program
-from ..comm import BufferPool, P2PTransport, gather_over
+from ..comm import BufferPool, MixedTransport, PeerTransport, choose_transport, gather_over
 from ..config import refuse
 from ..kernels import KernelRequest, choose
 from ..kernels.paged import PackedPartials, Pages, attend_pages, merge_ranks
@@ -65,9 +65,10 @@ class CachedAttention:
         group: the context-parallel process group, or None for one rank.
         slots: tokens that fit into this rank's cache.
         kernel: a name in `kernels.PROVIDERS`, or `auto`.
+        transport: how blocks travel, as for `comm.choose_transport`.
 
     Raises:
-        ValueError: no kernel for this shape, or a cache that does not fit into the device's memory.
+        ValueError: no kernel for this shape, no such transport, or a cache that does not fit into the device's memory.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class CachedAttention:
         slots: int,
         device: torch.device,
         kernel: str = "auto",
+        transport: str = "p2p",
     ) -> None:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -86,8 +88,11 @@ class CachedAttention:
         request = KernelRequest(
             device.type, shape.dtype, shape.head_dim, shape.num_heads, shape.num_kv_heads, varying=True
         )
-        transport = P2PTransport(group, device) if group is not None and self.world > 1 else None
-        self._engine = Engine(choose(kernel, request), transport, BufferPool(device))
+        links = None
+        if group is not None and self.world > 1:
+            # A conversation needs a little more memory for its messages in every turn.
+            links = choose_transport(transport, group, device, growth=2.0)
+        self._engine = Engine(choose(kernel, request), links, BufferPool(device))
         self._program: Program | None = None
         self._place: slice | Tensor = slice(0, 0)  # of the new tokens' keys and values
         self._num_new = 0
@@ -172,7 +177,12 @@ class CachedAttention:
             return self._attend_rows(layer, self._rows, q, scale)
         assert self._program is not None
         run = ForwardPass(self._program, self._engine, {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
-        run.run()
+        try:
+            run.run()
+        except BaseException as error:
+            if isinstance(self._engine.transport, PeerTransport | MixedTransport):
+                self._engine.transport.break_off(error)  # others would wait for what this rank has not sent
+            raise
         out, _ = run.output.finish()
         return out
 

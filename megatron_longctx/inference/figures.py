@@ -18,18 +18,20 @@ from ..topology import load_cluster
 from .choice import Figures
 
 logger = logging.getLogger(__name__)
-TRANSPORT = "p2p"
-"""How `CachedAttention` moves blocks, whatever training does: other calibrations price other links."""
 
 
 def calibration_file(config: Config, device: torch.device, folder: Path | None = None) -> Path:
-    """Where `bench calibrate` with these settings and `attention.transport=p2p` leaves its figures.
+    """Where `bench calibrate` with these settings, and `attention.transport` as `inference.transport` is, leaves its
+    figures; with `auto` on GPUs, the first of those that there are.
 
     Args:
         folder: None for the user's cache.
     """
     name = "cpu" if device.type == "cpu" else str(environment()["device"])
-    return calibration_path(name, config.parallelism.context_parallel_size, _workload(config), TRANSPORT, folder)
+    n, workload, wanted = config.parallelism.context_parallel_size, _workload(config), config.inference.transport
+    transports = (wanted,) if wanted != "auto" else ("peer", "mixed", "p2p") if device.type == "cuda" else ("p2p",)
+    paths = [calibration_path(name, n, workload, transport, folder) for transport in transports]
+    return next((path for path in paths if path.is_file()), paths[0])
 
 
 def known_figures(config: Config, device: torch.device, folder: Path | None = None) -> Figures:

@@ -214,7 +214,9 @@ def build_engine(
         head_dim=model.kv_channels,
         dtype=megatron.params_dtype,
     )
-    attention = CachedAttention(groups.cp, shape, ledger.slots_per_rank, device, config.attention.kernel)
+    attention = CachedAttention(
+        groups.cp, shape, ledger.slots_per_rank, device, config.attention.kernel, inference.transport
+    )
     learned = model.position_embedding == "learned"
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)
     chooser = Chooser(agreed_figures(config, device), inference.mode, inference.rule if n > 1 else "bytes")

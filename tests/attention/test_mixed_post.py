@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.attention.mixed_post import MixedPost, crossings
 from megatron_longctx.attention.post import outbox_of
 from megatron_longctx.attention.program import HOME, Program, programs
-from megatron_longctx.comm import BufferPool, Exchange, MixedTransport, Outbox, P2PTransport
+from megatron_longctx.comm import BufferPool, Exchange, MixedTransport, P2PTransport
 from megatron_longctx.schedules import SCHEDULES, Kind, PlanOptions, build_plan
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv, shard
 from megatron_longctx.testing.tolerances import relative_error
+from tests.attention.carrier import Carrier
 
 HOSTS = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)))
 OPTIONS = PlanOptions(inner_size=2)
@@ -135,48 +135,6 @@ def test_messages_are_split_by_link_in_order_and_wait_for_the_latest_of_the_othe
     post.begin()  # a new pass waits for nothing of the one before
     post.start(1, [(x, 1)], [], ["begin"])
     assert log[-2:] == [("near", 1, [1], [], ("begin",)), ("far", 1, [], [], ("begin",))]
-
-
-class Carrier:
-    """Peer memory whose bytes travel over gloo: what is sent is read from where the outbox says that it lies."""
-
-    def __init__(self, transport: P2PTransport, peers: tuple[int, ...]) -> None:
-        self.peers = peers
-        self._transport = transport
-
-    def mailbox(self, outbox: Outbox) -> Box:
-        return Box(self._transport, outbox)
-
-    def break_off(self, error: BaseException) -> None:
-        raise AssertionError("a pass failed") from error
-
-
-class Box:
-    generation = 0
-
-    def __init__(self, transport: P2PTransport, outbox: Outbox) -> None:
-        self._transport, self._outbox = transport, outbox
-        self._memory = torch.zeros(outbox.num_bytes, dtype=torch.uint8)
-
-    def begin(self) -> int:
-        self._memory.fill_(255)
-        return 0
-
-    def region(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        offset = self._outbox.regions[name]
-        size = torch.Size(shape).numel() * dtype.itemsize
-        return self._memory[offset : offset + size].view(dtype).view(tuple(shape))
-
-    def start(self, step: int, passed: Sequence[Tensor], receives: Any, after: Any) -> Exchange:
-        messages = self._outbox.sends[step]
-        places = [self._memory[m.offset : m.offset + m.num_bytes] for m in messages]
-        for place, tensor in zip([p for p, m in zip(places, messages, strict=True) if m.passed], passed, strict=True):
-            place.copy_(tensor.view(-1).view(torch.uint8))
-        sends = [(place, message.peer) for place, message in zip(places, messages, strict=True)]
-        return self._transport.start(sends, [(tensor.view(-1).view(torch.uint8), peer) for tensor, peer in receives])
-
-    def wait(self, exchange: Exchange) -> None:
-        self._transport.wait(exchange)
 
 
 def _mixed(rank: int) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_longctx.comm import MixedTransport, P2PTransport
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.inference.plan import MODES, Batch, build, verify_over_cache
@@ -17,6 +18,7 @@ from megatron_longctx.kernels import KernelRequest, choose
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import assert_as_good_as
+from tests.attention.carrier import Carrier
 
 CPU = torch.device("cpu")
 LAYERS = 2
@@ -60,7 +62,7 @@ class Case:
         return random_qkv(length, 1, *self.heads, self.head_dim, self.dtype, self.device, seed)
 
 
-def chat_over_ranks(rank: int, mode: str, case: Case) -> None:
+def chat_over_ranks(rank: int, mode: str, case: Case, transport: str) -> None:
     """All turns on this process group, every layer's output compared with dense attention over whole sequences."""
     n = dist.get_world_size()
     rounds = history(n)
@@ -68,7 +70,11 @@ def chat_over_ranks(rank: int, mode: str, case: Case) -> None:
     ledger = CacheLedger(n, 80 // n + 6, 4)
     shape = CacheShape(LAYERS, *case.heads, case.head_dim, case.dtype)
     device = torch.device(case.device, rank) if case.device == "cuda" else CPU
-    attention = CachedAttention(dist.group.WORLD, shape, ledger.slots_per_rank, device)
+    attention = CachedAttention(
+        dist.group.WORLD, shape, ledger.slots_per_rank, device, transport="p2p" if transport == "carried" else transport
+    )
+    if transport == "carried":
+        carry(attention, rank)
     chats = [
         Chat(ledger.open(), [case.tensors(length, 10 * i + layer) for layer in range(LAYERS)])
         for i, length in enumerate(lengths)
@@ -103,10 +109,20 @@ def chat_over_ranks(rank: int, mode: str, case: Case) -> None:
     assert [chat.done for chat in chats] == lengths
 
 
-def every_mode(rank: int, cases: list[Case]) -> int:
+def carry(attention: CachedAttention, rank: int) -> None:
+    """Let messages be read from where they would lie in peer memory."""
+    group = dist.group.WORLD
+    assert group is not None
+    links = MixedTransport.__new__(MixedTransport)
+    links.messages = P2PTransport(group, CPU)
+    links.peers = Carrier(P2PTransport(group, CPU), tuple(range(dist.get_world_size())))  # type: ignore[assignment]
+    attention._engine = replace(attention._engine, transport=links)
+
+
+def every_mode(rank: int, cases: list[Case], transport: str) -> int:
     for mode in MODES:
         for case in cases:
-            chat_over_ranks(rank, mode, case)
+            chat_over_ranks(rank, mode, case, transport)
     return len(MODES) * len(cases)
 
 
@@ -115,17 +131,23 @@ def test_every_turn_equals_dense_attention(n: int) -> None:
     cases = [Case(heads) for heads in HEADS]
     if n == 3:
         cases.append(Case(HEADS[0], torch.bfloat16))
-    assert run_distributed(every_mode, n, cases) == [len(MODES) * len(cases)] * n
+    assert run_distributed(every_mode, n, cases, "p2p") == [len(MODES) * len(cases)] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_of_the_cache_peers_find_what_is_sent(n: int) -> None:
+    cases = [Case(heads) for heads in HEADS]
+    assert run_distributed(every_mode, n, cases, "carried") == [len(MODES) * len(cases)] * n
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_every_turn_equals_dense_attention_on_gpus(n: int) -> None:
+@pytest.mark.parametrize(("n", "transport"), [(1, "p2p"), *((n, way) for n in (2, 4) for way in ("p2p", "peer"))])
+def test_every_turn_equals_dense_attention_on_gpus(n: int, transport: str) -> None:
     if torch.cuda.device_count() < n:
         pytest.skip(f"needs {n} CUDA devices")
     cases = [Case(heads, torch.bfloat16, 64, "cuda") for heads in HEADS]
-    assert run_distributed(every_mode, n, cases, backend="nccl") == [len(MODES) * len(cases)] * n
+    assert run_distributed(every_mode, n, cases, transport, backend="nccl") == [len(MODES) * len(cases)] * n
 
 
 def test_shapes_that_do_not_fit_the_plan_are_refused() -> None:
