@@ -99,7 +99,7 @@ def show_memory(config: Config, picture: Path | None, longest: bool, device_gib:
     if picture is not None:
         drawn = picture if picture != Path() else None
         _check_picture("--memory", drawn)
-        command.show(config, drawn)
+        command.show(config, drawn, device_gib)
     if longest:
         command.show_max_length(config, device_gib)
 
@@ -141,4 +141,5 @@ def _price(simulation: Simulation, cluster: Cluster) -> str:
 
 def _check_picture(option: str, picture: Path | None) -> None:
     if picture and (picture.suffix != ".png" or not picture.parent.is_dir()):
-        raise refuse(option, picture, "a .png file in a folder that exists", "Give another file name.")
+        remedy = f"Put settings before {option}." if "=" in str(picture) else "Give another file name."
+        raise refuse(option, picture, "a .png file in a folder that exists", remedy)
