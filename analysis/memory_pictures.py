@@ -80,6 +80,7 @@ def measured(path: Path) -> None:
             max(model, real), row, f"  {model:.1f} / {real:.1f} ({model / real - 1:+.1%})", va="center", fontsize=9
         )
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlim(right=175)
     axes.set_xlabel("GiB of live tensors on a rank at the peak")

@@ -2,7 +2,7 @@
 
     python analysis/record.py --out analysis/results/NAME --title "what was measured" runs/a runs/b
 
-Medians leave out the first steps, in which kernels are chosen and memory is first allocated.
+Medians leave out the first steps, in which kernels are chosen and memory is first allocated, and a profiled one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         ) from None
     if not steps:
         raise ValueError(f"{folder}/metrics.jsonl: expected at least one step. Train the run first.")
-    steady = steps[WARM_UP_STEPS:] or steps
+    profiled = (config.get("logging") or {}).get("profile_step")
+    steady = [step for i, step in enumerate(steps, 1) if i > WARM_UP_STEPS and i != profiled] or steps
     medians = {
         key: statistics.median(values)
         for _, key, _ in COLUMNS
@@ -119,7 +120,7 @@ def write(runs: Sequence[dict[str, Any]], out: Path, title: str, note: str) -> s
     out.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{out}.json").write_text(json.dumps({"title": title, "note": note, "runs": runs}, indent=1))
     parts = [f"# {title}", describe_environment(runs[0]["environment"]), table(runs)]
-    parts += [f"Medians over the steps after the first {WARM_UP_STEPS}. {note}".strip()]
+    parts += [f"Medians over the steps after the first {WARM_UP_STEPS}, but for one that was profiled. {note}".strip()]
     Path(f"{out}.md").write_text("\n\n".join(parts) + "\n")
     return f"{out}.json, {out}.md"
 

@@ -15,7 +15,7 @@ from megatron_longctx.schedules import backward_plan
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
 _FIRST = "llama3_8b_128k_cp8_h200"
-_LATER = ("llama3_8b_training_h200_x4", "llama3_8b_512k_cp4_h200")
+_LATER = ("llama3_8b_training_h200_x4", "llama3_8b_512k_cp4_h200", "llama3_8b_recompute_h200_x4")
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class Peak:
     @property
     def name(self) -> str:
         config = self.config
+        layers = "TE layers" if config.model.implementation == "transformer_engine" else "layers"
         return (
-            f"{config.model.num_layers} layers, {config.data.seq_length // 1024}K tokens, "
+            f"{config.model.num_layers} {layers}, {config.data.seq_length // 1024}K tokens, "
             f"CP {config.parallelism.context_parallel_size}, {config.recompute.mode}"
         )
 

@@ -28,7 +28,7 @@ def main() -> None:
         plan = build_plan(name, RANKS, LENGTH, options=OPTIONS.get(name, PlanOptions()))
         draw_timeline(simulate(plan, cluster, WORKLOAD, timeline=True), out / f"{name}.png")
         print(out / f"{name}.png")
-    ranking = rank_modes(Problem(RANKS, LENGTH, WORKLOAD), cluster, timeline=True)
+    ranking = rank_modes(Problem(RANKS, LENGTH, WORKLOAD, keep_received="auto"), cluster, timeline=True)
     draw_modes(ranking, out / "all.png", f"{LENGTH:,} tokens on {RANKS} H200s, heads 32:8, simulated")
 
 

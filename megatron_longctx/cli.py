@@ -186,7 +186,7 @@ def _add_bench(bench: _Verb) -> None:
     attention.add_argument("--kernel", default="auto")
     attention.add_argument("--transport", choices=("auto", "peer", "p2p"), default="auto", help="how blocks travel")
     attention.add_argument(
-        "--keep-received", choices=KEEP_RECEIVED, default="false", help="as attention.keep_received (default: false)"
+        "--keep-received", choices=KEEP_RECEIVED, default="auto", help="as attention.keep_received (default: auto)"
     )
     attention.add_argument(
         "--graph-tokens", type=int, default=4096, help="as attention.graph_tokens, 0 for no graphs (default: 4096)"

@@ -73,7 +73,7 @@ class ContextParallelAttention:
         transport: str = "auto",
         graph_tokens: int = 4096,
         kv_int8: bool = False,
-        keep_received: str = "false",
+        keep_received: str = "auto",
     ) -> None:
         if keep_received not in KEEP_RECEIVED:
             expected = "one of " + ", ".join(KEEP_RECEIVED)

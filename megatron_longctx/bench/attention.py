@@ -66,7 +66,7 @@ class Setting:
 
     kernel: str = "auto"
     transport: str = "auto"
-    keep_received: str = "false"
+    keep_received: str = "auto"
     graph_tokens: int = 4096
 
 

@@ -67,7 +67,7 @@ class How:
     iterations: int
     check: bool = False
     peers: bool = False
-    keep_received: str = "false"
+    keep_received: str = "auto"
     graph_tokens: int = 4096
 
     def setting(self, where: Where) -> attention.Setting:

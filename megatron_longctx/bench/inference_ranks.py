@@ -71,6 +71,7 @@ class FirstToken:
         seconds: by mode, of every iteration.
         taken: by rule, the mode that it takes.
         predicted: by mode, the simulator's seconds of one layer's attention.
+        unseen: by mode, of one before all iterations, with numbers of tokens that come for the first time.
     """
 
     ranks: int
@@ -79,6 +80,7 @@ class FirstToken:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     taken: dict[str, str] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
+    unseen: dict[str, float] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -235,7 +237,9 @@ class _Rig:
                 times[mode].append(self._seconds_to_first(session, prompt))
                 self._ledger.rewind([session])
         self._chooser.forced = None
-        found.seconds = {mode: self._slowest(seconds[1:]) for mode, seconds in times.items()}
+        slowest = {mode: self._slowest(seconds) for mode, seconds in times.items()}
+        found.seconds = {mode: seconds[1:] for mode, seconds in slowest.items()}
+        found.unseen = {mode: seconds[0] for mode, seconds in slowest.items()}
         assert self._chooser.latest is not None
         for rule, chooser in zip(RULES, self._rules, strict=False):
             decision = chooser.choose(self._chooser.latest[0])

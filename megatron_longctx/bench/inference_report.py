@@ -48,6 +48,7 @@ def as_data(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> dict[str
                 "cached": m.cached,
                 "miss_rate": m.new / m.length,
                 "seconds": {mode: {**percentiles(s), "all": s} for mode, s in m.seconds.items()},
+                "unseen_seconds": m.unseen,
                 "taken": m.taken,
                 "predicted_attention_s": m.predicted,
             }
@@ -73,7 +74,10 @@ def tables(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> str:
     """Markdown; times in milliseconds."""
     parts = []
     if first:
-        said = "Time to first token: p50 / p90 / p99. A rank alone passes nothing; its time stands under pass_kv."
+        said = (
+            "Time to first token: p50 / p90 / p99; unseen: when these numbers of tokens come for the first time and "
+            "kernels prepare for them. A rank alone passes nothing; its time stands under pass_kv."
+        )
         parts += [said, "", _first_table(first)]
     if rows := shares(first):
         head = ["rule", "right", "share", "slower than the faster ring: mean", "most"]
@@ -97,7 +101,7 @@ def tables(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> str:
 
 
 def _first_table(first: Sequence[FirstToken]) -> str:
-    head = ["CP", "tokens", "new", "miss rate", *RINGS, "pass_q / pass_kv", *RULES]
+    head = ["CP", "tokens", "new", "miss rate", *RINGS, "pass_q / pass_kv", "unseen", *RULES]
     cells = []
     for m in first:
         found = medians(m)
@@ -109,7 +113,9 @@ def _first_table(first: Sequence[FirstToken]) -> str:
             for mode in RINGS
         ]
         taken = [m.taken.get(rule, "") for rule in RULES]
-        cells.append([str(m.ranks), f"{m.length:,}", f"{m.new:,}", f"{m.new / m.length:.2%}", *times, ratio, *taken])
+        unseen = " / ".join(f"{m.unseen[mode] * 1e3:.2f}" for mode in RINGS if mode in m.unseen)
+        cells.append([str(m.ranks), f"{m.length:,}", f"{m.new:,}", f"{m.new / m.length:.2%}", *times, ratio, unseen])
+        cells[-1] += taken
     return _table(head, cells)
 
 

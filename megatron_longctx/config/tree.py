@@ -107,8 +107,8 @@ class AttentionConfig:
     kv_int8: bool = False
     # Whether a call keeps what it has received from other ranks until its backward, which then does not exchange it
     # again: auto (with ulysses, up to 32,768 tokens a rank: it takes the memory of one output more) | true | false.
-    # With recompute=attention_output nothing is kept: forward runs without a graph. Not yet run on GPUs.
-    keep_received: str = "false"
+    # With recompute=attention_output nothing is kept: forward runs without a graph.
+    keep_received: str = "auto"
 
     def __post_init__(self) -> None:
         # `true`, read as a truth value, becomes the text `True`.

@@ -83,7 +83,9 @@ class CachedAttention:
         self.world = dist.get_world_size(group) if group is not None else 1
         self.shape = shape
         self.device = device
-        request = KernelRequest(device.type, shape.dtype, shape.head_dim, shape.num_heads, shape.num_kv_heads)
+        request = KernelRequest(
+            device.type, shape.dtype, shape.head_dim, shape.num_heads, shape.num_kv_heads, varying=True
+        )
         transport = P2PTransport(group, device) if group is not None and self.world > 1 else None
         self._engine = Engine(choose(kernel, request), transport, BufferPool(device))
         self._program: Program | None = None

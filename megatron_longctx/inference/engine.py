@@ -29,6 +29,8 @@ __all__ = ["CachedModel", "EngineSettings", "Generation", "LongContextEngine", "
 
 _T = TypeVar("_T")
 
+_WARM_UP_LENGTHS = (67, 130)
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -88,6 +90,23 @@ class LongContextEngine:
     def release(self) -> None:
         """Let go of what refers to process groups; call it before they are destroyed. Sessions can still go on."""
         self._decoder.release()
+
+    def warm_up(self) -> None:
+        """Compute a few tokens and forget them, so that kernels are made and ranks connected before the first prompt.
+
+        Prompts of two lengths, since what is compiled for any length is compiled at the second one it sees.
+        """
+        for length in _WARM_UP_LENGTHS:
+            if length + 1 > min(self._most_tokens, self.ledger.slots_per_rank):
+                return
+            session = self.open()
+            try:
+                session.append([0] * length)
+                generation = self.start(session, Sampling(max_new_tokens=2))
+                for _ in range(2):
+                    self.step([generation])
+            finally:
+                session.close()
 
     def open(self, prefix_of: Session | None = None, tokens: int | None = None) -> Session:
         """A new session: empty, or with the first `tokens` tokens (default: all) of another, which may go on itself.

@@ -8,7 +8,7 @@ log).
 - `kernel.forward` gives one block's (out, lse); `merge_partials` joins results over disjoint keys, several in one pass,
   `merge_into` one after another.
 - `kernel.backward` takes the GLOBAL (out, lse) and gives one block's share of the gradients; `sum_partials` adds them.
-- `quantize` (a module) packs tensors into 8 or 4 bits for messages, unpacks and sums them.
+- `quantize` (a module) packs tensors into 8 or 4 bits for messages, unpacks and sums them; `rotate` (a module) is RoPE.
 
 To add a provider: one new file with a subclass of `AttentionKernel` (`name`, `why_not`, `_forward`, `_backward`; the
 base class checks shapes and handles blocks without queries or keys), one entry in `registry.PROVIDERS`, a place in

@@ -1,7 +1,8 @@
 """cuDNN's fused attention through ATen (`aten._scaled_dot_product_cudnn_attention`): the fastest one on Hopper.
 
 fp16 and bf16, fewer KV heads natively, lse `(b, h, s, 1)` fp32. cuDNN builds a plan for every new shape, which costs
-tens of milliseconds or more: few distinct shapes, and a warm-up before timing.
+tens of milliseconds or more: few distinct shapes, and a warm-up before timing. Where shapes vary, small blocks go to
+`flash`, which needs no plan.
 """
 
 from typing import Any, ClassVar
@@ -23,18 +24,23 @@ from megatron_longctx.kernels.views import heads_first, token_first
 
 _LEAST_CUDNN = 90000
 
+_WORTH_A_PLAN = 1e12
+"""Operations of a block from which on a plan pays though its shape comes once: flash would take a millisecond longer,
+in every layer of a model (estimated from the kernels' speeds on an H200, not measured)."""
+
 
 class CudnnKernel(AttentionKernel):
-    """`aten._scaled_dot_product_cudnn_attention` and its backward; blocks of one query or one key go to `flash`."""
+    """`aten._scaled_dot_product_cudnn_attention` and its backward; blocks of one query or one key go to `flash`, and
+    where shapes vary all that are not worth a plan."""
 
     name: ClassVar[str] = "cudnn"
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)
+    def __init__(self, *, deterministic: bool = False, varying: bool = False) -> None:
+        super().__init__(deterministic=deterministic, varying=varying)
         self._no_seed: dict[torch.device, Tensor] = {}
         # ATen's own selection passes cuDNN over for a single key and, in some versions on some GPUs, refuses a single
         # query; and decoding would build a new plan for every token, since the number of keys grows by one.
-        self._single = FlashKernel(deterministic=deterministic)
+        self._unplanned = FlashKernel(deterministic=deterministic)
 
     def why_not(self, request: KernelRequest) -> str | None:
         return first_reason(
@@ -49,8 +55,8 @@ class CudnnKernel(AttentionKernel):
         )
 
     def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        if _single(block):
-            return self._single._forward(block)
+        if self.goes_unplanned(block):
+            return self._unplanned._forward(block)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             heads_first(block.q),
             heads_first(block.k),
@@ -69,8 +75,8 @@ class CudnnKernel(AttentionKernel):
         return token_first(out), lse.squeeze(-1).permute(2, 0, 1)
 
     def _backward(self, block: Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if _single(block):
-            return self._single._backward(block, grad_out, out, lse)
+        if self.goes_unplanned(block):
+            return self._unplanned._backward(block, grad_out, out, lse)
         no_seed = self._seed(block.q.device)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             # ATen looks up a cached plan by the layout of q, k and v alone (seen in torch 2.11; later sources add the
@@ -94,6 +100,11 @@ class CudnnKernel(AttentionKernel):
         )
         return token_first(dq), token_first(dk), token_first(dv)
 
+    def goes_unplanned(self, block: Block) -> bool:
+        """Whether a block goes to `flash`."""
+        (s, b, h, d), t = block.q.shape, block.k.shape[0]
+        return s == 1 or t == 1 or (self.varying and 4 * s * t * b * h * d / (1 + block.causal) < _WORTH_A_PLAN)
+
     def _seed(self, device: torch.device) -> Tensor:
         """Dropout's seed (and offset), which the op's arguments require and nothing reads without dropout.
 
@@ -102,10 +113,6 @@ class CudnnKernel(AttentionKernel):
         if device not in self._no_seed:
             self._no_seed[device] = torch.zeros((), dtype=torch.int64, device=device)
         return self._no_seed[device]
-
-
-def _single(block: Block) -> bool:
-    return block.q.shape[0] == 1 or block.k.shape[0] == 1
 
 
 def _no_cudnn() -> str | None:

@@ -28,8 +28,8 @@ class FlashKernel(AttentionKernel):
 
     name: ClassVar[str] = "flash"
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)
+    def __init__(self, *, deterministic: bool = False, varying: bool = False) -> None:
+        super().__init__(deterministic=deterministic, varying=varying)
         self._no_seed: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def why_not(self, request: KernelRequest) -> str | None:

@@ -15,6 +15,9 @@ from torch import Tensor
 class KernelRequest:
     """What a kernel is asked to support, known before any tensor exists.
 
+    varying: the numbers of queries and keys differ from pass to pass, as those of prompts do, so that what a kernel
+    prepares for a shape is used a few times only.
+
     Raises:
         ValueError: the sizes are not positive, or `num_kv_heads` does not divide `num_heads`.
     """
@@ -25,6 +28,7 @@ class KernelRequest:
     num_heads: int
     num_kv_heads: int
     deterministic: bool = False
+    varying: bool = False
 
     def __post_init__(self) -> None:
         for field in ("head_dim", "num_heads", "num_kv_heads"):
@@ -57,9 +61,10 @@ class AttentionKernel(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        """`deterministic` is the request's wish; `why_not` says whether the provider can grant it."""
+    def __init__(self, *, deterministic: bool = False, varying: bool = False) -> None:
+        """As in the request; `why_not` says whether the provider can be `deterministic`."""
         self.deterministic = deterministic
+        self.varying = varying
 
     @abstractmethod
     def why_not(self, request: KernelRequest) -> str | None:

@@ -68,7 +68,7 @@ def _choose_automatically(request: KernelRequest) -> AttentionKernel:
 
 
 def _make(name: str, request: KernelRequest) -> AttentionKernel:
-    return PROVIDERS[name](deterministic=request.deterministic)
+    return PROVIDERS[name](deterministic=request.deterministic, varying=request.varying)
 
 
 def _usable(request: KernelRequest) -> str:

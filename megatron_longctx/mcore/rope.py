@@ -6,8 +6,6 @@ model's dtype; here one fused pass computes in fp32 and rounds once.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +13,8 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
+from ..kernels.rotate import rotate
 from .sequence import ShardedSequence
-
-_SHAPES: set[tuple[Any, ...]] = set()
-_SHAPES_OF_BOTH: set[tuple[Any, ...]] = set()
-_MOST_SHAPES = 6
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,8 @@ class Rotation:
 
     def of_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys in one go, without gradients: each `[s, ..., d]` to the same, contiguous, in its dtype."""
-        return _turn_both(q, k, self.cos, self.sin, self.interleaved)
+        q, k = rotate((q, k), self.cos, self.sin, self.interleaved)
+        return q, k
 
 
 class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
@@ -80,57 +76,9 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _turn(x, cos, sin, interleaved)
+        return rotate((x,), cos, sin, interleaved)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, -sin, ctx.interleaved), None, None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    spread = (slice(None), *[None] * (x.ndim - 2))
-    cos, sin = cos[spread], sin[spread]
-    turned, rest = x[..., : 2 * cos.shape[-1]].to(torch.promote_types(x.dtype, cos.dtype)), x[..., 2 * cos.shape[-1] :]
-    if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    else:
-        a, b = turned.chunk(2, -1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    return torch.cat((turned.to(x.dtype), rest), -1).contiguous()
-
-
-def _both_rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    return _rotated(q, cos, sin, interleaved), _rotated(k, cos, sin, interleaved)
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=dynamic)
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`_rotated`, on GPUs as one kernel."""
-    if not x.is_cuda:
-        return _rotated(x, cos, sin, interleaved)
-    shape = (x.shape, x.stride(), x.dtype, interleaved)
-    return _compiled(_rotated, _is_rare(shape, _SHAPES))(x, cos, sin, interleaved)  # type: ignore[no-any-return]
-
-
-def _turn_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """`_both_rotated`, on GPUs by one call of what is compiled: at few tokens it takes the host longer than kernels
-    take the GPU."""
-    if not q.is_cuda:
-        return _both_rotated(q, k, cos, sin, interleaved)
-    shape = (q.shape, q.stride(), k.shape, k.stride(), q.dtype, interleaved)
-    rare = _is_rare(shape, _SHAPES_OF_BOTH)
-    return _compiled(_both_rotated, rare)(q, k, cos, sin, interleaved)  # type: ignore[no-any-return]
-
-
-def _is_rare(shape: tuple[Any, ...], seen: set[tuple[Any, ...]]) -> bool:
-    """Whether to take kernels made for all shapes. Those made for one are five times as fast, but torch.compile gives
-    up after 8 variants of a function."""
-    if shape not in seen and len(seen) < _MOST_SHAPES:
-        seen.add(shape)
-    return shape not in seen
+        return rotate(grads[:1], cos, sin, ctx.interleaved, inverse=True)[0], None, None, None

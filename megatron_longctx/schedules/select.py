@@ -132,9 +132,9 @@ def _candidates(problem: Problem, cluster: Cluster) -> Iterator[tuple[str, PlanO
         if schedule == "usp":
             yield from ((schedule, replace(options, inner_size=k)) for k in range(2, n) if n % k == 0)
         elif schedule == "ulysses":
-            chunks = {1, 2, options.head_chunks}
-            fitting = (k for k in sorted(chunks) if k == 1 or problem.workload.num_kv_heads % (n * k) == 0)
-            yield from ((schedule, replace(options, head_chunks=k)) for k in fitting)
+            # On one node what chunks hide is what calls of fewer heads lose (measured: -4% to +3%).
+            two = cluster.nodes > 1 and problem.workload.num_kv_heads % (2 * n) == 0
+            yield from ((schedule, replace(options, head_chunks=k)) for k in ((1, 2) if two else (1,)))
         elif schedule == "double_ring":
             sizes = {cluster.ranks_per_node, options.inner(n)} - {n}
             yield from ((schedule, replace(options, inner_size=k)) for k in sorted(sizes) if n % k == 0)

@@ -151,10 +151,24 @@ def eviction_computes_again(engine: LongContextEngine) -> None:
         session.close()
 
 
+def warming_up_computes_and_leaves_nothing(engine: LongContextEngine) -> None:
+    """Prompts of two lengths, on this rank's part of the tokens."""
+    computed: list[int] = []
+    original = engine.model.logits
+    engine.model.logits = lambda tokens, *rest: computed.append(len(tokens)) or original(tokens, *rest)  # type: ignore
+    try:
+        engine.warm_up()
+    finally:
+        del engine.model.logits
+    assert len({count for count in computed if count > 1}) == 2
+    assert engine.ledger.used_pages() == 0 and not engine.ledger.sessions
+
+
 def learned_positions_end(config: Config) -> None:
     settings = {"data.seq_length": 24, "model.position_embedding": "learned", "inference.cache_tokens": 100}
     collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
     engine, _ = build_engine(for_inference(changed(config, settings)), collection, None)
+    engine.warm_up()  # no more positions than there are
     session = engine.open()
     refused(lambda: session.append([97] * 25), "tokens of the session=25: expected at most the model's 24 positions")
     session.append([97] * 20)
@@ -166,6 +180,7 @@ def learned_positions_end(config: Config) -> None:
 def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
     collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
     engine, _ = build_engine(for_inference(config), collection, None)
+    warming_up_computes_and_leaves_nothing(engine)
     tokens = batches_do_not_matter(engine)
     sequences_end(engine)
     errors_harm_nothing(engine)

@@ -149,6 +149,37 @@ def test_flash_turns_torchs_strict_switch_on_for_its_backward_alone(kernel_math,
     assert seen == [(False, False), (True, False)]
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal", "varying", "to_flash"),
+    [
+        (1, 4096, False, False, True),
+        (4096, 1, False, False, True),
+        (328, 32_604, False, False, False),
+        (328, 32_604, False, True, True),  # of a short prompt's: a plan would take longer than it saves
+        (32_768, 32_768, False, True, False),
+        (8_192, 8_192, False, True, False),
+        (8_192, 8_192, True, True, True),  # half of the work
+    ],
+)
+def test_cudnn_leaves_to_flash_what_is_not_worth_a_plan(queries, keys, causal, varying, to_flash, monkeypatch):
+    """32 query and 8 key/value heads of 128."""
+    q, k = (torch.empty(n, 1, heads, 128, device="meta") for n, heads in ((queries, 32), (keys, 8)))
+    kernel = PROVIDERS["cudnn"](varying=varying)
+    block = Block(q, k, k, causal=causal, scale=1.0)
+    taken = []
+    monkeypatch.setattr(PROVIDERS["flash"], "_forward", lambda *_: taken.append("flash") or (q, q))
+    monkeypatch.setattr(
+        torch.ops.aten, "_scaled_dot_product_cudnn_attention", lambda *_, **__: taken.append("cudnn") or (q, q[..., :1])
+    )
+    kernel._forward(block)
+    assert taken == ["flash" if to_flash else "cudnn"]
+
+
+def test_the_kernel_of_a_varying_request_knows_it():
+    for varying in (False, True):
+        assert choose("cpu", request_for(device_type="cpu", varying=varying)).varying is varying
+
+
 def test_requests_are_checked():
     with pytest.raises(ValueError, match="num_heads=6 is not a multiple of num_kv_heads=4"):
         request_for(num_heads=6, num_kv_heads=4)

@@ -7,7 +7,8 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from megatron_longctx.mcore.rope import Rotation, ShardedRotaryEmbedding, _rotated
+from megatron_longctx.kernels.rotate import rotate_torch
+from megatron_longctx.mcore.rope import Rotation, ShardedRotaryEmbedding
 from megatron_longctx.testing.sequences import sequence_of
 
 
@@ -119,7 +120,7 @@ def _both_and_each(made: Rotation, device: str) -> None:
     q, k, _ = torch.randn(len(made.cos), 1, 2, 5, 16, device=device).bfloat16().split((3, 1, 1), 3)
     for both, x in zip(rotation.of_both(q, k), (q, k), strict=True):
         assert both.is_contiguous() and both.shape == x.shape
-        alone = _rotated(x.flatten(2, 3), rotation.cos, rotation.sin, rotation.interleaved)
+        (alone,) = rotate_torch((x.flatten(2, 3),), rotation.cos, rotation.sin, rotation.interleaved, False)
         torch.testing.assert_close(both.flatten(2, 3), alone, rtol=0.01 * (device != "cpu"), atol=1e-6)
 
 

@@ -1,0 +1,33 @@
+"""What a recorded run's medians leave out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from analysis.record import read_run
+
+
+def _run(folder: Path, seconds: list[float], profile_step: int | None) -> Path:
+    folder.mkdir()
+    lines = [json.dumps({"train/step": i, "perf/step_s": s}) for i, s in enumerate(seconds, 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "resolved.yaml").write_text(yaml.safe_dump({"logging": {"profile_step": profile_step}}))
+    (folder / "environment.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(("profiled", "expected"), [(None, 4.5), (5, 4.0)])
+def test_the_first_steps_and_a_profiled_one_are_not_in_medians(
+    tmp_path: Path, profiled: int | None, expected: float
+) -> None:
+    run = read_run(_run(tmp_path / "a", [90.0, 8.0, 7.0, 4.0, 5.0], profiled))
+    assert run["medians"]["perf/step_s"] == expected
+    assert len(run["steps"]) == 5
+
+
+def test_a_run_of_warm_up_steps_alone_has_medians_of_them(tmp_path: Path) -> None:
+    assert read_run(_run(tmp_path / "a", [9.0, 2.0], 2))["medians"]["perf/step_s"] == 5.5

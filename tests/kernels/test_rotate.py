@@ -1,0 +1,101 @@
+"""RoPE's fused kernel: under Triton's interpreter, compiled for a GPU, and run on one."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_longctx.kernels.rotate import rotate, rotate_torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = ((1, 1, 2, 4, 16, 8), (5, 2, 3, 1, 20, 6), (3, 1, 8, 4, 128, 64), (7, 3, 5, 3, 24, 1))
+"""Tokens, batch, groups of heads, query heads of a group, head dim, pairs that turn."""
+
+
+def queries_and_keys(
+    sizes: tuple[int, ...], dtype: torch.dtype, seed: int, device: str = "cpu"
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """As they lie in a projection's output, group by group, or with heads alone."""
+    gen = torch.Generator().manual_seed(seed)
+    s, b, g, m, d, pairs = sizes
+    mixed = torch.randn(s, b, g, m + 2, d, generator=gen).to(device, dtype)
+    q, k, _ = mixed.split((m, 1, 1), 3)
+    angles = torch.randn(s, pairs, generator=gen) * 3
+    tensors = [q, k] if seed % 2 else [q.flatten(2, 3), k.squeeze(3)]
+    return tensors, angles.cos().to(device), angles.sin().to(device)
+
+
+def compare(device: str) -> int:
+    from megatron_longctx.kernels.rotate_triton import rotate_triton
+
+    compared = 0
+    for sizes, dtype, interleaved, inverse in itertools.product(SIZES, DTYPES, (False, True), (False, True)):
+        seed = compared // 3  # both forms with every dtype
+        expected = rotate_torch(*queries_and_keys(sizes, dtype, seed), interleaved, inverse)
+        tensors, cos, sin = queries_and_keys(sizes, dtype, seed, device)
+        found = rotate_triton(tensors, cos, sin, interleaved, inverse)
+        found += rotate_triton(tensors[1:], cos, sin, interleaved, inverse)
+        # The interpreter cuts bf16 off where GPUs round it.
+        rtol = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 1e-3}[dtype]
+        for one, other in zip(found, (*expected, expected[1]), strict=True):
+            assert one.is_contiguous() and one.dtype == dtype
+            torch.testing.assert_close(one.cpu(), other, rtol=rtol, atol=1e-5 if dtype == torch.float32 else 1e-3)
+        compared += 1
+    return compared
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_fused_kernel_equals_torch_under_the_interpreter() -> None:
+    # The switch is read while triton is imported, so it needs a fresh process.
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rest", [0, 64])
+def test_the_kernel_compiles_for_hopper(
+    rest: int, interleaved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_longctx.kernels.rotate_triton import _rotate_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"INVERSE": False, "INTERLEAVED": interleaved, "HEADS": 16, "HALF": 64 - rest // 2, "REST": rest}
+    pointers = dict.fromkeys(("x", "x_out", "y", "y_out"), "*bf16") | {"cos": "*fp32", "sin": "*fp32"}
+    names = _rotate_kernel.arg_names
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    source = ASTSource(_rotate_kernel, signature, constexprs=constants)
+    assert ".target sm_90" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+def test_turned_back_is_as_before_and_nothing_is_written_to() -> None:
+    tensors, cos, sin = queries_and_keys(SIZES[2], torch.float32, 1)
+    before = [x.clone() for x in tensors]
+    for interleaved in (False, True):
+        there = rotate(tensors, cos, sin, interleaved)
+        for back, x in zip(rotate(there, cos, sin, interleaved, inverse=True), before, strict=True):
+            torch.testing.assert_close(back, x, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_fused_kernel_equals_torch_on_a_gpu() -> None:
+    assert compare("cuda") == len(SIZES) * len(DTYPES) * 4
+
+
+if __name__ == "__main__":
+    assert compare("cpu") == len(SIZES) * len(DTYPES) * 4
