@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .config import KEEP_RECEIVED, TOKENIZERS
+from .config import KEEP_RECEIVED, KERNELS, TOKENIZERS
 
 _EPILOG = """\
 Settings are words of the form group=NAME or key.subkey=value, e.g.
@@ -177,13 +177,13 @@ def _add_bench(bench: _Verb) -> None:
     calibrate.add_argument("--cluster", type=Path, metavar="FILE.yaml", help="also write the links as a cluster file")
     links.add_argument("--out", type=Path, required=True, metavar="FILE.yaml", help="the cluster file")
     attention.add_argument(
-        "--lengths", default="32768,65536,131072", help="tokens of a sequence (default: %(default)s)"
+        "--lengths", help="tokens of a sequence (default: 32768,65536,131072 on GPUs, 512,1024 on CPU)"
     )
     attention.add_argument("--heads", default="32:8,32:32", help="query:KV heads (default: %(default)s)")
     attention.add_argument("--head-dim", type=int, default=128)
     attention.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     attention.add_argument("--modes", default="all", help="all, or names separated by commas")
-    attention.add_argument("--kernel", default="auto")
+    attention.add_argument("--kernel", choices=KERNELS, default="auto")
     attention.add_argument("--transport", choices=("auto", "peer", "p2p"), default="auto", help="how blocks travel")
     attention.add_argument(
         "--keep-received", choices=KEEP_RECEIVED, default="auto", help="as attention.keep_received (default: auto)"
@@ -297,7 +297,8 @@ def _bench(arguments: argparse.Namespace) -> None:
         command.run_calibrate(where, Workload.of(config), arguments.max_tokens, arguments.cluster)
     else:
         where = command.Where(where.ranks, where.device, arguments.kernel, arguments.transport)
-        cases = command.cases(arguments.lengths, arguments.heads, arguments.head_dim, arguments.dtype)
+        lengths = arguments.lengths or ("32768,65536,131072" if where.device == "cuda" else "512,1024")
+        cases = command.cases(lengths, arguments.heads, arguments.head_dim, arguments.dtype)
         said = (arguments.iterations, arguments.check, arguments.peers)
         how = command.How(*said, arguments.keep_received, arguments.graph_tokens)
         command.run_attention(where, cases, arguments.modes, how, arguments.out)
