@@ -90,7 +90,7 @@ class _Verb(argparse.ArgumentParser):
 def _settings_help() -> str:
     from .compose import recipes
 
-    lines = ["settings, of which later words win:"]
+    lines = ["settings (keys win over recipes):"]
     for group, names in recipes().items():
         lines += textwrap.wrap(", ".join(names), 100, initial_indent=f"  {group + '=':<18}", subsequent_indent=" " * 20)
     return "\n".join([*lines, "  key.subkey=VALUE  every key is explained in megatron_longctx/config/tree.py"])

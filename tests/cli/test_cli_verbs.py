@@ -76,6 +76,16 @@ def test_a_setting_taken_for_a_file_is_refused(capsys: pytest.CaptureFixture[str
     assert code == 2 and "--compare=parallelism=cp2: expected a .png file" in err and "Put settings before" in err
 
 
+@pytest.mark.parametrize("more", [[], ["--memory"], ["--max-length", "--device-gib", "80"]])
+def test_a_plan_that_training_would_refuse_is_refused(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["parallelism=cp8", "parallelism.schedule=ulysses", "data.seq_length=64"]
+    code, out, err = run(capsys, "plan", *words, *more)
+    assert (code, out) == (2, "")
+    assert "8 context-parallel ranks that share the heads (schedule ulysses): expected a divisor of the 4 query" in err
+    code, _, err = run(capsys, "plan", "parallelism=cp8", "parallelism.schedule=auto", *more)
+    assert code == 2 and "parallelism.schedule=auto: expected a mode" in err
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--version") == (0, f"{__version__}\n", "")
 
