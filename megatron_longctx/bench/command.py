@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
+import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,7 +224,8 @@ def start(where: Where, fn: Callable[..., Any], *args: Any) -> list[Any]:
     if where.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        return run_ranks(fn, where.ranks, *args, timeout=_TIMEOUT_S, backend=backend)
+        with _ranks_end_with_this_process():
+            return run_ranks(fn, where.ranks, *args, timeout=_TIMEOUT_S, backend=backend)
     except ProcessRaisedException as error:
         said = str(error).strip().splitlines()[-1]
         if said.startswith("ValueError: "):
@@ -227,6 +233,21 @@ def start(where: Where, fn: Callable[..., Any], *args: Any) -> list[Any]:
         raise JobFailed(f"rank {error.error_index} failed: {said}") from error
     except (ProcessException, TimeoutError) as error:  # killed; or hanging
         raise JobFailed(str(error)) from error
+
+
+@contextlib.contextmanager
+def _ranks_end_with_this_process() -> Iterator[None]:
+    """Ranks started inside the context are killed where it is left by an error or a signal, TERM included."""
+    others = set(multiprocessing.active_children())
+    in_main = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)) if in_main else None
+    try:
+        yield
+    finally:
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+        if in_main:
+            signal.signal(signal.SIGTERM, previous)
 
 
 def _device() -> torch.device:
