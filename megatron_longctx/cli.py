@@ -7,17 +7,20 @@ import logging
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from . import __version__
-from .config import KEEP_RECEIVED, TOKENIZERS
+from .config import KEEP_RECEIVED, KERNELS, TOKENIZERS
 
 _EPILOG = """\
 Settings are words of the form group=NAME or key.subkey=value, e.g.
   megatron-longctx train experiment=demo parallelism=cp4 train.steps=50
   megatron-longctx plan parallelism.schedule=zigzag parallelism.context_parallel_size=8 --draw plan.png
-Groups and their recipes lie in recipes/; every key is explained in megatron_longctx/config/tree.py."""
+`megatron-longctx VERB --help` lists the groups and their recipes; every key is explained in
+megatron_longctx/config/tree.py."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 when a rank of a job failed; 2 when the job was refused; 130 when interrupted.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = parse(argv)
     # What `generate` writes to standard output is the text alone.
     stream = sys.stderr if arguments.verb == "generate" else sys.stdout
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=stream)
@@ -54,6 +57,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line. Settings may stand before, between and after options; argparse itself takes one run of them.
+
+    Raises:
+        SystemExit: wrong usage (2), or help or the version was asked for (0).
+    """
+    arguments, rest = _parser().parse_known_args(argv)
+    if rest:
+        if "settings" not in arguments or any(word.startswith("-") for word in rest):
+            arguments.reject(f"unrecognized arguments: {' '.join(rest)}")
+        arguments.settings += rest
+    return arguments
+
+
+class _Verb(argparse.ArgumentParser):
+    """A verb's parser: says its own usage with what it refuses, and the recipes in its help."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.set_defaults(reject=self.error)
+
+    def takes_settings(self, meaning: str = "group=NAME and key=value words") -> None:
+        self.add_argument("settings", nargs="*", metavar="setting", help=meaning)
+
+    def format_help(self) -> str:
+        if any(action.dest == "settings" for action in self._actions):
+            self.epilog = _settings_help()
+        return super().format_help()
+
+
+def _settings_help() -> str:
+    from .compose import recipes
+
+    lines = ["settings (keys win over recipes):"]
+    for group, names in recipes().items():
+        lines += textwrap.wrap(", ".join(names), 100, initial_indent=f"  {group + '=':<18}", subsequent_indent=" " * 20)
+    return "\n".join([*lines, "  key.subkey=VALUE  every key is explained in megatron_longctx/config/tree.py"])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-longctx",
@@ -62,14 +104,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb", parser_class=_Verb)
 
     train = verbs.add_parser("train", help="train, or resume, on this host's devices or under torchrun or Slurm")
-    train.add_argument("settings", nargs="*", help="group=NAME and key=value words")
+    train.takes_settings()
     train.set_defaults(run=_train)
 
     plan = verbs.add_parser("plan", help="print who holds, sends and attends what, per step")
-    plan.add_argument("settings", nargs="*", help="group=NAME and key=value words")
+    plan.takes_settings()
     plan.add_argument("--backward", action="store_true", help="the backward plan instead")
     plan.add_argument("--full-mask", action="store_true", help="every token sees every token, instead of causal")
     plan.add_argument("--draw", type=Path, metavar="FILE.png", help="also draw it")
@@ -93,15 +135,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(verbs.add_parser("bench", help="measure links, kernels and modes"))
 
     generate = verbs.add_parser("generate", help="continue a prompt, or chat, with a run's checkpoint")
-    generate.add_argument(
-        "settings", nargs="*",
-        help="checkpoint=RUN, prompt=TEXT or prompt_file=FILE, iteration=N, and words that replace the run's settings",
-    )  # fmt: skip
+    generate.takes_settings(
+        "checkpoint=RUN, prompt=TEXT or prompt_file=FILE, iteration=N, and words that replace the run's settings"
+    )
     generate.add_argument("--chat", action="store_true", help="a turn for every line of standard input")
     generate.set_defaults(run=_generate)
 
     serve = verbs.add_parser("serve", help="an OpenAI-compatible server over a run's checkpoint")
-    serve.add_argument("settings", nargs="*", help="checkpoint=RUN, iteration=N, and words over the run's settings")
+    serve.takes_settings("checkpoint=RUN, iteration=N, and words that replace the run's settings")
     serve.set_defaults(run=_serve)
 
     data = verbs.add_parser("data", help="turn text into Megatron's indexed dataset")
@@ -118,12 +159,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
 
     demo = verbs.add_parser("demo", help="train on real text with 4 context-parallel ranks and with 1, and compare")
-    demo.add_argument("settings", nargs="*", help="key=value words for both runs, e.g. train.steps=10")
+    demo.takes_settings("key=value words for both runs, e.g. train.steps=10")
     demo.set_defaults(run=_demo)
     return parser
 
 
-def _add_bench(bench: argparse.ArgumentParser) -> None:
+def _add_bench(bench: _Verb) -> None:
     verbs = bench.add_subparsers(dest="what", required=True, metavar="what")
     calibrate = verbs.add_parser("calibrate", help="measure links and kernels for the configured model, and keep them")
     links = verbs.add_parser("links", help="measure the links between this host's ranks, and write a cluster file")
@@ -131,18 +172,18 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     for verb in (calibrate, links, attention):
         verb.add_argument("--ranks", type=int, help="to start here (default: one per GPU, 2 on CPU)")
         verb.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    calibrate.add_argument("settings", nargs="*", help="group=NAME and key=value words")
+    calibrate.takes_settings()
     calibrate.add_argument("--max-tokens", type=int, help="longest kernel call (default: 32768 on GPUs, 1024 on CPU)")
     calibrate.add_argument("--cluster", type=Path, metavar="FILE.yaml", help="also write the links as a cluster file")
     links.add_argument("--out", type=Path, required=True, metavar="FILE.yaml", help="the cluster file")
     attention.add_argument(
-        "--lengths", default="32768,65536,131072", help="tokens of a sequence (default: %(default)s)"
+        "--lengths", help="tokens of a sequence (default: 32768,65536,131072 on GPUs, 512,1024 on CPU)"
     )
     attention.add_argument("--heads", default="32:8,32:32", help="query:KV heads (default: %(default)s)")
     attention.add_argument("--head-dim", type=int, default=128)
     attention.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     attention.add_argument("--modes", default="all", help="all, or names separated by commas")
-    attention.add_argument("--kernel", default="auto")
+    attention.add_argument("--kernel", choices=KERNELS, default="auto")
     attention.add_argument("--transport", choices=("auto", "peer", "p2p"), default="auto", help="how blocks travel")
     attention.add_argument(
         "--keep-received", choices=KEEP_RECEIVED, default="auto", help="as attention.keep_received (default: auto)"
@@ -157,7 +198,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     _add_bench_all_reduce(verbs.add_parser("all_reduce", help="time low-bit all-reduces beside the library's, by size"))
     _add_bench_inference(verbs.add_parser("inference", help="time first and further tokens over a sharded cache"))
     prefill = verbs.add_parser("prefill", help="time first tokens under each reduction over tensor-parallel ranks")
-    prefill.add_argument("settings", nargs="*", help="group=NAME and key=value words; weights are random")
+    prefill.takes_settings("group=NAME and key=value words; weights are random")
     prefill.add_argument("--lengths", default="1024,4096,16384,32768", help="prompt tokens (default: %(default)s)")
     prefill.add_argument("--reductions", default="none,int8,int6,int4,auto", help="(default: %(default)s)")
     prefill.add_argument("--iterations", type=int, default=5, help="of every first token (default: %(default)s)")
@@ -165,7 +206,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.set_defaults(run=_bench)
 
 
-def _add_bench_all_reduce(verb: argparse.ArgumentParser) -> None:
+def _add_bench_all_reduce(verb: _Verb) -> None:
     verb.add_argument("--ranks", type=int, help="to start here (default: one per GPU, 2 on CPU)")
     verb.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     verb.add_argument("--smallest-kib", type=int, default=64, help="of a rank's tensor (default: %(default)s)")
@@ -178,8 +219,8 @@ def _add_bench_all_reduce(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="a .md and a .png go beside it")
 
 
-def _add_bench_inference(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("settings", nargs="*", help="group=NAME and key=value words; weights are random")
+def _add_bench_inference(verb: _Verb) -> None:
+    verb.takes_settings("group=NAME and key=value words; weights are random")
     verb.add_argument("--lengths", default="2048", help="tokens, cached and new together (default: %(default)s)")
     verb.add_argument(
         "--miss-rates", default="0.01,0.025,0.05,0.1,0.2,0.5,1", help="new tokens as a share of the length"
@@ -256,7 +297,8 @@ def _bench(arguments: argparse.Namespace) -> None:
         command.run_calibrate(where, Workload.of(config), arguments.max_tokens, arguments.cluster)
     else:
         where = command.Where(where.ranks, where.device, arguments.kernel, arguments.transport)
-        cases = command.cases(arguments.lengths, arguments.heads, arguments.head_dim, arguments.dtype)
+        lengths = arguments.lengths or ("32768,65536,131072" if where.device == "cuda" else "512,1024")
+        cases = command.cases(lengths, arguments.heads, arguments.head_dim, arguments.dtype)
         said = (arguments.iterations, arguments.check, arguments.peers)
         how = command.How(*said, arguments.keep_received, arguments.graph_tokens)
         command.run_attention(where, cases, arguments.modes, how, arguments.out)

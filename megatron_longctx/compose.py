@@ -73,7 +73,7 @@ def override_config(config: Config, overrides: Sequence[str]) -> Config:
         name, _, value = word.partition("=")
         if name == "experiment":
             raise refuse(name, value, "settings of a run that exists already", "Set single keys instead.")
-        if name in _groups():
+        if name in recipes():
             layers.append(OmegaConf.create({name: OmegaConf.load(bundled("recipes") / name / f"{value}.yaml")}))
     try:
         keys = OmegaConf.from_dotlist([word for word in overrides if word.partition("=")[0] in _fields()])
@@ -130,7 +130,7 @@ def _check_word(word: str) -> None:
     left, equals, value = word.partition("=")
     name = left.lstrip("+~")
     prefix = left.removesuffix(name)
-    fields, groups = _fields(), _groups()
+    fields, groups = _fields(), recipes()
     if prefix.startswith("~"):
         raise ValueError(
             f"{word}: expected key=value; keys cannot be removed. Leave {name or 'it'} out to have its default."
@@ -169,7 +169,7 @@ def _for_hydra(word: str) -> str:
 
 
 def _unknown_key(name: str) -> ValueError:
-    near = _nearest(name, [*_fields(), *_groups()])
+    near = _nearest(name, [*_fields(), *recipes()])
     hint = f"Nearest: {near}." if near else "The keys are in megatron_longctx/config/tree.py, the recipes in recipes/."
     return ValueError(f"{name}: expected a key of the configuration; there is none of this name. {hint}")
 
@@ -223,8 +223,8 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
 
 
-def _groups() -> dict[str, list[str]]:
-    """The recipes of every group."""
+def recipes() -> dict[str, list[str]]:
+    """The recipes of every group, by name."""
     # Cluster descriptions lie there too; they are read by `topology`, not composed.
     folders = sorted(path for path in bundled("recipes").iterdir() if path.is_dir() and path.name != "cluster")
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}

@@ -46,8 +46,12 @@ def _prompt(own: dict[str, str], chat: bool) -> str | None:
             raise refuse("--chat", "with a prompt", "turns on standard input", "Leave prompt and prompt_file out.")
         return None
     if ("prompt" in own) == ("prompt_file" in own):
-        raise refuse("prompt", own.get("prompt", ""), "prompt=TEXT or prompt_file=FILE", "Give one of them, or --chat.")
-    prompt = own["prompt"] if "prompt" in own else Path(own["prompt_file"]).read_text()
+        expected = "either prompt=TEXT or prompt_file=FILE"
+        raise refuse("prompt", own.get("prompt", ""), expected, "Give one of them, or --chat.")
+    try:
+        prompt = own["prompt"] if "prompt" in own else Path(own["prompt_file"]).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise refuse("prompt_file", own["prompt_file"], f"UTF-8 text ({error.reason})", "Convert the file.") from None
     if not prompt:
         raise refuse("prompt", "", "some text", "Give the model something to go on from.")
     return prompt

@@ -15,6 +15,7 @@ from .schedules import (
     Workload,
     backward_plan,
     build_plan,
+    check_heads,
     describe,
     keeping,
     keeps_received,
@@ -94,12 +95,14 @@ def show_memory(config: Config, picture: Path | None, longest: bool, device_gib:
     longest sequences where asked for.
 
     Raises:
-        ValueError: a picture that cannot be drawn, no device's memory named, a plan that cannot be built.
+        ValueError: a picture that cannot be drawn, no device's memory named, no mode named, heads that the mode cannot
+            share, a plan that cannot be built.
     """
+    _check_heads(config)
     if picture is not None:
         drawn = picture if picture != Path() else None
         _check_picture("--memory", drawn)
-        command.show(config, drawn)
+        command.show(config, drawn, device_gib)
     if longest:
         command.show_max_length(config, device_gib)
 
@@ -113,10 +116,18 @@ def _cluster(config: Config) -> Cluster:
     return load_cluster(par.cluster).resized(par.context_parallel_size)
 
 
-def _configured(config: Config, causal: bool) -> Plan:
-    par = config.parallelism
+def _check_heads(config: Config) -> None:
+    """Refuse what training would refuse: no mode, or one that cannot share the heads among the ranks."""
+    par, model = config.parallelism, config.model
     if par.schedule == "auto":
         raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with --compare.")
+    heads = (model.num_attention_heads // par.tensor_parallel_size, model.num_kv_heads // par.tensor_parallel_size)
+    check_heads(par.schedule, par.context_parallel_size, *heads, PlanOptions.of(par))
+
+
+def _configured(config: Config, causal: bool) -> Plan:
+    par = config.parallelism
+    _check_heads(config)
     n, length = par.context_parallel_size, config.data.seq_length
     plan = build_plan(par.schedule, n, length, causal, PlanOptions.of(par))
     keep = keeps_received(config.keep_received, par.schedule, n, length, config.train.micro_batch_size)
@@ -141,4 +152,5 @@ def _price(simulation: Simulation, cluster: Cluster) -> str:
 
 def _check_picture(option: str, picture: Path | None) -> None:
     if picture and (picture.suffix != ".png" or not picture.parent.is_dir()):
-        raise refuse(option, picture, "a .png file in a folder that exists", "Give another file name.")
+        remedy = f"Put settings before {option}." if "=" in str(picture) else "Give another file name."
+        raise refuse(option, picture, "a .png file in a folder that exists", remedy)

@@ -69,7 +69,9 @@ class Sizes:
 
 def sizes_of(where: Where, words: argparse.Namespace) -> Sizes:
     """The sizes that the command line asks for."""
-    largest = words.largest_mib or (512 if where.device == "cuda" else 4)
+    largest = words.largest_mib
+    if largest is None:
+        largest = 512 if where.device == "cuda" else 4
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[words.dtype]
     return Sizes(
         words.smallest_kib * 1024, largest * 2**20, words.step, dtype, words.group_size, words.eager, words.steps

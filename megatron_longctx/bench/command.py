@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
+import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
 from ..comm import choose_transport, transport_name
 from ..comm.local_ranks import run_ranks
@@ -22,6 +27,7 @@ from ..metrics.environment import environment
 from ..schedules.calibration import Calibration, calibration_path, load_calibration, save_calibration
 from ..schedules.cost import GIB, Workload
 from ..topology import Cluster, save_cluster
+from ..training.launcher import JobFailed
 from . import attention
 from .calibrate import Effort, calibrate, measured_cluster
 from .packages import Found
@@ -29,6 +35,7 @@ from .peers import peers
 
 logger = logging.getLogger(__name__)
 _TIMEOUT_S = 1800.0
+_FEWEST_TOKENS = 64  # below, nothing is left to fit rates to
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,10 @@ class How:
 
 def run_calibrate(where: Where, workload: Workload, max_tokens: int | None, cluster_file: Path | None) -> Path:
     """`bench calibrate`: measure and keep; returns the file."""
+    if max_tokens is not None and max_tokens < _FEWEST_TOKENS:
+        raise refuse("--max-tokens", max_tokens, f"{_FEWEST_TOKENS} or more", "Raise it, or leave it out.")
+    if cluster_file is not None:
+        _check_yaml("--cluster", cluster_file)
     found: Calibration = start(where, _calibrate, workload, where, max_tokens)[0]
     path = calibration_path(found.device, where.ranks, workload, found.transport)
     save_calibration(found, path)
@@ -89,12 +100,16 @@ def run_calibrate(where: Where, workload: Workload, max_tokens: int | None, clus
 
 def run_links(where: Where, out: Path) -> None:
     """`bench links`: measure the links between the ranks and write a cluster file."""
-    if out.suffix not in (".yaml", ".yml") or not out.parent.is_dir():
-        raise refuse("--out", out, "a .yaml file in a folder that exists", "Give another file name.")
+    _check_yaml("--out", out)
     cluster: Cluster = start(where, _links)[0]
     save_cluster(cluster, out)
     print(out.read_text(), end="")
     logger.info("written to %s", out)
+
+
+def _check_yaml(option: str, path: Path) -> None:
+    if path.suffix not in (".yaml", ".yml") or not path.parent.is_dir():
+        raise refuse(option, path, "a .yaml file in a folder that exists", "Give another file name.")
 
 
 def cases(lengths: str, heads: str, head_dim: int, dtype: str) -> list[attention.Case]:
@@ -103,6 +118,8 @@ def cases(lengths: str, heads: str, head_dim: int, dtype: str) -> list[attention
     Raises:
         ValueError: not numbers separated by commas, or heads that do not divide.
     """
+    if head_dim < 1:
+        raise refuse("--head-dim", head_dim, "1 or more", "Raise it.")
     found = []
     for pair in heads.split(","):
         for length in lengths.split(","):
@@ -128,10 +145,14 @@ def run_attention(where: Where, cases: Sequence[attention.Case], modes: str, how
     for name in names:
         if name not in attention.ALL_MODES:
             raise refuse("--modes", name, f"all, or of {', '.join(attention.ALL_MODES)}", "Separate names by commas.")
+    if where.device == "cpu" and where.transport == "peer":
+        raise refuse("--transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
+    if how.iterations < 1:
+        raise refuse("--iterations", how.iterations, "1 or more", "Raise it.")
     if how.graph_tokens < 0:
         raise refuse("--graph-tokens", how.graph_tokens, "0 or more", "Take 0 for no graphs.")
-    if not out.parent.is_dir():
-        raise refuse("--out", out, "a file in a folder that exists", "Make the folder first.")
+    if out.suffix != ".json" or not out.parent.is_dir():  # the table beside it would overwrite a .md
+        raise refuse("--out", out, "a .json file in a folder that exists", "Give another file name.")
     found = start(where, _attention, tuple(cases), names, how, (where, out))[0]
     print("\n".join(_record_attention(where, how, out, found)))
     logger.info("written to %s and %s", out, out.with_suffix(".md"))
@@ -185,7 +206,12 @@ def _record_attention(where: Where, how: How, out: Path, measured: _Attention) -
 
 
 def start(where: Where, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run `fn(rank, *args)` in ranks of this host, or as the rank that torchrun has started."""
+    """Run `fn(rank, *args)` in ranks of this host, or as the rank that torchrun has started.
+
+    Raises:
+        ValueError: what a rank refused.
+        JobFailed: a rank failed otherwise.
+    """
     backend = "nccl" if where.device == "cuda" else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if where.device == "cuda":
@@ -198,10 +224,30 @@ def start(where: Where, fn: Callable[..., Any], *args: Any) -> list[Any]:
     if where.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        return run_ranks(fn, where.ranks, *args, timeout=_TIMEOUT_S, backend=backend)
+        with _ranks_end_with_this_process():
+            return run_ranks(fn, where.ranks, *args, timeout=_TIMEOUT_S, backend=backend)
     except ProcessRaisedException as error:
         said = str(error).strip().splitlines()[-1]
-        raise ValueError(f"rank {error.error_index} failed: {said}") from error
+        if said.startswith("ValueError: "):
+            raise ValueError(said.removeprefix("ValueError: ")) from error
+        raise JobFailed(f"rank {error.error_index} failed: {said}") from error
+    except (ProcessException, TimeoutError) as error:  # killed; or hanging
+        raise JobFailed(str(error)) from error
+
+
+@contextlib.contextmanager
+def _ranks_end_with_this_process() -> Iterator[None]:
+    """Ranks started inside the context are killed where it is left by an error or a signal, TERM included."""
+    others = set(multiprocessing.active_children())
+    in_main = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)) if in_main else None
+    try:
+        yield
+    finally:
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+        if in_main:
+            signal.signal(signal.SIGTERM, previous)
 
 
 def _device() -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,12 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
 BYTE_LEVEL_EOD = 256
 BYTE_LEVEL_PAD = 257
+_PACKAGES = {
+    "huggingface": "transformers",
+    "megatron": "transformers",
+    "sentencepiece": "sentencepiece",
+    "tiktoken": "tiktoken",
+}
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -32,6 +39,11 @@ def build_tokenizer(library: str, path: str | None = None) -> MegatronTokenizerT
     try:
         return MegatronTokenizer.from_pretrained(tokenizer_path=path, metadata_path={"library": library})
     except Exception as error:  # every library raises its own kind
+        if (package := _PACKAGES.get(library)) and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"data.tokenizer={library}: expected the package {package}, which is not installed. "
+                f"Run pip install {package}, or use data.tokenizer=byte-level."
+            ) from None
         raise ValueError(f"data.tokenizer_path={path}: cannot be read by {library} ({error}). {remedy}") from error
 
 

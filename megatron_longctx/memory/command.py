@@ -39,18 +39,23 @@ def one_line(config: Config) -> str:
         return f"memory of a training step: not known ({error})"
 
 
-def show(config: Config, picture: Path | None) -> None:
-    """Print every term of the configured mode; draw all modes into `picture`.
+def show(config: Config, picture: Path | None, device_gib: float | None = None) -> None:
+    """Print every term of the configured mode, and whether a device holds them; draw all modes into `picture`.
+
+    Args:
+        device_gib: memory of a device; None for what `parallelism.cluster` says, if it does.
 
     Raises:
         ValueError: a plan that cannot be built, a vocabulary that is not known.
     """
     job = planned_job(config)
     print(report(job))
+    capacity = _capacity(config, device_gib)
+    if capacity is not None:
+        print(_verdict(predict(job).num_bytes, capacity))
     if picture:
         bars = [(mode, predict(_with_mode(job, mode))) for mode in RECOMPUTES]
-        cluster = config.parallelism.cluster
-        draw(bars, picture, _title(job), _capacity(config, None) if cluster else None)
+        draw(bars, picture, _title(job), capacity)
         print(f"\ndrawn to {picture}")
 
 
@@ -64,8 +69,19 @@ def show_max_length(config: Config, device_gib: float | None) -> None:
         ValueError: neither is given.
     """
     job = planned_job(config)
-    capacity = int(COMFORT * _capacity(config, device_gib))
-    print(f"longest sequences whose step takes at most {capacity / _GIB:.1f} GiB a rank ({COMFORT:.0%} of a device)")
+    whole = _capacity(config, device_gib)
+    if whole is None:
+        raise refuse(
+            "--max-length",
+            "given",
+            "--device-gib N, or a parallelism.cluster that says how much memory a device has, beside it",
+            "For example --device-gib 139 for an H200.",
+        )
+    capacity = int(COMFORT * whole)
+    print(
+        f"longest sequences whose step takes at most {capacity / _GIB:.1f} GiB a rank ({COMFORT:.0%} of a device), "
+        f"by recompute mode (*: {config.recompute.mode}, as configured)"
+    )
     for mode in RECOMPUTES:
         own = _with_mode(job, mode)
         length = max_length(own, capacity)
@@ -77,19 +93,23 @@ def _with_mode(job: Job, mode: str) -> Job:
     return replace(job, config=replace(job.config, recompute=replace(job.config.recompute, mode=mode)))
 
 
-def _capacity(config: Config, device_gib: float | None) -> int:
+def _verdict(needed: int, capacity: int) -> str:
+    """Whether a device holds a step, by the bounds that `train` goes by."""
+    said = f"a device has {capacity / _GIB:.1f} GiB: "
+    if needed > capacity:
+        return said + "a step does not fit (see --max-length, recompute and its head_chunk_tokens)"
+    return said + ("a step fits" if needed <= COMFORT * capacity else f"a step takes more than {COMFORT:.0%} of it")
+
+
+def _capacity(config: Config, device_gib: float | None) -> int | None:
+    """Bytes of a device; None where nobody says."""
     if device_gib is not None:
         if not 0 < device_gib < float("inf"):
             raise refuse("--device-gib", device_gib, "a number of GiB above 0", "Give a device's memory.")
         return int(device_gib * _GIB)
     cluster = load_cluster(config.parallelism.cluster) if config.parallelism.cluster else None
     if cluster is None or cluster.device.memory_gib is None:
-        raise refuse(
-            "--max-length",
-            "given",
-            "--device-gib N, or a parallelism.cluster that says how much memory a device has, beside it",
-            "For example --device-gib 139 for an H200.",
-        )
+        return None
     return int(cluster.device.memory_gib * _GIB)
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .cluster import GIB, Cluster, save_cluster
-from .measured import Measured, Ping, Sample, probe_pairs, to_cluster
+from .cluster import GIB
+from .measured import Measured, Ping, Sample, probe_pairs
 
 SIZES = (8, 64 * 2**20)
 
@@ -60,16 +59,6 @@ def measure_links(
             rounds += bench.shifted(ranks, shift, sizes[-1])
     inside = bench.everyone(mine, sizes[-1]) if len(mine) > 1 else []
     return Measured(hosts, tuple(sizes), *map(tuple, bench.gather((pings, alone, rounds, inside))[0]))
-
-
-def measure_cluster(group: dist.ProcessGroup, device: torch.device, path: Path, **options: Any) -> Cluster:
-    """Measure, and let rank 0 write the description to `path`. `options` are those of `measure_links`."""
-    cluster = to_cluster(measure_links(group, device, **options), name=path.stem)
-    if dist.get_rank(group) == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_cluster(cluster, path)
-    dist.barrier(group)
-    return cluster
 
 
 class _Bench:

@@ -12,6 +12,7 @@ from ..schedules import Costs, PlanOptions, Workload
 from ..schedules.calibration import calibration_path, load_calibration
 from ..schedules.select import Problem, select, table
 from ..topology import Cluster, load_cluster
+from .preflight import device_type
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def settled(config: Config, folder: Path | None = None) -> Config:
         length=config.data.seq_length,
         workload=Workload.of(config),
         options=PlanOptions.of(par),
-        over_peers=config.train.device != "cpu" and config.attention.transport != "p2p",
+        over_peers=device_type(config) == "cuda" and config.attention.transport != "p2p",
         keep_received=config.keep_received,
         max_bytes=None if par.max_attention_gib is None else int(par.max_attention_gib * 2**30),
     )
@@ -59,10 +60,11 @@ def settled(config: Config, folder: Path | None = None) -> Config:
 
 def _figures(config: Config, folder: Path | None) -> tuple[Cluster, Costs | None, str]:
     par = config.parallelism
-    device = "cpu" if config.train.device == "cpu" else str(environment()["device"])
+    on_cpu = device_type(config) == "cpu"
+    device = "cpu" if on_cpu else str(environment()["device"])
     wanted = config.attention.transport
     transports = ("peer", "mixed", "p2p") if wanted == "auto" else (wanted,)
-    if config.train.device == "cpu":
+    if on_cpu:
         transports = ("p2p",)
     paths = [
         calibration_path(device, par.context_parallel_size, Workload.of(config), name, folder) for name in transports

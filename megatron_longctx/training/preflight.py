@@ -56,6 +56,8 @@ def check(config: Config, world_size: int) -> int | None:
     device = device_type(config)
     data_parallel_size(config, world_size)
     _check_kernel(config, device)
+    if device == "cpu" and config.attention.transport == "peer":
+        raise refuse("attention.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
     if uses_transformer_engine(config.model):
         require_transformer_engine()
     par = config.parallelism

@@ -14,11 +14,12 @@ from megatron_longctx import cli
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.bench import attention
 from megatron_longctx.bench.attention import Measurement, Setting, choices, table
-from megatron_longctx.bench.command import cases
+from megatron_longctx.bench.command import Where, cases, start
 from megatron_longctx.bench.ring_package import RING
 from megatron_longctx.schedules.calibration import load_calibration
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.topology import load_cluster
+from megatron_longctx.training.launcher import JobFailed
 
 
 def test_calibrate_leaves_what_auto_goes_by(cache: Path, tmp_path: Path) -> None:
@@ -68,10 +69,17 @@ def test_attention_measures_predicts_and_checks(tmp_path: Path) -> None:
         (["links", "--out", "here.txt"], "expected a .yaml file"),
         (["links", "--ranks", "1", "--out", "here.yaml"], "--ranks=1: expected 2 or more"),
         (["attention", "--modes", "zigzag,spiral", "--out", "x.json"], "--modes=spiral: expected all, or of"),
+        (["attention", "--iterations", "0", "--out", "x.json"], "--iterations=0: expected 1 or more"),
+        (["attention", "--head-dim", "0", "--out", "x.json"], "--head-dim=0: expected 1 or more"),
+        (["attention", "--transport", "peer", "--out", "x.json"], "--transport=peer: expected auto or p2p on CPUs"),
+        (["attention", "--out", "x.md"], "--out=x.md: expected a .json file"),
+        (["calibrate", "--max-tokens", "0"], "--max-tokens=0: expected 64 or more"),
+        (["calibrate", "--cluster", "gone/x.yaml"], "--cluster=gone/x.yaml: expected a .yaml file"),
+        (["all_reduce", "--largest-mib", "0", "--out", "x.json"], "expected 1 or more, and not above the largest"),
         (["attention", "--graph-tokens", "-1", "--out", "x.json"], "--graph-tokens=-1: expected 0 or more"),
         (["attention", "--heads", "3:2", "--out", "x.json"], "--heads=3:2: expected query heads that are a multiple"),
         (["attention", "--heads", "3", "--out", "x.json"], "expected like 32:8,32:32 and 32768,65536"),
-        (["attention", "--out", "gone/x.json"], "--out=gone/x.json: expected a file in a folder that exists"),
+        (["attention", "--out", "gone/x.json"], "--out=gone/x.json: expected a .json file in a folder that exists"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -81,6 +89,21 @@ def test_what_cannot_be_measured_is_refused(
     assert cli.main(["bench", *words, "--device", "cpu"]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def _refuses(rank: int) -> None:
+    raise ValueError("size=0: expected 1 or more. Raise it.")
+
+
+def _fails(rank: int) -> None:
+    raise RuntimeError("out of luck")
+
+
+def test_what_a_rank_refuses_is_told_from_what_fails_it() -> None:
+    with pytest.raises(ValueError, match=r"^size=0: expected 1 or more. Raise it.$"):
+        start(Where(2, "cpu"), _refuses)
+    with pytest.raises(JobFailed, match=r"^rank \d failed: RuntimeError: out of luck$"):
+        start(Where(2, "cpu"), _fails)
 
 
 def test_cases_are_all_pairs() -> None:

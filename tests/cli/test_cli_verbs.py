@@ -49,6 +49,43 @@ def test_the_examples_in_the_help_can_be_composed() -> None:
         compose_config([word for word in line[2:] if "=" in word])
 
 
+@pytest.mark.parametrize("verb", ["train", "plan", "generate", "demo", "bench prefill"])
+def test_help_lists_the_recipes(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *verb.split(), "--help")
+    assert (
+        code == 0 and "experiment=       demo, llama3_8b_128k_cp8_h200" in out and "reduction=        auto, int4" in out
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan a=1 b=2 --backward --device-gib 3",
+        "plan --backward --device-gib 3 a=1 b=2",
+        "plan a=1 --backward b=2 --device-gib 3",
+        "plan --backward a=1 --device-gib 3 b=2",
+    ],
+)
+def test_settings_stand_anywhere_among_options(words: str) -> None:
+    arguments = cli.parse(words.split())
+    assert (arguments.settings, arguments.backward, arguments.device_gib) == (["a=1", "b=2"], True, 3.0)
+
+
+def test_a_setting_taken_for_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "plan", "--compare", "parallelism=cp2")
+    assert code == 2 and "--compare=parallelism=cp2: expected a .png file" in err and "Put settings before" in err
+
+
+@pytest.mark.parametrize("more", [[], ["--memory"], ["--max-length", "--device-gib", "80"]])
+def test_a_plan_that_training_would_refuse_is_refused(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["parallelism=cp8", "parallelism.schedule=ulysses", "data.seq_length=64"]
+    code, out, err = run(capsys, "plan", *words, *more)
+    assert (code, out) == (2, "")
+    assert "8 context-parallel ranks that share the heads (schedule ulysses): expected a divisor of the 4 query" in err
+    code, _, err = run(capsys, "plan", "parallelism=cp8", "parallelism.schedule=auto", *more)
+    assert code == 2 and "parallelism.schedule=auto: expected a mode" in err
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--version") == (0, f"{__version__}\n", "")
 
@@ -67,7 +104,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_usage_is_refused_by_the_parser(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
-    assert err.startswith("usage: megatron-longctx") and "error: " in err
+    known = words[:1] if words and words[0] in VERBS else []
+    assert err.startswith(" ".join(["usage: megatron-longctx", *known])) and "error: " in err
 
 
 @pytest.mark.parametrize("verb", ["train", "plan", "demo"])

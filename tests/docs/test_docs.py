@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.cli import _parser
+from megatron_longctx.cli import parse
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
 from megatron_longctx.inference_job import split_words
@@ -74,7 +74,7 @@ def refuse_command(line: str) -> None:
     """Raise what `line` is refused with, if it is ours; nothing is run."""
     words = shlex.split(line, comments=True)
     if words[:1] == ["megatron-longctx"]:
-        arguments = _parser().parse_args(words[1:])
+        arguments = parse(words[1:])
         if "settings" in arguments:
             compose_config(split_words(arguments.settings, OWN_WORDS)[1])
     elif words[:2] == ["python", "-m"] or words[:1] == ["python"]:

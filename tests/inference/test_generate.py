@@ -100,8 +100,8 @@ def test_a_chat_by_a_template_computes_what_its_text_does_not_begin_with(trained
     [
         (["prompt=a"], "checkpoint=: expected checkpoint=RUN"),
         (["checkpoint=nowhere", "prompt=a"], "expected a run's configuration there"),
-        ([], "expected prompt=TEXT or prompt_file=FILE"),
-        (["prompt=a", "prompt_file=b"], "expected prompt=TEXT or prompt_file=FILE"),
+        ([], "expected either prompt=TEXT or prompt_file=FILE"),
+        (["prompt=a", "prompt_file=b"], "expected either prompt=TEXT or prompt_file=FILE"),
         (["prompt="], "expected some text"),
         (["prompt=a", "--chat"], "expected turns on standard input"),
         (["prompt=a", "inference.top_p=3"], "inference.top_p=3.0: expected above 0"),
@@ -125,3 +125,11 @@ def test_what_cannot_run_is_refused_in_a_line(
     assert captured.out == ""
     (line,) = [line for line in captured.err.splitlines() if line.startswith("megatron-longctx generate: ")]
     assert message in line
+
+
+def test_a_prompt_that_is_no_text_is_refused(
+    trained: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompt").write_bytes(b"caf\xe9")
+    assert cli.main(["generate", run_of(trained), f"prompt_file={tmp_path}/prompt"]) == 2
+    assert f"prompt_file={tmp_path}/prompt: expected UTF-8 text" in capsys.readouterr().err

@@ -21,6 +21,12 @@ from megatron_longctx.testing.training import changed, tiny_config, tiny_corpus
 TOKENIZER = build_tokenizer("byte-level")
 
 
+def test_a_tokenizer_whose_package_is_missing_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"data\.tokenizer=huggingface: expected the package transformers"):
+        build_tokenizer("huggingface", "no/such/files")
+
+
 def _write(prefix: Path, *documents: list[str]) -> Corpus:
     return write_corpus(documents, prefix, TOKENIZER, "byte-level")
 

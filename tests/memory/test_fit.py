@@ -138,6 +138,11 @@ def test_the_plan_verb_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert cli.main(["plan", *LLAMA[:3], "--max-length", "--device-gib", "0"]) == 2
     assert "--device-gib=0.0: expected a number of GiB above 0" in capsys.readouterr().err
     assert cli.main(["plan", *LLAMA, "--memory", "gone/x.png"]) == 2
+    for gib, said in (("1000", "a step fits"), ("1", "a step does not fit")):
+        assert cli.main(["plan", *LLAMA, "--memory", "--device-gib", gib]) == 0
+        assert f"a device has {gib}.0 GiB: {said}" in capsys.readouterr().out
+    assert cli.main(["plan", *LLAMA[:3], "--memory"]) == 0
+    assert "a device has" not in capsys.readouterr().out
 
 
 def test_the_vocabulary_of_a_plan() -> None:

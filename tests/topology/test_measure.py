@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.topology import Cluster, Device, Mesh, Network, Switch, load_cluster, to_cluster
-from megatron_longctx.topology.measure import measure_cluster, measure_links
+from megatron_longctx.topology import Cluster, Device, Mesh, Network, Switch, load_cluster, save_cluster, to_cluster
+from megatron_longctx.topology.measure import measure_links
 from megatron_longctx.topology.measured import Measured, Ping, Sample, probe_pairs
 
 SIZES = (8, 2**20)
@@ -22,7 +22,10 @@ def measure(rank, folder, hosts):
     path = folder / "links" / "found.yaml"
     cluster = None
     if rank in dist.get_process_group_ranks(some):
-        cluster = measure_cluster(some, torch.device("cpu"), path, sizes=SIZES, repeats=1, host="here")
+        cluster = to_cluster(measure_links(some, torch.device("cpu"), sizes=SIZES, repeats=1, host="here"), "found")
+        if rank == 1:
+            path.parent.mkdir()
+            save_cluster(cluster, path)
     return measured, cluster
 
 

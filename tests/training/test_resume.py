@@ -162,6 +162,8 @@ def test_refused_before_any_rank_starts(root: Path, runs: Runs) -> None:
     config = tiny_config(root, "chain", RUN)
     assert preflight.check(config, 1) == STEPS
     assert preflight.check(changed(config, {"run.name": "new"}), 1) is None
+    with pytest.raises(ValueError, match=r"attention\.transport=peer: expected auto or p2p on CPUs"):
+        preflight.check(changed(config, {"attention.transport": "peer"}), 1)
     other = {"model.hidden_size": 64, "model.rope_base": 2000.0}
     with pytest.raises(ValueError, match=r"hidden_size: checkpoint 32, model 64; rope_base: checkpoint 1000.0, model"):
         preflight.check(changed(config, other), 1)
