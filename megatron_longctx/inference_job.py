@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -112,9 +113,15 @@ def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
     others: list[Any] = []
     if job.world_size > 1:
         args, count = (job, work, store.port), job.world_size - 1
-        others = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
-            _other_rank, args=args, nprocs=count, join=False, daemon=True, start_method="spawn"
-        ).processes
+        # A terminal's Ctrl-C goes to all processes. This one ends the others; were they to end first, it would wait for
+        # them in the process group, where nothing interrupts it. They ignore it from their first moment on.
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            others = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+                _other_rank, args=args, nprocs=count, join=False, daemon=True, start_method="spawn"
+            ).processes
+        finally:
+            signal.signal(signal.SIGINT, previous)
     try:
         _join(job, 0, 0, store)
         yield
@@ -126,6 +133,10 @@ def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
         if not failed:
             raise
         raise JobFailed(f"another rank ended with exit code {failed[0].exitcode}: {error}") from error
+    except KeyboardInterrupt:
+        for process in others:
+            process.kill()
+        raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

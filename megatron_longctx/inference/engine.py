@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -19,46 +18,18 @@ from ..comm import sum_over
 from ..config import refuse
 from .cached_attention import GIB, CachedModel, numbers_of
 from .choice import Chooser
-from .decode import NOT_FINITE, Decoder, DecodeSettings, Next
+from .decode import NOT_FINITE, Decoder, Next
 from .ledger import CacheFull, CacheLedger, Fork, Turn
 from .plan import Batch, build
 from .sampling import Sampling, sample
 from .session import Generation, Session
+from .settings import EngineSettings
 
 __all__ = ["CachedModel", "EngineSettings", "Generation", "LongContextEngine", "Session"]
 
 _T = TypeVar("_T")
 
 _WARM_UP_LENGTHS = (67, 130)
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How sessions share the ranks.
-
-    prefill_chunk: most new tokens of a sequence computed at once; None for all. evict: when the cache is full, forget
-    what the least recently used sessions have cached (it is computed again when they go on) instead of refusing. exact:
-    prompts are computed in calls of their own, whose results depend on the session's tokens alone, bit for bit: not on
-    other sessions, nor on whether a prefix of whole chunks was found in the cache; single tokens that go on from there
-    are still computed together. decode: how batches of single tokens are computed.
-
-    Raises:
-        ValueError: a chunk of no tokens, or exact without one.
-    """
-
-    prefill_chunk: int | None = None
-    evict: bool = False
-    exact: bool = False
-    decode: DecodeSettings = field(default_factory=DecodeSettings)
-
-    def __post_init__(self) -> None:
-        chunk = self.prefill_chunk
-        if chunk is not None and chunk < 1:
-            raise refuse("inference.prefill_chunk", chunk, "1 or more, or null", "Raise it.")
-        if self.exact and chunk is None:
-            raise refuse(
-                "inference.prefill_chunk", chunk, "a number with inference.exact_reuse=true", "Set it to 2048."
-            )
 
 
 class LongContextEngine:

@@ -143,8 +143,8 @@ def check_heads(
     if schedule == "ulysses" and options.head_chunks > 1 and n > 1 and num_kv_heads % (n * options.head_chunks):
         legal = ", ".join(str(k) for k in range(1, num_kv_heads + 1) if num_kv_heads % (n * k) == 0) or "1"
         raise ValueError(
-            f"head_chunks={options.head_chunks}: expected a number that times {n} ranks divides the {num_kv_heads} "
-            f"key/value heads. Choose one of {legal}."
+            f"parallelism.head_chunks={options.head_chunks}: expected a number that times {n} ranks divides the "
+            f"{num_kv_heads} key/value heads. Choose one of {legal}."
         )
 
     def fits(ranks: int) -> bool:

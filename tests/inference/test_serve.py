@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_longctx import cli
@@ -256,6 +257,21 @@ def test_an_open_address_needs_a_key(
     run = f"checkpoint={Path(trained.run.root, trained.run.name)}"
     assert cli.main(["serve", run, "serve.host=0.0.0.0"]) == 2
     assert "serve.host=0.0.0.0: expected a loopback address, or MEGATRON_LONGCTX_API_KEY" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("children", [1, 2])
+def test_ctrl_c_while_ranks_are_starting_ends_all_of_them(trained: Config, tmp_path: Path, children: int) -> None:
+    """A terminal sends it to every process, in the first moments of the second rank too."""
+    words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "serve.port=0", "parallelism=cp2"]
+    with started(tmp_path, [*CLI, "serve", *words], clean_environment(CUDA_VISIBLE_DEVICES="")) as job:
+        process = psutil.Process(job.process.pid)
+        limit = time.monotonic() + 60
+        while len(process.children()) < children and time.monotonic() < limit:  # spawn has a helper of its own
+            time.sleep(0.02)
+        others = process.children()
+        os.killpg(job.process.pid, signal.SIGINT)
+        assert job.wait(60) != 0 and "serving" not in job.out.read_text()
+        assert not psutil.wait_procs(others, timeout=20)[1]
 
 
 @pytest.mark.parametrize("missing", ["starlette", "uvicorn"])

@@ -1,0 +1,37 @@
+"""What an engine is told beside its model and its cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..config import refuse
+from .decode import DecodeSettings
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How sessions share the ranks.
+
+    prefill_chunk: most new tokens of a sequence computed at once; None for all. evict: when the cache is full, forget
+    what the least recently used sessions have cached (it is computed again when they go on) instead of refusing. exact:
+    prompts are computed in calls of their own, whose results depend on the session's tokens alone, bit for bit: not on
+    other sessions, nor on whether a prefix of whole chunks was found in the cache; single tokens that go on from there
+    are still computed together. decode: how batches of single tokens are computed.
+
+    Raises:
+        ValueError: a chunk of no tokens, or exact without one.
+    """
+
+    prefill_chunk: int | None = None
+    evict: bool = False
+    exact: bool = False
+    decode: DecodeSettings = field(default_factory=DecodeSettings)
+
+    def __post_init__(self) -> None:
+        chunk = self.prefill_chunk
+        if chunk is not None and chunk < 1:
+            raise refuse("inference.prefill_chunk", chunk, "1 or more, or null", "Raise it.")
+        if self.exact and chunk is None:
+            raise refuse(
+                "inference.prefill_chunk", chunk, "a number with inference.exact_reuse=true", "Set it to 2048."
+            )
