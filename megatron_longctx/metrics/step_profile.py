@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 # The first kind one of whose words an operation's name contains (lower case). Names are those of CUDA kernels and, on
 # CPUs, of torch's operators.
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("fused elementwise", ("triton_",)),  # torch.compile's
+    ("fused elementwise", ("triton_", "_rotate_kernel")),  # torch.compile's, and RoPE
     ("attention backward", ("bprop", "flash_bwd", "sdpa_backward", "attendbackward", "attention_backward")),
     ("attention forward", ("fprop", "flash_fwd", "sdpa", "fmha", "attend", "scaled_dot_product")),
     ("messages", ("nccl", "memcpy ptop", "gloo", "c10d")),

@@ -15,6 +15,7 @@ NAMES = {
     "Memcpy DtoD (Device -> Device)": "copies",
     "void at::native::elementwise_kernel<128, 2>": OTHER,
     "_combine_kernel": "partial results",
+    "_rotate_kernel": "fused elementwise",
 }  # fmt: skip
 
 
