@@ -179,6 +179,14 @@ class ContextParallelAttention:
         out, lse = _forward(program, engine, (q, k, v), q.shape[-1] ** -0.5 if scale is None else scale)
         return AttentionResult(out, lse)
 
+    def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
+        """Refuse heads (of one tensor-parallel rank) that the schedule cannot share among the ranks.
+
+        Raises:
+            ValueError: names what would fit.
+        """
+        check_heads(self._schedule, self.world, num_heads, num_kv_heads, self._options)
+
     def keeps_received(self, length: int, batch: int = 1) -> bool:
         """Whether calls over `batch` sequences that will be differentiated keep what they receive."""
         return keeps_received(self._keep_received, self._schedule, self.world, length, batch)
@@ -200,7 +208,7 @@ class ContextParallelAttention:
                 f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected equal batch and head dimension, "
                 "k and v alike, and query heads a multiple of key/value heads."
             )
-        check_heads(self._schedule, self.world, q.shape[2], k.shape[2], self._options)
+        self.check_heads(q.shape[2], k.shape[2])
         engine = self._engine(q, k)
         key = length, causal, keep
         if key not in self._programs:

@@ -26,7 +26,8 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         The others are Megatron's own.
 
     Raises:
-        ValueError: a setting of the model that exact sharded attention does not serve.
+        ValueError: a setting of the model that exact sharded attention does not serve, or heads that the schedule
+            cannot share among the ranks.
     """
 
     def __init__(
@@ -68,6 +69,9 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             f"the sequence's {sequence.attention.world}",
             "Build the sequence over pg_collection.cp.",
         )
+        tensor_parallel, heads = config.tensor_model_parallel_size, config.num_attention_heads
+        groups = config.num_query_groups or heads
+        sequence.attention.check_heads(heads // tensor_parallel, max(1, groups // tensor_parallel))
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
@@ -105,7 +109,8 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             `[s, b, h/tp * d]`.
 
         Raises:
-            ValueError: a mask tensor, a bias, packed sequences, or a mask type other than causal and no_mask.
+            ValueError: other tokens than this rank's, a mask tensor, a bias, packed sequences, or a mask type other
+                than causal and no_mask.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         if mask_type not in _CAUSAL:
@@ -119,10 +124,17 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
                 raise ValueError(
                     f"{name}={type(given).__name__}: expected None. The plans here know causal and full masks."
                 )
-        rotation = self._sequence.rotation
+        sequence = self._sequence
+        if query.shape[0] != sequence.num_local_tokens:
+            raise ValueError(
+                f"query has {query.shape[0]} tokens: expected {sequence.num_local_tokens}, what rank "
+                f"{sequence.attention.rank} of {sequence.attention.world} holds of {sequence.length}. Give the model "
+                "what sequence.shard_batch(batch) returns, and set sequence.length first where it changes."
+            )
+        rotation = sequence.rotation
         if rotation is not None:
             query, key = rotation(query), rotation(key)
-        attention, length, causal = self._sequence.attention, self._sequence.length, _CAUSAL[mask_type]
+        attention, length, causal = sequence.attention, sequence.length, _CAUSAL[mask_type]
         if self._tape is not None:
             qkv = (query, key, value)
             out = self._tape.attend(attention, qkv, length=length, causal=causal, scale=self.softmax_scale)

@@ -96,8 +96,18 @@ def test_calls_it_cannot_serve(arguments: dict[str, Any], words: str) -> None:
         _core()(*_inputs(), **({"attention_mask": None} | arguments))
 
 
-def test_tokens_of_another_layout_are_refused() -> None:
-    q, k, v = _inputs()
-    core = _core(sequence_of(rank=1, world=3, length=LENGTH))
-    with pytest.raises(ValueError, match=r"expected \[4, b, heads, d\], since rank 1 of 3 holds 4 of 13 tokens"):
-        core(q[:5], k[:5], v[:5], None)
+@pytest.mark.parametrize("rows", [5, LENGTH])
+def test_tokens_that_are_not_this_ranks_are_refused_before_they_are_turned(rows: int) -> None:
+    """Those of another layout, or the whole sequence: `shard_batch` was forgotten."""
+    sequence = sequence_of(rank=1, world=3, length=LENGTH)
+    sequence.rotation = lambda x: x[:0]  # of other tokens
+    q, k, v = (x[:rows] for x in _inputs())
+    words = rf"query has {rows} tokens: expected 4, what rank 1 of 3 holds of 13\. Give .*shard_batch"
+    with pytest.raises(ValueError, match=words):
+        _core(sequence)(q, k, v, None)
+
+
+def test_heads_that_the_schedule_cannot_share_are_refused_when_the_layer_is_built() -> None:
+    sequence = sequence_of(rank=0, world=3, length=LENGTH, schedule="ulysses")
+    with pytest.raises(ValueError, match=r"3 context-parallel ranks that share the heads.*4 query heads"):
+        _core(sequence=sequence, config={"context_parallel_size": 3})
