@@ -309,7 +309,11 @@ def _kept_or_measured(
 
 def _say(found: Calibration) -> None:
     cluster, costs = found.cluster, found.costs
-    logger.info("%s, kernel %s: %s", found.device, found.kernel, cluster.intra or cluster.network)
+    link = cluster.route(0, 1)
+    logger.info(
+        "%s, kernel %s: %.3g GiB/s from rank to rank, after %.1f us",
+        found.device, found.kernel, link.gibps, link.latency_s * 1e6,
+    )  # fmt: skip
     for sample in costs.messages:
         rate = sample.num_bytes / sample.seconds / GIB
         logger.info("  ring shift of %9d bytes: %9.1f us, %7.2f GiB/s", sample.num_bytes, sample.seconds * 1e6, rate)
