@@ -311,7 +311,7 @@ def _say(found: Calibration) -> None:
     cluster, costs = found.cluster, found.costs
     link = cluster.route(0, 1)
     logger.info(
-        "%s, kernel %s: %.3g GiB/s from rank to rank, after %.1f us",
+        "%s, kernel %s: %.3g GiB/s from rank to rank, latency %.1f us",
         found.device, found.kernel, link.gibps, link.latency_s * 1e6,
     )  # fmt: skip
     for sample in costs.messages:
