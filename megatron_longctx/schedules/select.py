@@ -132,7 +132,7 @@ def _candidates(problem: Problem, cluster: Cluster) -> Iterator[tuple[str, PlanO
         if schedule == "usp":
             yield from ((schedule, replace(options, inner_size=k)) for k in range(2, n) if n % k == 0)
         elif schedule == "ulysses":
-            # On one node what chunks hide is what calls of fewer heads lose (measured: -4% to +3%).
+            # On one node chunks gained nothing (measured, docs/schedules.md), though they are priced as if they did.
             two = cluster.nodes > 1 and problem.workload.num_kv_heads % (2 * n) == 0
             yield from ((schedule, replace(options, head_chunks=k)) for k in ((1, 2) if two else (1,)))
         elif schedule == "double_ring":
