@@ -108,8 +108,18 @@ def _broken_off(rank: int) -> list[Any]:
     return [begun, _error(lambda: transport.mailbox(Outbox({}, 8, ((),))))]
 
 
+def _growing_ahead(rank: int) -> list[Any]:
+    """How often memory was taken for passes that need a megabyte more every time."""
+    _with(Memory())
+    transport = PeerTransport(_world(), CPU, growth=2.0)
+    for number in range(1, 17):
+        transport.mailbox(Outbox({}, number * 2**20, ((),)))
+    return [transport.generation]
+
+
 def _all(rank: int) -> dict[str, list[Any]]:
-    return {"sharing": _sharing(rank), "growing": _growing(rank), "broken off": _broken_off(rank)}
+    found = {"sharing": _sharing(rank), "growing": _growing(rank), "broken off": _broken_off(rank)}
+    return {**found, "ahead": _growing_ahead(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +144,11 @@ def test_memory_that_cannot_grow_is_refused_by_all_and_so_is_what_follows(ranks:
     assert one == other and one[:2] == [1, 2]
     assert one[2].startswith("setting up peer memory (2 x 4.00 GiB on every rank) failed on rank 1 of the group's 2")
     assert all("broken off before" in said and "2 x 4.00 GiB" in said for said in one[3:])
+
+
+def test_memory_may_grow_ahead_of_what_is_needed(ranks: list[dict[str, list[Any]]]) -> None:
+    """1, 2, 4, 8 and 16 MiB."""
+    assert [found["ahead"] for found in ranks] == [[5], [5]]
 
 
 def test_a_pass_broken_off_on_one_rank_is_the_last(ranks: list[dict[str, list[Any]]]) -> None:

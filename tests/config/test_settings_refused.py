@@ -207,6 +207,13 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (["reduction.min_kib=-1"], "reduction.min_kib=-1.0", "at least 0 KiB"),
         (["logging.wandb=on"], "logging.wandb=on", "one of offline, online, disabled"),
         (["attention.kernel=triton"], "attention.kernel=triton", "one of auto, cudnn"),
+        (["inference.transport=tcp"], "inference.transport=tcp", "one of auto, peer, p2p"),
+        (["parallelism.head_chunks=0", "parallelism.schedule=ulysses"], "parallelism.head_chunks=0", "at least 1"),
+        (
+            ["parallelism.head_chunks=2"],
+            "parallelism.head_chunks=2",
+            "1, its default, with parallelism.schedule=zigzag",
+        ),
         (["attention.keep_received=always"], "attention.keep_received=always", "one of auto, true, false"),
         (
             ["attention.keep_received=true", "recompute=attention_output"],

@@ -66,3 +66,15 @@ def test_a_broken_calibration_is_refused(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ValueError, match="expected a calibration"):
         known_figures(config, CPU, tmp_path)
+
+
+def test_the_calibration_is_that_of_the_transport(tmp_path: Path) -> None:
+    over_peers, either = config_of("inference.transport=peer"), config_of("inference.transport=auto")
+    calibrated(config_of(), tmp_path, 3.0)
+    assert known_figures(over_peers, CPU, tmp_path).costs is None
+    gpu = torch.device("cuda")
+    assert calibration_file(over_peers, CPU, tmp_path) != calibration_file(config_of(), CPU, tmp_path)
+    assert calibration_file(either, CPU, tmp_path) == calibration_file(config_of(), CPU, tmp_path)
+    assert calibration_file(either, gpu, tmp_path) == calibration_file(config_of(), gpu, tmp_path)  # the only one
+    nothing = tmp_path / "nothing"
+    assert calibration_file(either, gpu, nothing) == calibration_file(over_peers, gpu, nothing)

@@ -65,6 +65,19 @@ def test_a_memory_bound_is_kept_by_smaller_buffers() -> None:
         select(Problem(8, 2**17, GQA, max_bytes=2**20), cluster)
 
 
+def test_chunks_of_the_heads_are_considered_between_nodes_where_they_divide_them() -> None:
+    chunked = "ulysses (head_chunks=2)"
+    for kv_heads, cluster, considered in (
+        (32, Cluster("two", 2, 4, Mesh(100.0), Network(4, 10.0)), True),
+        (8, Cluster("two", 2, 4, Mesh(100.0), Network(4, 10.0)), False),
+        (32, Cluster("one", 1, 8, Mesh(10.0)), False),
+    ):
+        ranking = rank_modes(Problem(8, 8 * 4096, Workload(32, kv_heads, 128)), cluster, FAST)
+        by_name = {candidate.name: candidate.seconds for candidate in ranking}
+        assert (chunked in by_name) is considered
+        assert not considered or by_name[chunked] < by_name["ulysses"]
+
+
 def test_modes_of_one_rank_and_of_a_prime_number_of_ranks() -> None:
     for n in (1, 2, 5, 7):
         cluster = Cluster("mesh", 1, n, Mesh(100.0) if n > 1 else None)
