@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 Transport = P2PTransport | PeerTransport | MixedTransport
 
 
-def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device, growth: float = 1.0) -> Transport:
+def choose_transport(
+    name: str, group: dist.ProcessGroup, device: torch.device, growth: float = 1.0, key: str = "attention.transport"
+) -> Transport:
     """All ranks of `group` call this together and get the same kind.
 
     Args:
@@ -27,12 +29,13 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device, 
             each other's and point-to-point messages elsewhere: all the one, all the other, or mixed, message by
             message. Said once with the reason.
         growth: of peer memory, see `PeerTransport`.
+        key: the setting that `name` comes from, for messages.
 
     Raises:
         ValueError: an unknown name, or peer memory asked for where there is none.
     """
     if name not in TRANSPORTS:
-        raise ValueError(f"attention.transport={name}: expected one of {', '.join(TRANSPORTS)}. Choose one of these.")
+        raise ValueError(f"{key}={name}: expected one of {', '.join(TRANSPORTS)}. Choose one of these.")
     if name == "p2p" or (name == "auto" and device.type != "cuda"):
         return P2PTransport(group, device)
     hosts = find_hosts(group, device)
@@ -52,8 +55,7 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device, 
         reason = str(error).rstrip(".")
     if name == "peer":
         raise ValueError(
-            f"attention.transport=peer: expected GPUs that can read each other's memory, but {reason}. "
-            "Choose auto or p2p."
+            f"{key}=peer: expected GPUs that can read each other's memory, but {reason}. Choose auto or p2p."
         )
     if dist.get_rank(group) == 0:
         logger.warning("attention's messages go point to point, not through peer memory: %s", reason)

@@ -91,7 +91,7 @@ class CachedAttention:
         links = None
         if group is not None and self.world > 1:
             # A conversation needs a little more memory for its messages in every turn.
-            links = choose_transport(transport, group, device, growth=2.0)
+            links = choose_transport(transport, group, device, growth=2.0, key="inference.transport")
         self._engine = Engine(choose(kernel, request), links, BufferPool(device))
         self._program: Program | None = None
         self._place: slice | Tensor = slice(0, 0)  # of the new tokens' keys and values

@@ -12,6 +12,7 @@ from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
 from megatron_longctx.inference.choice import Chooser
 from megatron_longctx.inference.figures import calibration_file, known_figures
+from megatron_longctx.mcore.inference import for_inference
 from megatron_longctx.schedules import Costs, Workload
 from megatron_longctx.schedules.calibration import Calibration, save_calibration
 from megatron_longctx.topology import Cluster, Network
@@ -78,3 +79,9 @@ def test_the_calibration_is_that_of_the_transport(tmp_path: Path) -> None:
     assert calibration_file(either, gpu, tmp_path) == calibration_file(config_of(), gpu, tmp_path)  # the only one
     nothing = tmp_path / "nothing"
     assert calibration_file(either, gpu, nothing) == calibration_file(over_peers, gpu, nothing)
+
+
+def test_peer_memory_is_refused_on_cpus_before_ranks_start() -> None:
+    with pytest.raises(ValueError, match=r"inference\.transport=peer: expected auto or p2p on CPUs"):
+        for_inference(config_of("inference.transport=peer"))
+    assert for_inference(config_of("inference.transport=auto")).inference.transport == "auto"
