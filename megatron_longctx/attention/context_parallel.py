@@ -27,9 +27,10 @@ from .executor import BackwardPass, Engine, ForwardPass
 from .int8 import Int8ForwardPass
 from .program import Program, programs
 from .replay import Replay, Tensors
+from .trial import SETTLED
 
 _MOST_REPLAYS = 16
-"""Kinds of passes that are replayed from graphs, each of which holds memory for good; others run as they are."""
+"""Kinds of passes that may be replayed from graphs, each of which holds memory then; others run as they are."""
 
 
 class AttentionResult(NamedTuple):
@@ -51,7 +52,8 @@ class ContextParallelAttention:
         options: what the schedule may be told besides.
         deterministic: ask for kernels whose results are bit-identical from run to run.
         transport: auto, peer or p2p (see `comm.choose_transport`).
-        graph_tokens: over peer memory, calls with at most so many tokens a rank are replayed from CUDA graphs.
+        graph_tokens: over peer memory, calls with at most so many tokens a rank are replayed from CUDA graphs where
+            that is faster (see `trial`).
         kv_int8: in calls with `inference`, keys and values travel, and are attended, as 8-bit integers with a scale for
             every token and head. One rank alone sends nothing and stays exact.
         keep_received: auto, true or false: whether calls that will be differentiated keep what they have received, so
@@ -190,6 +192,16 @@ class ContextParallelAttention:
     def keeps_received(self, length: int, batch: int = 1) -> bool:
         """Whether calls over `batch` sequences that will be differentiated keep what they receive."""
         return keeps_received(self._keep_received, self._schedule, self.world, length, batch)
+
+    def warm_up_calls(self, length: int) -> int:
+        """Of calls over `length` tokens, forward and backward, how many come before they run as from then on.
+
+        Asked after the first of them, which knows how messages go.
+        """
+        layout = self.layout(length)
+        fewest = min(layout.num_tokens(rank) for rank in range(self.world))
+        peers = any(isinstance(transport, PeerTransport) for transport, _ in self._links.values())
+        return SETTLED if peers and fewest <= self._graph_tokens else 2
 
     def _prepare(
         self, q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool, keep: bool = False

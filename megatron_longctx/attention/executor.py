@@ -44,8 +44,9 @@ class Messages(NamedTuple):
 class Engine:
     """What programs run on.
 
-    transport: None for a group of one rank. graph_tokens: passes over at most so many tokens of a rank are replayed
-    from CUDA graphs. clock: measures the waiting for messages. kinds, replays: by program and shapes, once made.
+    transport: None for a group of one rank. graph_tokens: passes over at most so many tokens of a rank may be
+    replayed from CUDA graphs. clock: measures the waiting for messages. kinds, replays: by program and shapes, once
+    made.
     """
 
     kernel: AttentionKernel

@@ -6,6 +6,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -51,13 +52,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that computes a case's attention. reason: why it cannot."""
+    """Something that computes a case's attention. warm_up: calls, after the first, that are not measured."""
 
     name: str
     make: Callable[[Case], tuple[Call, Layout]]
     schedule: str | None = None
     options: PlanOptions = DEFAULT_OPTIONS
     keep_received: str = "false"
+    warm_up: Callable[[Case], int] = lambda case: 2
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Setting:
 @dataclass
 class Measurement:
     """Seconds are medians over iterations, of the rank whose forward and backward together take longest: nothing
-    holds ranks together in between. Errors are relative (Frobenius), over all ranks."""
+    holds ranks together in between. Errors are relative (Frobenius), over all ranks. for_auto: schedule=auto may take
+    it on one node."""
 
     name: str
     length: int
@@ -87,6 +90,7 @@ class Measurement:
     predicted_backward_s: float | None = None
     ours: bool = True
     reason: str = ""
+    for_auto: bool = True
 
     @property
     def seconds(self) -> float | None:
@@ -106,8 +110,13 @@ def modes(group: dist.ProcessGroup, setting: Setting, names: Sequence[str]) -> l
             choices.append(("ulysses (head_chunks=2)", PlanOptions(head_chunks=2)))
         for label, options in choices:
             attention = ContextParallelAttention(group, schedule=name, options=options, **asdict(setting))
-            found.append(Contender(label, _calls_of(attention), name, options, setting.keep_received))
+            contender = Contender(label, _calls_of(attention), name, options, setting.keep_received)
+            found.append(replace(contender, warm_up=partial(_warm_up, attention)))
     return found
+
+
+def _warm_up(attention: ContextParallelAttention, case: Case) -> int:
+    return attention.warm_up_calls(case.length)
 
 
 def _calls_of(attention: ContextParallelAttention) -> Callable[[Case], tuple[Call, Layout]]:
@@ -182,6 +191,7 @@ class Bench:
 
     def _measure(self, contender: Contender, case: Case, truth: _Truth | None) -> Measurement:
         found = Measurement(contender.name, case.length, _heads(case), ours=contender.schedule is not None)
+        found.for_auto = contender.options.head_chunks == 1
         rank = dist.get_rank(self.group)
         try:
             call, layout = contender.make(case)
@@ -198,10 +208,10 @@ class Bench:
             return found
         if truth is not None:
             found.errors = self._errors(call, local, truth.shards(mine))
-        self._time(found, call, local)
+        self._time(found, call, local, contender.warm_up(case))
         return found
 
-    def _time(self, found: Measurement, call: Call, inputs: Sequence[Tensor]) -> None:
+    def _time(self, found: Measurement, call: Call, inputs: Sequence[Tensor], warm_up: int = 2) -> None:
         *leaves, grad_out = inputs
         q, k, v = (x.detach().requires_grad_() for x in leaves)
         watch = Stopwatch(self.device)
@@ -212,7 +222,7 @@ class Bench:
             torch.autograd.grad(out, (q, k, v), grad_out)
             return middle, watch.mark()
 
-        for _ in range(2):
+        for _ in range(warm_up):
             step()
         watch.finish()
         if self.device.type == "cuda":
@@ -326,7 +336,10 @@ def choices(found: Sequence[Measurement]) -> list[dict[str, Any]]:
             cases.setdefault((m.length, m.heads), []).append(m)
     result = []
     for (length, heads), measured in cases.items():
-        taken = min(measured, key=lambda m: (m.predicted_forward_s or 0) + (m.predicted_backward_s or 0))
+        candidates = [m for m in measured if m.for_auto]
+        if not candidates:
+            continue
+        taken = min(candidates, key=lambda m: (m.predicted_forward_s or 0) + (m.predicted_backward_s or 0))
         best = min(measured, key=lambda m: m.seconds or 0)
         assert taken.seconds is not None and best.seconds is not None
         slower = taken.seconds / best.seconds - 1

@@ -121,7 +121,9 @@ def test_the_choice_is_judged_by_what_was_measured() -> None:
     def measured(name: str, seconds: float, predicted: float) -> Measurement:
         return Measurement(name, 64, "4:2", seconds, seconds, predicted_forward_s=predicted, predicted_backward_s=0.0)
 
-    found = [measured("a", 1.0, 9.0), measured("b", 1.5, 2.0), Measurement("c", 64, "4:2", reason="no")]
+    chunks = measured("d", 1.6, 1.0)
+    chunks.for_auto = False  # auto does not look at it, however well it is priced
+    found = [measured("a", 1.0, 9.0), measured("b", 1.5, 2.0), Measurement("c", 64, "4:2", reason="no"), chunks]
     assert choices(found) == [{"length": 64, "heads": "4:2", "auto": "b", "best": "a", "slower": 0.5}]
     assert "not possible: no" in table(found)
 
