@@ -116,7 +116,7 @@ def _record(
     text = report.tables(first, decoded)
     head = f"{title}, commit {str(facts['commit'])[:9]}; random weights; times in ms, of the slowest rank"
     out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
-    if shared := [m for m in first if m.ranks > 1]:
+    if shared := [m for m in first if len(m.seconds) > 1]:
         report.draw(shared, out.with_suffix(".png"), title)
     return text
 

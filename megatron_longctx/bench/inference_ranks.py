@@ -179,11 +179,13 @@ class _Rig:
         self._figures = agreed_figures(config, self._device)
         rule = config.inference.rule if self._n > 1 else "bytes"
         self._chooser = _Pinned(self._figures, config.inference.mode, rule)
+        asked = config.inference.mode
+        self._modes = (asked,) if asked in RINGS else RINGS if self._n > 1 else RINGS[:1]
         self._ledger = _Rewindable(self._n, pages_per_rank(config), config.inference.page_tokens)
         settings = EngineSettings(decode=engine.settings.decode)
         self._engine = LongContextEngine(engine.model, self._ledger, self._chooser, settings)
         self._random = random.Random(0)  # the same tokens on every rank
-        judged = self._n > 1 and not sweep.decode_only
+        judged = len(self._modes) > 1 and not sweep.decode_only
         self._rules = [Chooser(self._figures, rule=rule) for rule in RULES] if judged else []
 
     def run(self) -> tuple[list[FirstToken], list[Decoded]]:
@@ -228,11 +230,10 @@ class _Rig:
     def _first_token(self, session: Session, new: int) -> FirstToken:
         found = FirstToken(self._n, len(session.tokens), new)
         prompt = self._prompt(new)
-        modes = RINGS if self._n > 1 else RINGS[:1]
-        times: dict[str, list[float]] = {mode: [] for mode in modes}
+        times: dict[str, list[float]] = {mode: [] for mode in self._modes}
         self._ledger.keep()
         for _ in range(1 + self._sweep.iterations):
-            for mode in modes:  # in turns, so that a slow moment of the machine meets all of them
+            for mode in self._modes:  # in turns, so that a slow moment of the machine meets all of them
                 self._chooser.forced = mode
                 times[mode].append(self._seconds_to_first(session, prompt))
                 self._ledger.rewind([session])

@@ -52,6 +52,16 @@ def test_it_measures_rings_beside_rules_and_decodes(tmp_path: Path) -> None:
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG") and list(path.parent.iterdir()) == [path]
 
 
+def test_one_ring_alone(tmp_path: Path) -> None:
+    out = tmp_path / "ring.json"
+    settings = [*SETTINGS, "inference.mode=pass_q", "inference.rule=bytes"]
+    words = "--context 1,2 --lengths 96 --miss-rates 0.05 --batches 1 --iterations 1 --tokens 2"
+    assert cli.main(["bench", "inference", *settings, *words.split(), "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    assert [set(m["seconds"]) for m in data["first_token"]] == [{"pass_q"}] * 2 and data["rules"] == []
+    assert "What the rules take" not in out.with_suffix(".md").read_text() and not out.with_suffix(".png").exists()
+
+
 def test_decoding_alone_takes_no_calibration_and_no_prompts(cache: Path, tmp_path: Path) -> None:
     out = tmp_path / "decode.json"
     settings = [*SETTINGS, "inference.decode=plan", "inference.mode=one_hop"]
