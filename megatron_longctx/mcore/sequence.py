@@ -51,8 +51,15 @@ class ShardedSequence:
         Labels must be shifted already: a rank's last token and its label need not be neighbours in the layout.
 
         Raises:
-            ValueError: a tensor that is not `[b, length]`.
+            ValueError: a tensor that is not `[b, length]`, or a rank without tokens, with which Megatron's layers fail.
         """
+        layout = self.layout
+        without = [rank for rank in range(self.attention.world) if layout.num_tokens(rank) == 0]
+        if without:
+            raise ValueError(
+                f"length={self.length}: expected tokens for all {self.attention.world} context-parallel ranks, but in "
+                f"the {layout.name} layout ranks {without} have none. Give longer sequences, or use fewer ranks."
+            )
         for name, tensor in batch.items():
             if tensor.ndim != 2 or tensor.shape[1] != self.length:
                 raise ValueError(

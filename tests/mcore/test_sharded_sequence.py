@@ -18,7 +18,6 @@ ZIGZAG = [
     (7, 1, [[0, 5, 6], [1, 2, 3, 4]]),
     (12, 2, [[0, 1, 8, 9, 10, 11], [2, 3, 4, 5, 6, 7]]),
     (9, 1, [[0, 7, 8], [1, 2, 6], [3, 4, 5]]),
-    (2, 1, [[1], [], [0]]),
 ]
 CONTIGUOUS = [
     (8, 1, [[0, 1, 2, 3], [4, 5, 6, 7]]),
@@ -98,3 +97,10 @@ def test_the_plan_is_the_configured_one(tmp_path: Path, settings: dict[str, Any]
     sequence.attention.world = 4
     assert sequence.length == 100
     assert sequence.attention.plan(100) == build_plan(*plan)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_ranks_without_tokens_are_refused_by_all(rank: int) -> None:
+    """One rank alone would fail inside a layer while the others wait for it."""
+    with pytest.raises(ValueError, match=r"length=2: expected tokens for all 3 .* ranks \[1\] have none"):
+        sequence_of(rank=rank, world=3, length=2).shard_batch({"tokens": torch.zeros(1, 2)})
