@@ -9,4 +9,5 @@ def row_strides(x: Tensor) -> tuple[int, ...]:
     Triton compiles a kernel anew where a stride begins or ceases to be 1 or a multiple of 16, and a dimension of size 1
     may have any stride.
     """
-    return tuple(stride if size > 1 else 0 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    sizes, strides = x.shape, x.stride()
+    return tuple([strides[i] if sizes[i] > 1 else 0 for i in range(len(strides) - 1)])

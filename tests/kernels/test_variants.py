@@ -245,10 +245,9 @@ def test_values_are_still_read_16_bytes_at_a_time(
 def test_no_variants_for_lengths_on_a_gpu(module: str, name: str) -> None:
     call, bound = BOUNDS[module, name]
     kernel = getattr(importlib.import_module(f"megatron_longctx.{module}"), name)
-    device = torch.cuda.current_device()
-    kernel.device_caches[device][0].clear()
-    rng = random.Random(0)
+    compiled = kernel.device_caches[torch.cuda.current_device()][0]
+    before, rng = len(compiled), random.Random(0)  # other tests may have used it
     for _ in range(CALLS):
         call(partial(torch.zeros, device="cuda"), rng)
     torch.cuda.synchronize()
-    assert 1 <= len(kernel.device_caches[device][0]) <= bound
+    assert compiled and len(compiled) - before <= bound
