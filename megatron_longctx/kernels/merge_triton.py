@@ -5,11 +5,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_longctx.kernels.strides import row_strides
+
 # Elements of the out tensors that one program handles.
 _TILE = 2048
+# What kernels are not compiled anew for, as it changes with length and batch: numbers that no vector load needs to be
+# multiples of 16, and where the lse lie, which are read one by one.
+_ANY = ["num_rows", "batch", "heads", "acc_lse_s", "acc_lse_b", "acc_lse_h", "lse_s", "lse_b", "lse_h"]
+_ANYWHERE = ["acc_lse", "lse"]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def _merge_kernel(  # type: ignore[no-untyped-def]
     acc_out,
     acc_lse,
@@ -38,8 +44,9 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
     h = row % heads
-    b = (row // heads) % batch
-    s = row // (heads * batch)
+    token = row // heads
+    b = token % batch
+    s = token // batch
     col = tl.arange(0, COLS)
     tile_inside = inside[:, None] & (col < head_dim)[None, :]
 
@@ -80,7 +87,7 @@ def merge_into_triton(acc_out: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor
     num_rows = s * batch * heads
     cols = triton.next_power_of_2(head_dim)
     rows = max(1, _TILE // cols)
-    strides = (*acc_out.stride()[:3], *acc_lse.stride(), *out.stride()[:3], *lse.stride())
+    strides = (*row_strides(acc_out), *acc_lse.stride(), *row_strides(out), *lse.stride())
     # The launch goes to the current device, which need not be the tensors'. A CPU tensor's index, -1, changes nothing.
     with torch.cuda.device(acc_out.get_device()):
         _merge_kernel[(triton.cdiv(num_rows, rows),)](

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_longctx.kernels.paged import PackedPartials, Pages
+from megatron_longctx.kernels.strides import row_strides
 
 _LEAST_ROWS = 16
 """Query rows and columns of a matrix product on tensor cores, at least; missing ones are padded."""
@@ -31,7 +32,12 @@ _MERGED = 16
 """Partials that the merging kernel takes at once."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Not compiled anew for what changes with length and batch: numbers that no vector load needs to be multiples of 16, and
+# where things lie that are read one by one.
+@triton.jit(
+    do_not_specialize=["splits", "table_stride", "lse_split", "lse_row"],
+    do_not_specialize_on_alignment=["table", "counts", "lse"],
+)  # type: ignore[untyped-decorator]
 def _attend_kernel(  # type: ignore[no-untyped-def]
     q, cache, table, counts, out, lse, scale, splits, group, head_dim,
     q_row, q_head, slot_stride, value_stride, kv_head_stride, table_stride,
@@ -58,7 +64,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     weights = tl.zeros((ROWS,), dtype=tl.float32)
     total = tl.zeros((ROWS, COLS), dtype=tl.float32)
     pages = table + row.to(tl.int64) * table_stride
-    base = cache + kv_head * kv_head_stride
+    base = cache + kv_head.to(tl.int64) * kv_head_stride
     for start in range(first, stop, KEYS):
         token = start + key
         inside = token < stop
@@ -91,7 +97,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse + split.to(tl.int64) * lse_split + row.to(tl.int64) * lse_row + heads, found, mask=real)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count", "part_lse_stride"], do_not_specialize_on_alignment=["part_lse", "lse"])  # type: ignore[untyped-decorator]
 def _merge_kernel(  # type: ignore[no-untyped-def]
     parts, part_lse, out, lse, count, head_dim, part_stride, part_lse_stride,
     COLS: tl.constexpr, BLOCK: tl.constexpr, WITH_LSE: tl.constexpr,
@@ -140,8 +146,8 @@ def attend_pages_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float, fo
     with torch.cuda.device(q.get_device()):
         _attend_kernel[(kv_heads, splits, rows)](
             q, cache, pages.table, pages.counts, parts.out, parts.lse, scale, splits, heads // kv_heads, head_dim,
-            *q.stride()[:2], *cache.stride()[:3], pages.table.stride(0),
-            *parts.out.stride()[:2], *parts.lse.stride()[:2], **constants, num_warps=4, num_stages=_STAGES,
+            *row_strides(q), *row_strides(cache), pages.table.stride(0),
+            *row_strides(parts.out)[:2], *parts.lse.stride()[:2], **constants, num_warps=4, num_stages=_STAGES,
         )  # fmt: skip
     if splits > 1:
         _merge(parts, found.out, found.lse)
@@ -158,7 +164,7 @@ def _merge(parts: PackedPartials, out: Tensor, lse: Tensor | None) -> None:
     with torch.cuda.device(out.get_device()):
         _merge_kernel[(rows * heads,)](
             parts.out, parts.lse, out, parts.lse if lse is None else lse, count, head_dim,
-            parts.out.stride(0), parts.lse.stride(0), **constants, WITH_LSE=lse is not None,
+            row_strides(parts.out)[0], parts.lse.stride(0), **constants, WITH_LSE=lse is not None,
         )  # fmt: skip
 
 

@@ -10,9 +10,23 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_longctx.kernels.partials import Partial
+from megatron_longctx.kernels.strides import row_strides
 
 # Elements of the result that one program handles.
 _TILE = 2048
+# What kernels are not compiled anew for, as it changes with length and batch: numbers that no vector load needs to be
+# multiples of 16, and where the lse lie, which are read one by one.
+_OF_PARTIALS = ("start", "stop", "first", "last", "ls", "lb", "lh")
+_ANY = [
+    "num_rows",
+    "batch",
+    "heads",
+    "lse_s",
+    "lse_b",
+    "lse_h",
+    *(f"{name}{i}" for i in range(4) for name in _OF_PARTIALS),
+]
+_ANYWHERE = ["lse", "l0", "l1", "l2", "l3"]
 
 
 @triton.jit
@@ -31,7 +45,7 @@ def _value_of(value, start, stop, first, last, s_stride, b_stride, h_stride, s, 
     return tl.load(at, mask=inside & covered[:, None], other=0.0).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def _combine_kernel(  # type: ignore[no-untyped-def]
     out, lse, num_rows, batch, heads, head_dim, out_s, out_b, out_h, lse_s, lse_b, lse_h,
     v0, l0, start0, stop0, first0, last0, vs0, vb0, vh0, ls0, lb0, lh0,
@@ -44,8 +58,9 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
     h = row % heads
-    b = (row // heads) % batch
-    s = row // (heads * batch)
+    token = row // heads
+    b = token % batch
+    s = token // batch
     col = tl.arange(0, COLS)
     tile = inside[:, None] & (col < head_dim)[None, :]
     total = tl.zeros((ROWS, COLS), dtype=tl.float32)
@@ -111,10 +126,10 @@ def combine_triton(partials: Sequence[Partial], out: Tensor, lse: Tensor | None)
     for part in partials:
         part_lse = part.value if part.lse is None else part.lse
         arguments += [part.value, part_lse, part.start, part.stop, part.first_head, part.last_head]
-        arguments += [*part.value.stride()[:3], *part_lse.stride()[:3]]
+        arguments += [*row_strides(part.value), *part_lse.stride()[:3]]
     arguments += arguments[: len(arguments) // len(partials)] * (4 - len(partials))  # not read
     into = out if lse is None else lse
-    strides = (*out.stride()[:3], *into.stride()[:3])
+    strides = (*row_strides(out), *into.stride()[:3])
     # The launch goes to the current device, which need not be the tensors'. A CPU tensor's index, -1, changes nothing.
     with torch.cuda.device(out.get_device()):
         _combine_kernel[(triton.cdiv(num_rows, rows),)](

@@ -9,7 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_longctx.kernels.strides import row_strides
+
 _TILE = 4096
+# What kernels are not compiled anew for, as it changes with length and batch: numbers that no vector load needs to be
+# multiples of 16. Packed rows are hardly ever multiples of 16 bytes apart.
+_ANY = ["num_rows", "batch", "heads", "packed_t", "packed_second", "packed_b", "packed_h"]
 _SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
 _INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 _TO_EVEN: tl.constexpr = tl.constexpr(1.5 * 2**23)
@@ -20,10 +25,11 @@ _TO_EVEN: tl.constexpr = tl.constexpr(1.5 * 2**23)
 def _place(num_rows, batch, heads, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows of this program, whether they are there, and their token, sequence and head."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    return row, row < num_rows, row // (heads * batch), (row // heads) % batch, row % heads
+    token = row // heads
+    return row, row < num_rows, token // batch, token % batch, row % heads
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY)  # type: ignore[untyped-decorator]
 def _pack_kernel(  # type: ignore[no-untyped-def]
     k,
     v,
@@ -63,7 +69,7 @@ def _pack_kernel(  # type: ignore[no-untyped-def]
     tl.store(scales, tl.where(broken, float("nan"), scale), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=["packed"])  # type: ignore[untyped-decorator]
 def _unpack_kernel(  # type: ignore[no-untyped-def]
     packed,
     out,
@@ -98,8 +104,8 @@ def pack_kv(k: Tensor, v: Tensor, packed: Tensor) -> None:
     grid = (triton.cdiv(t * batch * heads, rows), 2)
     with torch.cuda.device(k.get_device()):  # a CPU tensor's index, -1, changes nothing
         _pack_kernel[grid](
-            k, v, packed.view(torch.int8), t * batch * heads, batch, heads, *k.stride(), *v.stride(), D=d, ROWS=rows,
-            COLS=cols, enable_fp_fusion=False,
+            k, v, packed.view(torch.int8), t * batch * heads, batch, heads, *row_strides(k), k.stride(-1),
+            *row_strides(v), v.stride(-1), D=d, ROWS=rows, COLS=cols, enable_fp_fusion=False,
         )  # fmt: skip
 
 

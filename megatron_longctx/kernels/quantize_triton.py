@@ -15,6 +15,10 @@ from megatron_longctx.kernels.quantize import SMALLEST_STEP, QuantFormat
 
 # Elements that one program handles.
 _TILE = 2048
+# What kernels are not compiled anew for: numbers that no vector load needs to be multiples of 16, and where ends of
+# ranges lie, behind as many values as there are. `count`, of ranks, is not among them: over one there is no loop.
+_ANY = ["num_chunks", "groups", "end_row"]
+_ANYWHERE = ["ends", "to_ends"]
 _SMALLEST_STEP: tl.constexpr = tl.constexpr(SMALLEST_STEP)
 _INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 
@@ -164,7 +168,7 @@ def store_quantized(  # type: ignore[no-untyped-def]
         _store_end(ends + groups + group, high, inside, SHORT)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def _quantize_kernel(  # type: ignore[no-untyped-def]
     x,
     values,
@@ -197,7 +201,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     store_quantized(packed, at_values, at_ends, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def _unpack_kernel(  # type: ignore[no-untyped-def]
     values,
     ends,
@@ -234,7 +238,7 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + at + HALF, b.to(out.dtype.element_ty), mask=(place + HALF < chunk) & (at + HALF < numel))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def _requantize_kernel(  # type: ignore[no-untyped-def]
     values,
     ends,

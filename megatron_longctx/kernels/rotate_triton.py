@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_longctx.kernels.strides import row_strides
+
 # Heads that one program turns, of one token.
 _HEADS = 16
 
@@ -31,7 +33,8 @@ def _turn_heads(  # type: ignore[no-untyped-def]
 ):
     head = first + tl.arange(0, HEADS)
     there = head < heads
-    source = x + ((head // group) * group_stride + (head % group) * head_stride)[:, None]
+    of_group = (head // group).to(tl.int64) * group_stride
+    source = x + (of_group + (head % group).to(tl.int64) * head_stride)[:, None]
     target = out + (head * head_dim)[:, None]
     i = tl.arange(0, HALF)[None, :]
     pairs = there[:, None] & (i < half)
@@ -49,7 +52,8 @@ def _turn_heads(  # type: ignore[no-untyped-def]
         tl.store(target + j, tl.load(source + j, mask=rest, other=0.0), mask=rest)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Not compiled anew for the batch, which no vector load needs to be a multiple of 16.
+@triton.jit(do_not_specialize=["batch"])  # type: ignore[untyped-decorator]
 def _rotate_kernel(  # type: ignore[no-untyped-def]
     x,
     x_out,
@@ -80,8 +84,8 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
 ):
     # 64-bit, because a million tokens of many heads pass 2**31 elements.
     row = tl.program_id(0).to(tl.int64)
-    token = row // batch
-    b = row % batch
+    token = (tl.program_id(0) // batch).to(tl.int64)
+    b = row - token * batch
     i = tl.arange(0, HALF)
     c = tl.load(cos + token * half + i, mask=i < half, other=0.0)[None, :]
     s = tl.load(sin + token * half + i, mask=i < half, other=0.0)[None, :]
@@ -125,7 +129,7 @@ def rotate_triton(
 def _strides(x: Tensor) -> tuple[int, int, int, int, int]:
     """Heads of a group; strides of tokens, batch, groups and the heads of a group."""
     if x.ndim == 4:
-        s, b, h, _ = x.stride()
+        s, b, h = row_strides(x)
         return 1, s, b, h, 0
-    s, b, g, h, _ = x.stride()
+    s, b, g, h = row_strides(x)
     return x.shape[3], s, b, g, h

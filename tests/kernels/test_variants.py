@@ -1,0 +1,253 @@
+"""How many variants of its kernels Triton compiles where lengths, batches and places change from call to call.
+
+Launches are counted by the keys that Triton would look a compiled kernel up with, without a GPU; and on one, by what it
+has compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_longctx.kernels.paged import PackedPartials, Pages
+from megatron_longctx.kernels.partials import Partial
+from megatron_longctx.kernels.quantize import QuantFormat
+from megatron_longctx.kernels.quantize_kv import packed_shape
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="triton is not installed, or interprets",
+)
+CALLS = 60
+D, KV_HEADS, GROUP = 128, 2, 4
+BF16 = torch.bfloat16
+Draw = Callable[..., Tensor]
+"""torch.zeros on some device."""
+
+
+class Launches:
+    """In a kernel's place: what it would be compiled for, launch by launch."""
+
+    def __init__(self, kernel: Any) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler.compiler import make_backend
+        from triton.runtime.jit import create_function_from_signature
+
+        self.kernel, self.backend = kernel, make_backend(GPUTarget("cuda", 90, 32))
+        self.bind = create_function_from_signature(kernel.signature, kernel.params, self.backend)
+        self.variants: dict[str, tuple[dict[str, Any], list[Any], dict[str, Any]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *args: Any, **kwargs: Any) -> None:
+        found = self.bind(*args, **kwargs)
+        self.variants[f"{found[1]}{sorted(found[2].items())}"] = found
+
+    def compiled(self) -> list[str]:
+        """The PTX of every variant."""
+        import triton
+        from triton.compiler import ASTSource
+
+        texts = []
+        for bound, keys, options in self.variants.values():
+            names = [param.name for param in self.kernel.params]
+            signature = {name: key[0] for name, key in zip(names, keys, strict=True)}
+            constants = {name: bound[name] for name in names if signature[name] == "constexpr"}
+            attributes = {
+                (i,): self.backend.parse_attr(key[1])
+                for i, key in enumerate(keys)
+                if isinstance(key[1], str) and key[0] != "constexpr"
+            }
+            source = ASTSource(self.kernel, signature, constants, attributes)
+            options = self.backend.parse_options(options).__dict__
+            texts.append(triton.compile(source, target=self.backend.target, options=options).asm["ptx"])
+        return texts
+
+
+def size(rng: random.Random, most: int) -> int:
+    """1, multiples of 16 and others, each often."""
+    return rng.choice((1, 16 * rng.randint(1, most // 16), rng.randint(2, most)))
+
+
+def block(draw: Draw, rng: random.Random, *sizes: int) -> Tensor:
+    """`[s, b, h, d]` or `[s, b, h]`: dense, heads first in memory, or the back of something longer."""
+    s, b, h, *rest = sizes
+    way = rng.randrange(3)
+    if way == 0:
+        return draw(sizes)
+    if way == 1:
+        return draw(b, h, s, *rest).permute(2, 0, 1, *range(3, len(sizes)))
+    skipped = size(rng, 64)
+    return draw(s + skipped, b, h, *rest)[skipped:]
+
+
+def merge(draw: Draw, rng: random.Random) -> None:
+    from megatron_longctx.kernels.merge_triton import merge_into_triton
+
+    sizes = size(rng, 300), size(rng, 17), KV_HEADS
+    acc, acc_lse = block(draw, rng, *sizes, D), block(draw, rng, *sizes)
+    merge_into_triton(acc, acc_lse, block(draw, rng, *sizes, D).bfloat16(), block(draw, rng, *sizes))
+
+
+def combine(draw: Draw, rng: random.Random) -> None:
+    from megatron_longctx.kernels.partials_triton import combine_triton
+
+    s, b, h = size(rng, 300), size(rng, 17), KV_HEADS * GROUP
+    parts = []
+    for _ in range(rng.randint(1, 4)):
+        start, first = rng.randrange(s), rng.randrange(h)
+        t, g = rng.randint(1, s - start), rng.randint(1, h - first)
+        value = block(partial(draw, dtype=BF16), rng, t, b, g, D)
+        parts.append(Partial(start, first, value, block(draw, rng, t, b, g)))
+    out, lse = block(partial(draw, dtype=BF16), rng, s, b, h, D), block(draw, rng, s, b, h)
+    combine_triton(parts, out, lse if rng.random() < 0.5 else None)
+
+
+def turn(draw: Draw, rng: random.Random) -> None:
+    from megatron_longctx.kernels.rotate_triton import rotate_triton
+
+    s, b, skipped = size(rng, 300), size(rng, 17), size(rng, 64)
+    q, k, _ = draw(s, b, KV_HEADS, GROUP + 2, D, dtype=BF16).split((GROUP, 1, 1), 3)
+    cos, sin = (draw(s + skipped, D // 2)[skipped:] for _ in range(2))
+    rotate_triton([q, k], cos, sin, False, False)
+
+
+def paged(draw: Draw, rng: random.Random) -> None:
+    from megatron_longctx.kernels.paged_triton import attend_pages_triton, merge_ranks_triton
+
+    rows, slots = size(rng, 40), 64
+    cache = draw(64 * slots, 2, KV_HEADS, D, dtype=BF16)
+    q = draw(rows, KV_HEADS * (GROUP + 2), D, dtype=BF16)[:, : KV_HEADS * GROUP]
+    table = torch.zeros(rows, size(rng, 99) + 1, dtype=torch.int32, device=q.device)[:, 1:]
+    counts = torch.ones(rows, dtype=torch.int64, device=q.device)
+    found = PackedPartials.like(q)
+    attend_pages_triton(q, cache, Pages(table, counts, slots), 0.1, found)
+    ranks = PackedPartials.like(q, (rng.randint(1, 4),))
+    merge_ranks_triton(ranks, torch.empty_like(q))
+
+
+def pack(draw: Draw, rng: random.Random) -> None:
+    from megatron_longctx.kernels.quantize_kv_triton import pack_kv, unpack_kv
+
+    k, v = draw(size(rng, 300), 2, size(rng, 17), rng.randint(1, 16), D, dtype=BF16).unbind(1)
+    packed = torch.empty(packed_shape(k), dtype=torch.uint8, device=k.device)
+    pack_kv(k, v, packed)
+    first = rng.randrange(k.shape[2])
+    cut = packed[rng.randrange(len(packed)) :, :, :, first:]
+    unpack_kv(cut, draw(*cut.shape[:-1], D, dtype=BF16))
+
+
+def quantize(draw: Draw, rng: random.Random) -> None:
+    from megatron_longctx.kernels import quantize_triton as fused
+
+    form, ranks = QuantFormat(8, 128, False, BF16), 4
+    each = size(rng, 99) * D  # tokens of a model whose hidden size is a multiple of 128
+    x, packed = draw(ranks * each, dtype=BF16), draw(ranks, form.message_bytes(each), dtype=torch.uint8)
+    fused.quantize(x, each, form, packed)
+    fused.dequantize(packed, each, form, x)
+    fused.sum_quantized(packed, each, form, x[:each])
+    fused.requantize_sum(packed, each, (form, form), draw(1, form.message_bytes(each), dtype=torch.uint8))
+
+
+def peers(draw: Draw, rng: random.Random) -> None:
+    """Not for a GPU, where it would wait for the peers."""
+    from megatron_longctx.comm.peer_kernels import one_step, two_step
+    from megatron_longctx.comm.peer_memory import PeerMemory, Piece, Wire
+
+    world, each = 4, size(rng, 9999) * D
+    addresses, state = draw(world, dtype=torch.int64), draw(2, dtype=torch.int64)
+    memory = PeerMemory(rng.randrange(world), world, addresses, addresses, state, 2**26)
+    wire, x = Wire(QuantFormat(8, 128, False, BF16), 2), draw(world * each, dtype=BF16)
+    two_step(memory, x, x, Piece(each, each), (wire, wire))
+    one_step(memory, x[:each], x[:each], wire)
+
+
+BOUNDS = {
+    # Results of one dtype; alone in its program a kernel has one variant.
+    ("kernels.merge_triton", "_merge_kernel"): (merge, 1),
+    # Merged or summed, of 1 to 4 partials.
+    ("kernels.partials_triton", "_combine_kernel"): (combine, 8),
+    ("kernels.rotate_triton", "_rotate_kernel"): (turn, 1),
+    # With results of several shares that are multiples of 16 numbers apart, or not.
+    ("kernels.paged_triton", "_attend_kernel"): (paged, 2),
+    # The same, for shares and for ranks.
+    ("kernels.paged_triton", "_merge_kernel"): (paged, 4),
+    ("kernels.quantize_kv_triton", "_pack_kernel"): (pack, 1),
+    ("kernels.quantize_kv_triton", "_unpack_kernel"): (pack, 1),
+    ("kernels.quantize_triton", "_quantize_kernel"): (quantize, 1),
+    # Messages unpacked one by one, or summed.
+    ("kernels.quantize_triton", "_unpack_kernel"): (quantize, 2),
+    ("kernels.quantize_triton", "_requantize_kernel"): (quantize, 1),
+    # Small or large tiles, and as many groups at once or a quarter.
+    ("comm.peer_kernels", "_two_step_kernel"): (peers, 4),
+    ("comm.peer_kernels", "_one_step_kernel"): (peers, 4),
+}
+
+
+def launched(module: str, name: str, monkeypatch: pytest.MonkeyPatch, calls: int) -> Launches:
+    """The kernel's launches by `calls` calls on tensors of the host; nothing runs."""
+    of = importlib.import_module(f"megatron_longctx.{module}")
+    if hasattr(of, "_processors"):
+        monkeypatch.setattr(of, "_processors", lambda _: 132)  # an H100's
+    for other_module, other in BOUNDS:
+        if other_module == module:
+            monkeypatch.setattr(of, other, Launches(getattr(of, other)))
+    rng = random.Random(0)
+    for _ in range(calls):
+        BOUNDS[module, name][0](torch.zeros, rng)
+    return getattr(of, name)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("module", "name"), BOUNDS, ids=str)
+def test_no_variants_for_lengths(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variants = launched(module, name, monkeypatch, CALLS).variants
+    assert 1 <= len(variants) <= BOUNDS[module, name][1]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("module", "name", "wide"),
+    [
+        ("kernels.merge_triton", "_merge_kernel", r"ld\.global\S*\.v4\.b32"),
+        ("kernels.partials_triton", "_combine_kernel", r"ld\.global\S*\.v4\.b32"),
+        ("kernels.rotate_triton", "_rotate_kernel", r"ld\.global\S*\.v4\.b32"),
+        ("kernels.paged_triton", "_attend_kernel", r"cp\.async\.cg\.shared\.global \[.*\], 0x10"),
+        ("kernels.quantize_kv_triton", "_pack_kernel", r"ld\.global\S*\.v4\.b32"),
+        ("kernels.quantize_triton", "_quantize_kernel", r"ld\.global\S*\.v4\.b32"),
+    ],
+    ids=str,
+)
+def test_values_are_still_read_16_bytes_at_a_time(
+    module: str, name: str, wide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for ptx in launched(module, name, monkeypatch, 1).compiled():
+        assert re.search(wide, ptx)
+
+
+@pytest.mark.gpu
+@needs_compiler
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("module", "name"), [at for at, (call, _) in BOUNDS.items() if call is not peers], ids=str)
+def test_no_variants_for_lengths_on_a_gpu(module: str, name: str) -> None:
+    call, bound = BOUNDS[module, name]
+    kernel = getattr(importlib.import_module(f"megatron_longctx.{module}"), name)
+    compiled = kernel.device_caches[torch.cuda.current_device()][0]
+    before, rng = len(compiled), random.Random(0)  # other tests may have used it
+    for _ in range(CALLS):
+        call(partial(torch.zeros, device="cuda"), rng)
+    torch.cuda.synchronize()
+    assert compiled and len(compiled) - before <= bound
