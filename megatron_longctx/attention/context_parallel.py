@@ -53,7 +53,7 @@ class ContextParallelAttention:
         deterministic: ask for kernels whose results are bit-identical from run to run.
         transport: auto, peer or p2p (see `comm.choose_transport`).
         graph_tokens: over peer memory, calls with at most so many tokens a rank are replayed from CUDA graphs where
-            that is faster (see `trial`).
+            that pays (see `trial`).
         kv_int8: in calls with `inference`, keys and values travel, and are attended, as 8-bit integers with a scale for
             every token and head. One rank alone sends nothing and stays exact.
         keep_received: auto, true or false: whether calls that will be differentiated keep what they have received, so

@@ -8,13 +8,20 @@ from megatron_longctx.attention.trial import SETTLED, Trial
 
 
 class Device:
-    """Gives marks on a time line that passes move on, and has done those before `done`."""
+    """Gives marks on a time line that passes move on, and has done those before `done`. Times in ms.
 
-    def __init__(self, replayed: float, eager: float) -> None:
+    launch: of a pass as it is, by the host; a replay's takes no time.
+    """
+
+    def __init__(self, replayed: float, eager: float, launch: float = 0.0) -> None:
         self.took = {"replayed": replayed, "eager": eager}
-        self.now = 0.0
+        self.launch = launch
+        self.now = self.host = 0.0
         self.done = float("inf")
         self.ran: list[str] = []
+
+    def trial(self) -> Trial:
+        return Trial(self.mark, lambda: self.host / 1e3)
 
     def mark(self) -> Mark:
         return Mark(self, self.now)
@@ -28,6 +35,7 @@ class Device:
     def _pass(self, way: str) -> None:
         self.ran.append(way)
         self.now += self.took[way]
+        self.host += self.launch if way == "eager" else 0.0
 
 
 class Mark:
@@ -41,20 +49,42 @@ class Mark:
         return stop._at - self._at
 
 
-@pytest.mark.parametrize(("replayed", "eager", "stays"), [(4.6, 4.3, "eager"), (5.3, 6.2, "replayed")])
-def test_the_faster_way_stays(replayed: float, eager: float, stays: str) -> None:
-    device = Device(replayed, eager)
-    trial = Trial(device.mark)
+@pytest.mark.parametrize(
+    ("replayed", "eager", "launch", "stays"),
+    [(4.6, 4.3, 3.0, "eager"), (5.3, 6.2, 3.0, "replayed"), (4.6, 4.3, 6.7, "replayed"), (4.6, 4.3, 4.2, "replayed")],
+    ids=["copies cost", "passes cost", "launches cost", "launches cost almost as much"],
+)
+def test_the_better_way_stays(replayed: float, eager: float, launch: float, stays: str) -> None:
+    device = Device(replayed, eager, launch)
+    trial = device.trial()
     tried = device.passes(trial, SETTLED)
-    assert tried[:2] == ["eager", "eager"], "kernels are compiled before anything is captured"
+    assert tried[:4] == ["eager"] * 4, "kernels are compiled before anything is captured"
     assert tried.count("replayed") > 8 and tried[-1] == "eager" and trial.replays is None
     assert device.passes(trial, 100) == [stays] * 100
     assert trial.replays is (stays == "replayed")
 
 
+def test_what_the_first_pass_prepares_is_no_launch() -> None:
+    device = Device(2.0, 1.0, launch=500.0)
+    trial = device.trial()
+    device.passes(trial, 1)
+    device.launch = 0.5
+    device.passes(trial, SETTLED - 1)
+    assert device.passes(trial, 2) == ["eager"] * 2
+
+
+def test_a_host_that_waits_for_room_later_does_not_count() -> None:
+    device = Device(2.0, 1.0, launch=0.5)
+    trial = device.trial()
+    device.passes(trial, SETTLED - 10)
+    device.launch = 1.0
+    device.passes(trial, 10)
+    assert device.passes(trial, 2) == ["eager"] * 2
+
+
 def test_a_pass_that_is_slow_once_does_not_decide() -> None:
     device = Device(1.0, 2.0)
-    trial = Trial(device.mark)
+    trial = device.trial()
     device.passes(trial, 70)
     device.took["replayed"] = 50.0
     device.passes(trial, 1)
@@ -65,7 +95,7 @@ def test_a_pass_that_is_slow_once_does_not_decide() -> None:
 
 def test_nothing_is_taken_before_the_device_is_there() -> None:
     device = Device(1.0, 2.0)
-    trial = Trial(device.mark)
+    trial = device.trial()
     device.passes(trial, SETTLED - 1)
     device.done = device.now
     assert device.passes(trial, 20) == ["eager"] * 20 and trial.replays is None
@@ -74,5 +104,5 @@ def test_nothing_is_taken_before_the_device_is_there() -> None:
 
 
 def test_what_a_pass_gives_is_given_on() -> None:
-    trial = Trial(Device(1.0, 1.0).mark)
-    assert [trial.run(lambda: "replayed", lambda: "eager") for _ in range(3)] == ["eager", "eager", "replayed"]
+    trial = Device(1.0, 1.0).trial()
+    assert [trial.run(lambda: "replayed", lambda: "eager") for _ in range(5)] == ["eager"] * 4 + ["replayed"]
