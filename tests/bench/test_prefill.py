@@ -21,9 +21,22 @@ def test_it_measures_every_reduction(tmp_path: Path) -> None:
     cases = [(m["tokens"], m["reduction"]) for m in data["measurements"]]
     assert cases == [(tokens, name) for tokens in (16, 48) for name in ("none", "int8", "int4")]
     assert all(len(m["seconds"]) == 2 and min(m["seconds"]) <= m["median"] > 0 for m in data["measurements"])
-    assert data["tensor_parallel_size"] == 2 and data["model"]["num_layers"] == 1
+    assert data["tensor_parallel_size"] == 2 and data["model"]["num_layers"] == 1 and data["auto"] == []
     assert "| 48 | " in out.with_suffix(".md").read_text()
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_auto_has_gone_by_is_recorded(tmp_path: Path) -> None:
+    out = tmp_path / "prefill.json"
+    words = "--lengths 32 --reductions none,auto,int8 --iterations 1"
+    settings = [*SETTINGS, "reduction.min_kib=0", "attention.kernel=cpu"]
+    assert cli.main(["bench", "prefill", *settings, *words.split(), "--out", str(out)]) == 0
+    (decided,) = json.loads(out.read_text())["auto"]
+    assert (decided["operation"], decided["dtype"]) == ("all_reduce", "float32")
+    sizes = [size for size, plain, quantized in decided["samples"] if plain > 0 and quantized > 0]
+    assert sizes == sorted(sizes) and len(sizes) == len(decided["samples"]) > 1
+    assert decided["from_bytes"] in (None, *sizes)
+    assert "\nauto: all_reduce of float32 is quantized " in out.with_suffix(".md").read_text()
 
 
 def test_the_table_compares_with_none() -> None:
