@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -71,8 +73,16 @@ class Decided:
     from_bytes: int | None
     samples: tuple[tuple[int, float, float], ...]
 
-    def __str__(self) -> str:
-        return f"{self.operation} of {self.dtype} is quantized {Crossover(self.from_bytes, self.samples)}"
+    def said(self, lengths: Sequence[int], hidden_size: int, least: float) -> str:
+        """In words, with what it means for prompts of these `lengths`; sums below `least` bytes are never quantized."""
+        sizes = {tokens: tokens * hidden_size * getattr(torch, self.dtype).itemsize for tokens in lengths}
+        start = math.inf if self.from_bytes is None else max(self.from_bytes, least)
+        taken = (
+            f"{tokens:,} tokens {'int8' if size >= start else 'none'} ({size / 2**20:.4g} MiB)"
+            for tokens, size in sizes.items()
+        )
+        found = Crossover(self.from_bytes, self.samples)
+        return f"auto: {self.operation} of {self.dtype} is quantized {found}; prompts of {', '.join(taken)}."
 
 
 def run_prefill(config: Config, ask: Ask, out: Path) -> None:
@@ -114,7 +124,8 @@ def run_prefill(config: Config, ask: Ask, out: Path) -> None:
     out.write_text(json.dumps(data, indent=1) + "\n")
     layers = f"{config.model.name}, {config.model.num_layers} layers"
     title = f"{layers}, TP {tp}, {facts['device']}, {config.train.precision}, {facts['date'][:10]}"
-    text = "\n".join([table(found), *([""] if decided else []), *(f"auto: {each}." for each in decided)])
+    words = [each.said(ask.lengths, config.model.hidden_size, config.reduction.min_kib * 1024) for each in decided]
+    text = "\n".join([table(found), *([""] if decided else []), *words])
     head = f"{title}, commit {str(facts['commit'])[:9]}; time to first token, medians in ms (of none's)"
     out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
     print(text)
