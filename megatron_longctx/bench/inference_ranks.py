@@ -71,7 +71,8 @@ class FirstToken:
         seconds: by mode, of every iteration.
         taken: by rule, the mode that it takes.
         predicted: by mode, the simulator's seconds of one layer's attention.
-        unseen: by mode, of one before all iterations, with numbers of tokens that come for the first time.
+        unseen: by mode, of one before all iterations, with numbers of tokens that come for the first time to an engine
+            that has warmed up.
     """
 
     ranks: int
@@ -189,6 +190,7 @@ class _Rig:
         self._rules = [Chooser(self._figures, rule=rule) for rule in RULES] if judged else []
 
     def run(self) -> tuple[list[FirstToken], list[Decoded]]:
+        self._engine.warm_up()  # as a server does before it listens
         first, decoded = [], []
         for length in () if self._sweep.decode_only else self._sweep.lengths:
             session = self._engine.open()

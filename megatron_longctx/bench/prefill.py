@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from ..comm.crossover import Crossover
 from ..comm.reduction import ReductionPolicy
 from ..config import REDUCTIONS, Config, refuse
 from ..inference.engine import LongContextEngine
@@ -58,6 +61,30 @@ class Prefill:
     seconds: list[float]
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What `auto` has gone by: sums of `from_bytes` of a rank and more are quantized, None for no size.
+
+    samples: (bytes, seconds of the plain sum, of the quantized one), of the slowest rank.
+    """
+
+    operation: str
+    dtype: str
+    from_bytes: int | None
+    samples: tuple[tuple[int, float, float], ...]
+
+    def said(self, lengths: Sequence[int], hidden_size: int, least: float) -> str:
+        """In words, with what it means for prompts of these `lengths`; sums below `least` bytes are never quantized."""
+        sizes = {tokens: tokens * hidden_size * getattr(torch, self.dtype).itemsize for tokens in lengths}
+        start = math.inf if self.from_bytes is None else max(self.from_bytes, least)
+        taken = (
+            f"{tokens:,} tokens {'int8' if size >= start else 'none'} ({size / 2**20:.4g} MiB)"
+            for tokens, size in sizes.items()
+        )
+        found = Crossover(self.from_bytes, self.samples)
+        return f"auto: {self.operation} of {self.dtype} is quantized {found}; prompts of {', '.join(taken)}."
+
+
 def run_prefill(config: Config, ask: Ask, out: Path) -> None:
     """Measure, write JSON, and a Markdown table and a picture beside it.
 
@@ -78,7 +105,9 @@ def run_prefill(config: Config, ask: Ask, out: Path) -> None:
     if tp < 2 or (cuda and tp > torch.cuda.device_count()):
         expected = f"2 to {torch.cuda.device_count()}, the GPUs here" if cuda else "2 or more"
         raise refuse("parallelism.tensor_parallel_size", tp, expected, "Reductions join two ranks at least.")
-    found: list[Prefill] = start(Where(tp, "cuda" if cuda else "cpu"), measure, _sized(config, ask), ask)[0]
+    found: list[Prefill]
+    decided: list[Decided]
+    found, decided = start(Where(tp, "cuda" if cuda else "cpu"), measure, _sized(config, ask), ask)[0]
     facts = environment()
     if not cuda:
         facts["device"] = "cpu"
@@ -90,11 +119,13 @@ def run_prefill(config: Config, ask: Ask, out: Path) -> None:
         "precision": config.train.precision,
         "reduction": asdict(config.reduction) | {"output_projection": "as measured", "down_projection": "as measured"},
         "measurements": [asdict(m) | {"median": statistics.median(m.seconds)} for m in found],
+        "auto": [asdict(each) for each in decided],
     }
     out.write_text(json.dumps(data, indent=1) + "\n")
     layers = f"{config.model.name}, {config.model.num_layers} layers"
     title = f"{layers}, TP {tp}, {facts['device']}, {config.train.precision}, {facts['date'][:10]}"
-    text = table(found)
+    words = [each.said(ask.lengths, config.model.hidden_size, config.reduction.min_kib * 1024) for each in decided]
+    text = "\n".join([table(found), *([""] if decided else []), *words])
     head = f"{title}, commit {str(facts['commit'])[:9]}; time to first token, medians in ms (of none's)"
     out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
     print(text)
@@ -113,8 +144,12 @@ def _sized(config: Config, ask: Ask) -> Config:
     )
 
 
-def measure(rank: int, config: Config, ask: Ask) -> list[Prefill]:
-    """All lengths under all reductions, in turns, so that a slow moment of the machine meets all of them."""
+def measure(rank: int, config: Config, ask: Ask) -> tuple[list[Prefill], list[Decided]]:
+    """All lengths under all reductions, and what `auto` has gone by.
+
+    In turns, so that a slow moment of the machine meets all of them, in another order each time, since what runs
+    before leaves the device warmer or cooler.
+    """
     collection = groups.initialize(tensor=config.parallelism.tensor_parallel_size, context=1)
     try:
         engine = build_engine(config, collection, None)[0]
@@ -126,12 +161,18 @@ def measure(rank: int, config: Config, ask: Ask) -> list[Prefill]:
         for tokens in ask.lengths:
             prompt = random.Random(tokens).choices(range(model.vocab_size), k=tokens)  # the same on every rank
             seconds: dict[str, list[float]] = {name: [] for name in policies}
+            order = random.Random(tokens)
             for _ in range(1 + ask.iterations):
-                for name, policy in policies.items():
-                    model.follow(policy)
+                for name in order.sample(ask.reductions, len(ask.reductions)):
+                    model.follow(policies[name])
                     seconds[name].append(_seconds_to_first(engine, prompt, model.attention.device))
             found += [Prefill(tokens, name, values[1:]) for name, values in seconds.items()]
-        return found
+        if "auto" in policies:
+            model.follow(policies["auto"])
+        return found, [
+            Decided(operation, str(dtype).split(".")[-1], each.from_bytes, each.samples)
+            for (operation, dtype), each in model.crossovers().items()
+        ]
     finally:
         groups.destroy()
 

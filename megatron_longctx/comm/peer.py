@@ -22,11 +22,15 @@ from ..schedules.publishing import Batch, place
 from .flags import FlagOperations
 from .hosts import Hosts
 from .p2p import Exchange
-from .symmetric import REMEDY, finish, share
+from .symmetric import REMEDY, finish, make_room, share
 from .together import PeerMemoryError, together
 
 _ALIGNMENT = 256
 _READY, _DONE = 0, 1
+_STEPS = 64
+"""Steps that there are flags for at first, a few bytes each: memory is not made anew for a plan of some more."""
+_LEAST, _LEAST_GROWING = 2**20, 2**26
+"""Bytes at first, and where passes are to need more and more."""
 
 
 class Sent(NamedTuple):
@@ -102,7 +106,7 @@ class PeerTransport:
         device: this rank's CUDA device.
         hosts: who can read whose memory; None for all each other's. Others than these get no messages here.
         growth: where more memory is needed, take at least so many times what there was: for passes that need a little
-            more every time.
+            more every time. If it is above 1, 64 MiB are taken at first, else 1 MiB.
 
     Raises:
         PeerMemoryError: symmetric memory cannot be set up; raised by all ranks alike.
@@ -126,7 +130,8 @@ class PeerTransport:
         self._flags: Any = None
         self._turn = 0
         self._unread: list[FlagOperations | None] = [None, None]
-        self._reserve(2**20, 4)  # here, where it can be refused; it grows when a pass needs more
+        # Here, where it can be refused; it grows when a pass needs more.
+        self._reserve(_LEAST_GROWING if growth > 1 else _LEAST, _STEPS)
 
     def now(self) -> torch.cuda.Event:
         """A mark after all work issued so far by the caller's stream."""
@@ -148,6 +153,7 @@ class PeerTransport:
         steps = max(self._steps, *(len(sends) for _, sends, _ in every))
         if capacity > self._capacity or steps > self._steps:
             more = capacity > self._capacity
+            steps = max(steps, 2 * self._steps) if steps > self._steps else steps
             self._reserve(max(capacity, int(self._growth * self._capacity) if more else 0), steps)
         return Mailbox(self, outbox, [sends for _, sends, _ in every])
 
@@ -225,7 +231,7 @@ class PeerTransport:
             together(self.group, lambda: finish(self.device), what, REMEDY)
             # Nobody reads what is given back here.
             self._halves, self._flags = [], None
-            torch.cuda.empty_cache()  # what torch keeps for later is not free for symmetric memory
+            make_room(self.device, sum(sizes))
             *self._halves, self._flags = share(self.group, self._sharing, self.device, sizes, what)
         except PeerMemoryError as error:
             self._halves, self._flags = [], None

@@ -66,6 +66,9 @@ class Reducer:
         group: the process group: NCCL for CUDA tensors, gloo for CPU tensors.
         policy: what is quantized.
         folder: where crossovers of `auto` are kept; None for the user's cache.
+
+    Attributes:
+        crossovers: what `auto` goes by, by operation and dtype, as far as it had to decide yet.
     """
 
     def __init__(self, group: dist.ProcessGroup, policy: ReductionPolicy, folder: Path | None = None) -> None:
@@ -73,6 +76,7 @@ class Reducer:
         self._alone = dist.get_world_size(group) == 1
         exact = policy.mode == "none" or self._alone
         self._least = float("inf") if exact else policy.min_kib * 1024
+        self.crossovers: dict[tuple[str, torch.dtype], Crossover] = {}
         self._auto_from: dict[tuple[str, torch.dtype, torch.device], float] = {}  # bytes; inf for never
         self._peers: dict[torch.device, PeerReduction | None] = {}
 
@@ -100,7 +104,8 @@ class Reducer:
             return _BITS[self.policy.mode]
         key = (operation, x.dtype, x.device)
         if key not in self._auto_from:
-            start = self._crossover(operation, x).from_bytes
+            self.crossovers[operation, x.dtype] = found = self._crossover(operation, x)
+            start = found.from_bytes
             self._auto_from[key] = float("inf") if start is None else start
         return _AUTO_BITS if num_bytes >= self._auto_from[key] else None
 

@@ -17,6 +17,9 @@ REMEDY = (
     "context-parallel ranks, another parallelism.schedule."
 )
 
+_SPARE = 2**28
+"""Bytes of a device that are left free beside symmetric memory: for its rounding, for NCCL, for kernels' code."""
+
 
 def share(
     group: dist.ProcessGroup,
@@ -56,6 +59,13 @@ def share(
         return handles
 
     return together(group, meet, what, remedy)
+
+
+def make_room(device: torch.device, num_bytes: int) -> None:
+    """See that so many bytes can be taken: what torch keeps for later is given back, but only if it has to be, since
+    the kernels that follow would wait for it to be taken again."""
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < num_bytes + _SPARE:
+        torch.cuda.empty_cache()
 
 
 def finish(device: torch.device) -> None:

@@ -17,6 +17,7 @@ from ..comm import BufferPool, MixedTransport, PeerTransport, choose_transport, 
 from ..config import refuse
 from ..kernels import KernelRequest, choose
 from ..kernels.paged import PackedPartials, Pages, attend_pages, merge_ranks
+from ..kernels.warm_up import compile_decode, compile_merges
 from ..schedules import Kind
 from .plan import CachePlan
 
@@ -118,6 +119,13 @@ class CachedAttention:
     def num_bytes(self) -> int:
         """Of this rank's cache, and of the buffers for other ranks' blocks."""
         return sum(layer.numel() * layer.element_size() for layer in self._layers) + self._engine.pool.num_bytes
+
+    def compile_kernels(self, page_tokens: int) -> None:
+        """Compile the kernels of ours that prompts and decode over pages of so many tokens need; on CPUs there are
+        none."""
+        if self.device.type == "cuda":
+            compile_merges(self.shape.num_heads, self.shape.head_dim, self.shape.dtype, self.device)
+            compile_decode(self._storage[0][:, :, 0], self.shape.num_heads, page_tokens)
 
     def copy(self, source: range, target: range) -> None:
         """Copy cached keys and values of all layers from this rank's slots to others of its own."""

@@ -63,10 +63,12 @@ class LongContextEngine:
         self._decoder.release()
 
     def warm_up(self) -> None:
-        """Compute a few tokens and forget them, so that kernels are made and ranks connected before the first prompt.
+        """Compile kernels, compute a few tokens and forget them, so that the first prompts wait for none of it, nor for
+        ranks to connect.
 
         Prompts of two lengths, since what is compiled for any length is compiled at the second one it sees.
         """
+        self._attention.compile_kernels(self.ledger.page_tokens)
         for length in _WARM_UP_LENGTHS:
             if length + 1 > min(self._most_tokens, self.ledger.slots_per_rank):
                 return

@@ -19,6 +19,7 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
+from ..comm.crossover import Crossover
 from ..comm.reduction import ReductionPolicy
 from ..config import Config, ParallelismConfig, RecomputeConfig, refuse
 from ..inference.cached_attention import CachedAttention, CacheShape
@@ -114,9 +115,15 @@ class CachedGPT:
 
     def follow(self, policy: ReductionPolicy) -> None:
         """Let every layer that was built with a reduction sum by this policy from now on. All ranks call it."""
-        for module in self._gpt.modules():
-            if isinstance(module, ReducedRowParallelLinear):
-                module.follow(policy)
+        for module in self._reduced():
+            module.follow(policy)
+
+    def crossovers(self) -> dict[tuple[str, torch.dtype], Crossover]:
+        """By operation and dtype, what a policy of `auto` that is followed now has gone by so far."""
+        return {case: found for module in self._reduced() for case, found in module.crossovers.items()}
+
+    def _reduced(self) -> list[ReducedRowParallelLinear]:
+        return [module for module in self._gpt.modules() if isinstance(module, ReducedRowParallelLinear)]
 
     def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """See `inference.engine.CachedModel.logits`."""

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 
+from ..comm.crossover import Crossover
 from ..comm.reduction import Reducer, ReductionPolicy
 from ..config import ReductionConfig, refuse
 
@@ -120,6 +121,11 @@ class ReducedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
     def follow(self, policy: ReductionPolicy) -> None:
         """Sum by this policy from now on; with `none` it is Megatron's own layer. All ranks call it."""
         self._reducer = self._reductions.reducer(self.tp_group, policy)
+
+    @property
+    def crossovers(self) -> dict[tuple[str, torch.dtype], Crossover]:
+        """See `Reducer`; of the policy that is followed now."""
+        return self._reducer.crossovers
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """`[s, b, input / n]` to (`[s, b, output]`, bias or None); `[s / n, b, output]` with sequence parallelism."""

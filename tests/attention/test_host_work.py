@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_longctx.attention import accumulate
 from megatron_longctx.attention.executor import BackwardPass, Engine, ForwardPass
 from megatron_longctx.attention.program import Program, compile_program, programs
-from megatron_longctx.comm import BufferPool, Exchange
+from megatron_longctx.comm import BufferPool, Exchange, Outbox, PeerTransport
 from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.inference.plan import Batch, build
 from megatron_longctx.kernels import AttentionKernel
@@ -164,6 +165,45 @@ def test_a_layer_of_a_prefill_is_few_operations(mode: tuple[str, int], monkeypat
     found = counted(layer, monkeypatch)
     merges, launches, views = PREFILLS[mode]
     assert found.merges <= merges and found.launches <= launches and found.views <= views, found
+
+
+class Peers(PeerTransport):
+    """Peer memory that nobody reads, and how often a kind of pass was made known to others."""
+
+    def __init__(self) -> None:
+        self.mailboxes = 0
+
+    def now(self) -> None:  # type: ignore[override]
+        return None
+
+    def mailbox(self, outbox: Outbox) -> Any:
+        self.mailboxes += 1
+        memory = torch.empty(outbox.num_bytes, dtype=torch.uint8)
+
+        def region(name: Any, shape: Any, dtype: torch.dtype) -> Tensor:
+            size = torch.Size(shape).numel() * dtype.itemsize
+            return memory[outbox.regions[name] :][:size].view(dtype).view(shape)
+
+        return SimpleNamespace(begin=lambda: 0, region=region, start=lambda *_: Exchange(), wait=lambda _: None)
+
+
+def test_ranks_meet_once_for_a_batch_over_peer_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its layers go by what was agreed on for the first; another batch is agreed on anew."""
+    monkeypatch.setattr(accumulate, "merge_partials", lambda *_: None)
+    ledger = CacheLedger(4, 512, 16)
+    session = ledger.open()
+    peers = Peers()
+    on = Engine(NoAttention(), peers, BufferPool(CPU))
+    for number in range(1, 4):
+        plan = build("pass_q", Batch(4, ledger.slots_per_rank, ledger.append({session: 100 * number})))
+        program = compile_program(plan, 1)
+        q = torch.zeros(plan.batch.num_rows(1), 1, 32, 8, dtype=BF16)
+        for _ in range(3):  # layers
+            cache = torch.zeros(ledger.slots_per_rank, 2, 1, 16, 8, dtype=BF16)
+            run = ForwardPass(program, on, {Kind.Q: (q,), Kind.KV: (cache,)}, 1.0)
+            run.run()
+            run.output.finish()
+        assert peers.mailboxes == number
 
 
 def test_rows_of_buffers_are_the_same_tensors_until_the_buffers_grow() -> None:

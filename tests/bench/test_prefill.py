@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx import cli
-from megatron_longctx.bench.prefill import Ask, Prefill, table
+from megatron_longctx.bench.prefill import Ask, Decided, Prefill, table
 
 SETTINGS = ["parallelism.tensor_parallel_size=2", "train.device=cpu", "train.precision=fp32", "model.num_layers=1"]
 
@@ -21,9 +21,35 @@ def test_it_measures_every_reduction(tmp_path: Path) -> None:
     cases = [(m["tokens"], m["reduction"]) for m in data["measurements"]]
     assert cases == [(tokens, name) for tokens in (16, 48) for name in ("none", "int8", "int4")]
     assert all(len(m["seconds"]) == 2 and min(m["seconds"]) <= m["median"] > 0 for m in data["measurements"])
-    assert data["tensor_parallel_size"] == 2 and data["model"]["num_layers"] == 1
+    assert data["tensor_parallel_size"] == 2 and data["model"]["num_layers"] == 1 and data["auto"] == []
     assert "| 48 | " in out.with_suffix(".md").read_text()
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_auto_has_gone_by_is_recorded(tmp_path: Path) -> None:
+    out = tmp_path / "prefill.json"
+    words = "--lengths 32 --reductions none,auto,int8 --iterations 1"
+    settings = [*SETTINGS, "reduction.min_kib=0", "attention.kernel=cpu"]
+    assert cli.main(["bench", "prefill", *settings, *words.split(), "--out", str(out)]) == 0
+    (decided,) = json.loads(out.read_text())["auto"]
+    assert (decided["operation"], decided["dtype"]) == ("all_reduce", "float32")
+    sizes = [size for size, plain, quantized in decided["samples"] if plain > 0 and quantized > 0]
+    assert sizes == sorted(sizes) and len(sizes) == len(decided["samples"]) > 1
+    assert decided["from_bytes"] in (None, *sizes)
+    text = out.with_suffix(".md").read_text()
+    assert "\nauto: all_reduce of float32 is quantized " in text and "; prompts of 32 tokens " in text
+
+
+def test_what_auto_takes_for_every_prompt() -> None:
+    samples = ((2**20, 2e-3, 3e-3), (2**22, 8e-3, 4e-3))
+    decided = Decided("all_reduce", "bfloat16", 2**22, samples)
+    assert decided.said((256, 1024), 2048, 0) == (
+        "auto: all_reduce of bfloat16 is quantized from 4 MiB (8 ms plain, 4 ms quantized); prompts of "
+        "256 tokens none (1 MiB), 1,024 tokens int8 (4 MiB)."
+    )
+    assert "1,024 tokens none (4 MiB)" in decided.said((1024,), 2048, 2**23)
+    never = Decided("all_reduce", "bfloat16", None, samples)
+    assert "at no size up to 4 MiB; prompts of 1,024 tokens none" in never.said((1024,), 2048, 0)
 
 
 def test_the_table_compares_with_none() -> None:

@@ -109,17 +109,28 @@ def _broken_off(rank: int) -> list[Any]:
 
 
 def _growing_ahead(rank: int) -> list[Any]:
-    """How often memory was taken for passes that need a megabyte more every time."""
+    """How often memory was taken for passes that need 64 MiB more every time."""
     _with(Memory())
     transport = PeerTransport(_world(), CPU, growth=2.0)
     for number in range(1, 17):
-        transport.mailbox(Outbox({}, number * 2**20, ((),)))
+        transport.mailbox(Outbox({}, number * 2**26, ((),)))
     return [transport.generation]
+
+
+def _more_steps(rank: int) -> list[Any]:
+    """Generations and flags after passes of so many steps."""
+    _with(Memory())
+    transport = PeerTransport(_world(), CPU)
+    found = []
+    for steps in (5, 64, 65, 128):
+        transport.mailbox(Outbox({}, 8, ((),) * (steps if rank else 1)))
+        found.append((transport.generation, transport._steps, transport._capacity))
+    return found
 
 
 def _all(rank: int) -> dict[str, list[Any]]:
     found = {"sharing": _sharing(rank), "growing": _growing(rank), "broken off": _broken_off(rank)}
-    return {**found, "ahead": _growing_ahead(rank)}
+    return {**found, "ahead": _growing_ahead(rank), "steps": _more_steps(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +158,25 @@ def test_memory_that_cannot_grow_is_refused_by_all_and_so_is_what_follows(ranks:
 
 
 def test_memory_may_grow_ahead_of_what_is_needed(ranks: list[dict[str, list[Any]]]) -> None:
-    """1, 2, 4, 8 and 16 MiB."""
+    """64, 128, 256, 512 and 1024 MiB."""
     assert [found["ahead"] for found in ranks] == [[5], [5]]
+
+
+def test_memory_stays_where_it_is_for_a_few_more_steps(ranks: list[dict[str, list[Any]]]) -> None:
+    first, grown = (1, 64, 2**20), (2, 128, 2**20)
+    assert [found["steps"] for found in ranks] == [[first, first, grown, grown]] * 2
+
+
+def test_what_torch_keeps_is_given_back_only_for_want_of_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[int] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**36))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    cuda = torch.device("cuda", 0)
+    symmetric.make_room(cuda, 2**29)
+    symmetric.make_room(CPU, 2**40)
+    assert emptied == []
+    symmetric.make_room(cuda, 2**30)
+    assert emptied == [1]
 
 
 def test_a_pass_broken_off_on_one_rank_is_the_last(ranks: list[dict[str, list[Any]]]) -> None:

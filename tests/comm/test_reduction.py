@@ -2,7 +2,9 @@
 
 import json
 import logging
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +131,47 @@ def test_auto_measures_once_and_follows_its_file(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / name).read_text())
     assert kept["case"]["operation"] == "all_reduce" and len(kept["samples"]) > 1
     assert len(list(tmp_path.iterdir())) == 2, "reduce_scatter has its own"
+
+
+def _by_the_clock(rank: int) -> list:
+    """Sums whose first call at every size takes a second more, as kernels are compiled; rank 1 is the slower one."""
+    clock, seen = [0.0], set()
+    crossover.time = SimpleNamespace(perf_counter=lambda: clock[0])
+
+    def way(name: str, fixed: float, per_byte: float):
+        def call(x: torch.Tensor) -> None:
+            clock[0] += (1 + rank) * (fixed + per_byte * x.numel() * 2) + ((name, x.numel()) not in seen)
+            seen.add((name, x.numel()))
+
+        return call
+
+    ways = way("plain", 1e-5, 1e-9), way("quantized", 1e-4, 0.5e-9)  # even at 180,000 bytes
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    found = crossover._measure(torch.bfloat16, group, cpu, ways)
+    slow = crossover._measure(torch.bfloat16, group, cpu, (way("slow", 0.2, 0.0), ways[1]))
+    return [found.from_bytes, len(found.samples), found.samples[0][1], len(slow.samples)]
+
+
+def test_first_calls_do_not_count_and_the_slowest_rank_decides() -> None:
+    found = run_distributed(_by_the_clock, 2)
+    assert found[0] == found[1]
+    start, sizes, plain, slow_sizes = found[0]
+    assert start == 256 * KIB and sizes == len(crossover._SIZES)
+    assert plain == pytest.approx(2 * (1e-5 + 16 * KIB * 1e-9))
+    assert slow_sizes == 1, "larger ones would take longer than anybody waits"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_is_not_timed_by_its_host() -> None:
+    x = torch.ones(1024, device="cuda")
+
+    def call(x: torch.Tensor) -> None:
+        time.sleep(2e-4)
+        x.mul_(1)
+
+    call(x)
+    assert 0 < crossover._row(call, x) < 1e-4
 
 
 def test_the_crossover_is_where_it_wins_for_good() -> None:

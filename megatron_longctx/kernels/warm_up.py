@@ -1,0 +1,44 @@
+"""Kernels of ours compiled before somebody waits for them: Triton compiles each variant when it is first launched."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from megatron_longctx.kernels.paged import DTYPES, PackedPartials, Pages, attend_pages, merge_ranks
+from megatron_longctx.kernels.partials import MOST, Partial, merge_partials
+
+
+def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Merge every number of partial outputs once, in every precision that inference merges them in.
+
+    Partials are kernels' results in `dtype`; the first may be what was merged before, in fp32. They become a result in
+    `dtype`, or are merged further, in fp32. How many come together depends on how a prompt's tokens fall on the ranks,
+    so that without this the first prompts of some lengths would wait for a compiler, each for other variants.
+    """
+    precisions = dict.fromkeys((dtype, torch.float32))
+    for into, first, count in product(precisions, precisions, range(1, MOST + 1)):
+        values = [torch.zeros(2, 1, num_heads, head_dim, dtype=kind, device=device) for kind in (first, dtype, into)]
+        lse = torch.zeros(2, 1, num_heads, dtype=torch.float32, device=device)
+        parts = [Partial(0, 0, values[min(i, 1)], lse) for i in range(count)]
+        merge_partials(parts, values[2], torch.empty_like(lse))
+
+
+def compile_decode(cache: Tensor, num_heads: int, page_tokens: int) -> None:
+    """Attend over pages, and merge what ranks have found, for 1 to 16 sequences: results lie multiples of 16 numbers
+    apart or not, which makes two variants of each kernel.
+
+    Args:
+        cache: `[slots, 2, g, d]` as `paged.attend_pages` takes it; not read. In a dtype that no fused kernel takes,
+            nothing is compiled.
+    """
+    if cache.dtype not in DTYPES:
+        return
+    for rows in (1, 2, 4, 8, 16):
+        q = torch.zeros(rows, num_heads, cache.shape[3], dtype=cache.dtype, device=cache.device)
+        table = torch.zeros(rows, 1, dtype=torch.int32, device=cache.device)
+        pages = Pages(table, torch.zeros(rows, dtype=torch.int64, device=cache.device), page_tokens)
+        found = attend_pages(q, cache, pages, 1.0).flat
+        merge_ranks(PackedPartials(torch.stack((found, found)), *q.shape), torch.empty_like(q))
