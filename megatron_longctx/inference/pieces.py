@@ -43,12 +43,13 @@ def _square(size: int, shapes: PlannedShapes) -> Iterator[Region]:
 
 
 def _rectangle(region: Region, shapes: PlannedShapes) -> Iterator[Region]:
-    """Planned pieces first. As rows and columns get smaller, those that a row's calls leave over are its last ones."""
+    """Planned pieces first, row by row, as that is the order in which partial results merge with the least memory
+    traffic. As columns get smaller, those that are not worth a call come last and are left over together."""
     rows = _powers(range(region.q_start, region.q_stop), shapes.least_queries, shapes.most)
     columns = _powers(range(region.k_start, region.k_stop), shapes.least_keys, shapes.most)
     left = [region.k_start] * len(rows)  # by row, the first key that none of its calls has
-    for column in columns:
-        for i, row in enumerate(rows):
+    for i, row in enumerate(rows):
+        for column in columns:
             if shapes.has(len(row), len(column), False):
                 yield Region(row.start, row.stop, column.start, column.stop, False)
                 left[i] = column.stop

@@ -46,10 +46,10 @@ class PlannedShapes:
 
 @cache
 def planned_shapes(num_heads: int, head_dim: int) -> PlannedShapes:
-    """Those of so many query heads: 31 with 32 heads of 128."""
+    """Those of so many query heads: 36 with 32 heads of 128."""
     return PlannedShapes(
         least_queries=max(128, _power_of_two(_LEAST_ROWS / num_heads)),
-        least_keys=4096,
+        least_keys=2048,
         least_pairs=_power_of_two(_LEAST_OPERATIONS / (4 * num_heads * head_dim)),
     )
 
