@@ -115,8 +115,14 @@ class MergedOutput(_Waiting):
             q = self._like
             dtype = accumulation_dtype(q.dtype)
             self._merged = torch.empty(q.shape, dtype=dtype, device=q.device), self._new_lse()
-        merge_partials(some, *self._merged)
-        return Partial(0, 0, *self._merged)
+            merge_partials(some, *self._merged)
+            return Partial(0, 0, *self._merged)
+        before, *added = some  # what has been accumulated comes first; rows that get nothing stay as they are
+        start, stop = min(part.start for part in added), max(part.stop for part in added)
+        out, lse = (field[start:stop] for field in self._merged)
+        own = Partial(0, 0, out, lse)
+        merge_partials([own, *(part._replace(start=part.start - start) for part in added)], out, lse)
+        return before
 
     def _new_lse(self) -> Tensor:
         """Heads before tokens in memory: the order in which kernels want it."""

@@ -68,6 +68,9 @@ class CachedAttention:
         kernel: a name in `kernels.PROVIDERS`, or `auto`.
         transport: how blocks travel, as for `comm.choose_transport`.
 
+    Attributes:
+        shapes: into which the kernel wants large calls cut; None for whole calls.
+
     Raises:
         ValueError: no kernel for this shape, no such transport, or a cache that does not fit into the device's memory.
     """
@@ -93,7 +96,9 @@ class CachedAttention:
         if group is not None and self.world > 1:
             # A conversation needs a little more memory for its messages in every turn.
             links = choose_transport(transport, group, device, growth=2.0, key="inference.transport")
-        self._engine = Engine(choose(kernel, request), links, BufferPool(device))
+        chosen = choose(kernel, request)
+        self.shapes = chosen.planned(shape.num_heads, shape.head_dim)
+        self._engine = Engine(chosen, links, BufferPool(device))
         self._program: Program | None = None
         self._place: slice | Tensor = slice(0, 0)  # of the new tokens' keys and values
         self._num_new = 0

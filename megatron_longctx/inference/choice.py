@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..config import CACHE_RULES, refuse
 from ..schedules import Costs, Workload
@@ -136,8 +136,11 @@ class Chooser:
         return Decision(mode, self._rule, *facts, inputs=inputs)
 
     def _simulated(self, batch: Batch) -> dict[str, float]:
+        """Of whole calls: every mode cuts the same ones alike, and pieces would be priced as merging one by one in the
+        modes that merge at home, as copied in those that merge before they send."""
         figures = self._figures
         cluster = figures._cluster
+        batch = replace(batch, shapes=None) if batch.shapes is not None else batch
         return {mode: simulate(build(mode, batch), cluster, figures.workload, figures.costs).seconds for mode in MODES}
 
 

@@ -24,12 +24,11 @@ from .plan import Batch, build
 from .sampling import Sampling, sample
 from .session import Generation, Session
 from .settings import EngineSettings
+from .warm_up import meet_shapes, run_prompts
 
 __all__ = ["CachedModel", "EngineSettings", "Generation", "LongContextEngine", "Session"]
 
 _T = TypeVar("_T")
-
-_WARM_UP_LENGTHS = (67, 130)
 
 
 class LongContextEngine:
@@ -62,24 +61,24 @@ class LongContextEngine:
         """Let go of what refers to process groups; call it before they are destroyed. Sessions can still go on."""
         self._decoder.release()
 
-    def warm_up(self) -> None:
+    def warm_up(self, chunk: int | None = None) -> None:
         """Compile kernels, compute a few tokens and forget them, so that the first prompts wait for none of it, nor for
         ranks to connect.
 
-        Prompts of two lengths, since what is compiled for any length is compiled at the second one it sees.
+        Where a kernel plans for shapes, these are met: all that chunks of a sequence can come to, as far as the cache
+        goes. With 32 query heads of 128 on 4 ranks, in chunks of 2,048 tokens: 512 queries by 8,192, 16,384 and 32,768
+        keys.
+
+        Args:
+            chunk: most new tokens of a sequence computed at once; `settings.prefill_chunk` by default. Without either
+                nothing is planned beforehand.
         """
         self._attention.compile_kernels(self.ledger.page_tokens)
-        for length in _WARM_UP_LENGTHS:
-            if length + 1 > min(self._most_tokens, self.ledger.slots_per_rank):
-                return
-            session = self.open()
-            try:
-                session.append([0] * length)
-                generation = self.start(session, Sampling(max_new_tokens=2))
-                for _ in range(2):
-                    self.step([generation])
-            finally:
-                session.close()
+        most = int(min(self._most_tokens, self.ledger.slots_per_rank * self.ledger.n))
+        run_prompts(self, most)
+        shapes, chunk = self._attention.shapes, chunk or self.settings.prefill_chunk
+        if shapes is not None and chunk is not None:
+            meet_shapes(self, shapes, chunk, most)
 
     def open(self, prefix_of: Session | None = None, tokens: int | None = None) -> Session:
         """A new session: empty, or with the first `tokens` tokens (default: all) of another, which may go on itself.
@@ -349,7 +348,7 @@ class LongContextEngine:
             decoded = self._decoder(turns, [text[0] for text in texts])
             return {session: found for session, found, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
-        batch = Batch(self.ledger.n, self.ledger.slots_per_rank, turns, self.settings.exact)
+        batch = Batch(self.ledger.n, self.ledger.slots_per_rank, turns, self.settings.exact, self._attention.shapes)
         self._attention.begin(build(self._chooser.choose(batch).mode, batch))
         tokens: list[int] = []
         positions: list[range] = []

@@ -17,11 +17,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise, product
 
 from ..config import refuse
+from ..kernels.planned import PlannedShapes
 from ..layout import Layout, zigzag
 from ..schedules import Attend, Block, Kind, Move, Plan, PlanError, Step, seal, verify
 from ..schedules.prune import prune
 from ..schedules.visibility import Region, visible_regions
 from .ledger import Turn
+from .pieces import pieces
 
 LONG_RUN = 2048
 """Runs of at least so many slots get a kernel call of their own; shorter ones of a call are copied together."""
@@ -32,13 +34,14 @@ class Batch:
     """The turns of several sequences, computed together on `n` ranks with `slots` cache slots each.
 
     joined: one kernel call for all keys of a region, copied together if they lie apart, so that results do not depend,
-    bit for bit, on where in the cache tokens lie.
+    bit for bit, on where in the cache tokens lie. shapes: into which large calls are cut; None for whole calls.
     """
 
     n: int
     slots: int
     turns: tuple[Turn, ...]
     joined: bool = False
+    shapes: PlannedShapes | None = None
 
     @cached_property
     def rows(self) -> tuple[tuple[int, ...], ...]:
@@ -214,13 +217,26 @@ def _num_keys(turn: Turn, rank: int) -> int:
 
 def _attends(batch: Batch, region: Region, index: int, q_rank: int, k_rank: int) -> Iterator[Attend]:
     """The kernel calls of a region of turn number `index`."""
-    row = batch.rows[q_rank][index]
-    query = Block(Kind.Q, q_rank, row + region.q_start, row + region.q_stop)
+    row = batch.rows[q_rank][index] + region.q_start
     keys = _keys(batch.turns[index], k_rank, region.k_start, region.k_stop)
+    num_queries = region.q_stop - region.q_start
     whole = region.causal or batch.joined or len(keys) == 1
     for together in [keys] if whole else _split(keys):
-        cut = tuple(piece for key in together for piece in _cut(key, batch.cuts[k_rank]))
-        yield Attend((query,), cut, region.causal)
+        num_keys = sum(key.tokens for key in together)
+        for q0, q1, k0, k1, causal in pieces(num_queries, num_keys, region.causal, batch.shapes):
+            query = Block(Kind.Q, q_rank, row + q0, row + q1)
+            cut = tuple(piece for key in _part(together, k0, k1) for piece in _cut(key, batch.cuts[k_rank]))
+            yield Attend((query,), cut, causal)
+
+
+def _part(keys: tuple[Block, ...], start: int, stop: int) -> Iterator[Block]:
+    """The tokens number `start..stop-1` of some keys."""
+    at = 0
+    for key in keys:
+        first, last = max(start - at, 0), min(stop - at, key.tokens)
+        if first < last:
+            yield key._replace(start=key.start + first, stop=key.start + last)
+        at += key.tokens
 
 
 def _regions(layout: Layout, turn: Turn, q_rank: int, k_rank: int) -> list[Region]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.kernels.no_grad import no_grad
+from megatron_longctx.kernels.planned import PlannedShapes
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ class AttentionKernel(ABC):
     @abstractmethod
     def why_not(self, request: KernelRequest) -> str | None:
         """None when `request` is supported, else one plain sentence: the value and what would be accepted."""
+
+    def planned(self, num_heads: int, head_dim: int) -> PlannedShapes | None:
+        """Into which shapes large blocks of so many query heads are best cut; None where any shape is as good."""
+        return None
 
     @no_grad
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from megatron_longctx.attention import accumulate
 from megatron_longctx.attention.accumulate import MergedOutput, Sum, accumulation_dtype
-from megatron_longctx.kernels import KernelRequest, choose
+from megatron_longctx.kernels import KernelRequest, choose, merge_partials
 
 KERNEL = choose("reference", KernelRequest("cpu", torch.float32, 4, 2, 1))
 
@@ -66,6 +67,35 @@ def test_partials_merge_to_attention_over_all_keys(tensors, first_whole):
     for found, expected in zip(output.finish(), whole, strict=True):
         torch.testing.assert_close(found, expected)
     assert all(torch.equal(now, before) for now, before in kept), "a kernel's own result was written to"
+
+
+def test_what_is_accumulated_stays_where_nothing_is_added(tensors, monkeypatch):
+    """Many pieces, rows by rows: those that get nothing are not read and written again, to the same bits."""
+    q, k, v = tensors
+    passed: list[tuple[int, int]] = []
+
+    def merge(partials, out, lse):
+        passed.append((len(out), len(partials)))
+        merge_partials(partials, out, lse)
+
+    pieces = [
+        (rows, block(q, k, v, rows, slice(column, column + 1)))
+        for rows in (slice(0, 3), slice(3, 5), slice(5, 6))
+        for column in range(6)
+    ]
+    output, all_rows = MergedOutput(q), MergedOutput(q)
+    for rows, (out, lse) in pieces:
+        nothing = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf)
+        nothing[0][rows], nothing[1][rows] = out, lse
+        all_rows.add(0, *nothing)
+    wanted = all_rows.finish()
+    monkeypatch.setattr(accumulate, "merge_partials", merge)
+    for rows, piece in pieces:
+        output.add(rows.start, *piece)
+    for ours, whole, truth in zip(output.finish(), wanted, block(q, k, v, slice(0, 6), slice(0, 6)), strict=True):
+        assert torch.equal(ours, whole)
+        torch.testing.assert_close(ours, truth)
+    assert passed == [(6, 4), (5, 4), (2, 4), (3, 4), (1, 4), (6, 3)]
 
 
 def test_queries_without_keys(tensors):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_longctx.inference import plan as plans
 from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.inference.plan import MODES, Batch, CachePlan, build, verify_over_cache
+from megatron_longctx.kernels.planned import PlannedShapes
 from megatron_longctx.schedules import Attend, Kind, PlanError, describe, moved_tokens
 from tests.inference.histories import batch_with_past, random_batch, random_family
 
@@ -85,17 +86,20 @@ def test_joined_calls_do_not_depend_on_where_tokens_lie() -> None:
     """The same history in a fresh cache and in the gaps of a used one: the same calls, of the same sizes in order."""
     long = plans.LONG_RUN
 
-    def sizes(joined: bool, gaps: bool) -> list[tuple[int, int, bool]]:
+    def sizes(joined: bool, gaps: bool, shapes: PlannedShapes | None = None) -> list[tuple[int, int, bool]]:
         ledger = CacheLedger(2, 12, long)
         sessions = [ledger.open() for _ in range(3)]
         for _ in range(3):
             ledger.append({session: 2 * long for session in (sessions if gaps else sessions[:1])})
         turns = ledger.append({sessions[0]: 3})
-        plan = plans.pass_q(Batch(2, ledger.slots_per_rank, turns, joined))
+        plan = plans.pass_q(Batch(2, ledger.slots_per_rank, turns, joined, shapes))
         verify_over_cache(plan)
         return [(a.num_queries, a.num_keys, a.causal) for step in plan.steps for rank in step.attends for a in rank]
 
     assert sizes(True, True) == sizes(True, False) == sizes(False, False) != sizes(False, True)
+    shapes = PlannedShapes(1, 256, 256, 1024)
+    cut = sizes(True, True, shapes)
+    assert len(cut) > len(sizes(True, True)) and cut == sizes(True, False, shapes)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -15,6 +15,9 @@ from megatron_longctx.inference.cached_attention import CachedAttention, CacheSh
 from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.inference.plan import MODES, Batch, build, verify_over_cache
 from megatron_longctx.kernels import KernelRequest, choose
+from megatron_longctx.kernels.cudnn import CudnnKernel
+from megatron_longctx.kernels.interface import Block as KernelBlock
+from megatron_longctx.kernels.planned import PlannedShapes
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import assert_as_good_as
@@ -62,7 +65,7 @@ class Case:
         return random_qkv(length, 1, *self.heads, self.head_dim, self.dtype, self.device, seed)
 
 
-def chat_over_ranks(rank: int, mode: str, case: Case, transport: str) -> None:
+def chat_over_ranks(rank: int, mode: str, case: Case, transport: str, shapes: PlannedShapes | None = None) -> None:
     """All turns on this process group, every layer's output compared with dense attention over whole sequences."""
     n = dist.get_world_size()
     rounds = history(n)
@@ -86,7 +89,7 @@ def chat_over_ranks(rank: int, mode: str, case: Case, transport: str) -> None:
     for counts in rounds:
         active = [(i, count) for i, count in enumerate(counts) if count]
         turns = ledger.append({chats[i].session: count for i, count in active})
-        plan = build(mode, Batch(n, ledger.slots_per_rank, turns))
+        plan = build(mode, Batch(n, ledger.slots_per_rank, turns, shapes=shapes))
         verify_over_cache(plan)
         attention.begin(plan)
         places = [
@@ -119,10 +122,10 @@ def carry(attention: CachedAttention, rank: int) -> None:
     attention._engine = replace(attention._engine, transport=links)
 
 
-def every_mode(rank: int, cases: list[Case], transport: str) -> int:
+def every_mode(rank: int, cases: list[Case], transport: str, shapes: PlannedShapes | None = None) -> int:
     for mode in MODES:
         for case in cases:
-            chat_over_ranks(rank, mode, case, transport)
+            chat_over_ranks(rank, mode, case, transport, shapes)
     return len(MODES) * len(cases)
 
 
@@ -132,6 +135,13 @@ def test_every_turn_equals_dense_attention(n: int) -> None:
     if n == 3:
         cases.append(Case(HEADS[0], torch.bfloat16))
     assert run_distributed(every_mode, n, cases, "p2p") == [len(MODES) * len(cases)] * n
+
+
+@pytest.mark.parametrize(("n", "transport"), [(1, "p2p"), (2, "p2p"), (3, "carried"), (4, "p2p")])
+def test_calls_in_pieces_equal_dense_attention(n: int, transport: str) -> None:
+    shapes = PlannedShapes(least_queries=2, least_keys=2, least_pairs=8, most=8)
+    cases = [Case(HEADS[0])]
+    assert run_distributed(every_mode, n, cases, transport, shapes) == [len(MODES)] * n
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -148,6 +158,39 @@ def test_every_turn_equals_dense_attention_on_gpus(n: int, transport: str) -> No
         pytest.skip(f"needs {n} CUDA devices")
     cases = [Case(heads, torch.bfloat16, 64, "cuda") for heads in HEADS]
     assert run_distributed(every_mode, n, cases, transport, backend="nccl") == [len(MODES) * len(cases)] * n
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_large_calls_reach_cudnn_in_planned_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 1,600 tokens over 9,000, in pieces and, on FlashAttention-2 alone, whole."""
+    cached, new = 9000, 1600
+    device, shape = torch.device("cuda", torch.cuda.current_device()), CacheShape(1, 32, 8, 128, torch.bfloat16)
+    ledger = CacheLedger(1, 170, 64)
+    attention = CachedAttention(None, shape, ledger.slots_per_rank, device, kernel="cudnn")
+    attention.randomize()
+    session = ledger.open()
+    ledger.append({session: cached})
+    turns = ledger.append({session: new})
+    q, k, v = (torch.randn(new, 1, heads, 128, dtype=torch.bfloat16, device=device) for heads in (32, 8, 8))
+    met: set[tuple[int, int, bool]] = set()
+    original = CudnnKernel.goes_unplanned
+
+    def watched(kernel: CudnnKernel, block: KernelBlock) -> bool:
+        unplanned = original(kernel, block)
+        if not unplanned:
+            met.add((len(block.q), len(block.k), block.causal))
+        return unplanned
+
+    monkeypatch.setattr(CudnnKernel, "goes_unplanned", watched)
+    found = []
+    for shapes in (attention.shapes, None):
+        attention.begin(build("pass_kv", Batch(1, ledger.slots_per_rank, turns, shapes=shapes)))
+        found.append(attention(0, q, k, v).float())
+        assert bool(met) == (shapes is not None)
+        assert met <= {(1024, 8192, False), (512, 8192, False), (1024, 4096, False)}
+        met.clear()
+    assert torch.allclose(*found, atol=0.02)
 
 
 def test_shapes_that_do_not_fit_the_plan_are_refused() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
 from megatron_longctx.config import CACHE_MODES, CACHE_RULES
 from megatron_longctx.inference.choice import Chooser, Figures, algorithm_1, algorithm_5, bytes_rule, empirical
 from megatron_longctx.inference.plan import MODES
+from megatron_longctx.kernels.planned import PlannedShapes
 from megatron_longctx.schedules import Costs, Workload
 from megatron_longctx.topology import Cluster, Network
 from tests.inference.histories import batch_with_past
@@ -73,6 +75,15 @@ def test_the_simulator_passes_keys_for_a_fresh_prompt_and_queries_over_a_large_c
         assert decision.seconds[decision.mode] == min(decision.seconds.values())
     assert [record.message for record in caplog.records] == [f"attention over the cache: {d}" for d in (fresh, warm)]
     assert "32768 new and 0 cached tokens of 1 sequences on 4 ranks: pass_kv by simulation (pass_kv" in str(fresh)
+
+
+def test_modes_are_compared_by_whole_calls() -> None:
+    """All modes cut the same calls alike."""
+    whole = batch_with_past(4, [(400,)], (200,), page=16, pages=20)
+    cut = replace(whole, shapes=PlannedShapes(4, 4, 16, 32))
+    assert len(cut.calls[0][0]) > len(whole.calls[0][0])
+    chooser = Chooser(PAPER, rule="simulate")
+    assert chooser.choose(cut) == chooser.choose(whole)
 
 
 def test_decodes_of_one_size_are_decided_once() -> None:

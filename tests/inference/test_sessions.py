@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.config import Config
+from megatron_longctx.inference import engine as engines
 from megatron_longctx.inference.engine import LongContextEngine, Session
 from megatron_longctx.inference.ledger import CacheFull
 from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.kernels.planned import PlannedShapes
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
@@ -164,6 +167,29 @@ def warming_up_computes_and_leaves_nothing(engine: LongContextEngine) -> None:
     assert engine.ledger.used_pages() == 0 and not engine.ledger.sessions
 
 
+def planned_shapes_are_met_before_the_first_prompt(engine: LongContextEngine) -> None:
+    """Where the kernel plans for shapes; each rank's room for keys is that which chunks leave."""
+    shapes = PlannedShapes(least_queries=2, least_keys=2, least_pairs=8, most=8)
+    attention, n, most_new = engine.model.attention, engine.ledger.n, 4
+    most_cached = engine.ledger.slots_per_rank - most_new
+    met: set[tuple[int, int, bool]] = set()
+    kernel = attention._engine.kernel
+    original = kernel.forward
+    prompts, engines.run_prompts = engines.run_prompts, lambda *_: None  # which meet some, too
+    kernel.forward = lambda q, k, v, **how: met.add((len(q), len(k), how["causal"])) or original(q, k, v, **how)  # type: ignore
+    attention.shapes = shapes
+    try:
+        engine.warm_up(n * most_new)
+        wanted = {shape for shape in shapes.all() if shape[0] <= most_new and (shape[2] or shape[1] <= most_cached)}
+    finally:
+        attention.shapes, engines.run_prompts = None, prompts
+        del kernel.forward
+    ranks: list[set[tuple[int, int, bool]]] = [set()] * n
+    dist.all_gather_object(ranks, met)
+    assert wanted and wanted <= set().union(*ranks)
+    assert engine.ledger.used_pages() == 0 and not engine.ledger.sessions
+
+
 def learned_positions_end(config: Config) -> None:
     settings = {"data.seq_length": 24, "model.position_embedding": "learned", "inference.cache_tokens": 100}
     collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
@@ -181,6 +207,7 @@ def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
     collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
     engine, _ = build_engine(for_inference(config), collection, None)
     warming_up_computes_and_leaves_nothing(engine)
+    planned_shapes_are_met_before_the_first_prompt(engine)
     tokens = batches_do_not_matter(engine)
     sequences_end(engine)
     errors_harm_nothing(engine)

@@ -19,6 +19,7 @@ from megatron_longctx.kernels import (
     registry,
 )
 from megatron_longctx.kernels.interface import Block
+from megatron_longctx.kernels.planned import planned_shapes
 
 
 def request_for(**changes):
@@ -155,13 +156,18 @@ def test_flash_turns_torchs_strict_switch_on_for_its_backward_alone(kernel_math,
         (1, 4096, False, False, True),
         (4096, 1, False, False, True),
         (328, 32_604, False, False, False),
-        (328, 32_604, False, True, True),  # of a short prompt's: a plan would take longer than it saves
+        (328, 32_604, False, True, True),
         (32_768, 32_768, False, True, False),
-        (8_192, 8_192, False, True, False),
-        (8_192, 8_192, True, True, True),  # half of the work
+        (512, 8_192, False, True, False),
+        (512, 4_096, False, True, True),  # too little to be worth a call of its own
+        (256, 32_768, False, True, True),  # too few queries to keep a GPU busy
+        (3_277, 29_491, False, True, True),  # a shape that comes once
+        (65_536, 65_536, False, True, True),
+        (4_096, 4_096, True, True, False),
+        (2_048, 2_048, True, True, True),
     ],
 )
-def test_cudnn_leaves_to_flash_what_is_not_worth_a_plan(queries, keys, causal, varying, to_flash, monkeypatch):
+def test_cudnn_leaves_to_flash_what_it_does_not_plan_for(queries, keys, causal, varying, to_flash, monkeypatch):
     """32 query and 8 key/value heads of 128."""
     q, k = (torch.empty(n, 1, heads, 128, device="meta") for n, heads in ((queries, 32), (keys, 8)))
     kernel = PROVIDERS["cudnn"](varying=varying)
@@ -173,6 +179,25 @@ def test_cudnn_leaves_to_flash_what_is_not_worth_a_plan(queries, keys, causal, v
     )
     kernel._forward(block)
     assert taken == ["flash" if to_flash else "cudnn"]
+
+
+def test_planned_shapes_are_few_whatever_the_heads():
+    assert len(list(planned_shapes(32, 128).all())) == 36
+    for heads in (1, 2, 3, 8, 28, 64, 128):
+        for head_dim in (64, 96, 128):
+            shapes = planned_shapes(heads, head_dim)
+            found = list(shapes.all())
+            assert 1 <= len(found) <= 50
+            for queries, keys, causal in found:
+                assert shapes.has(queries, keys, causal) and queries * heads >= min(2**14, 128 * heads)
+                assert 4 * queries * keys * heads * head_dim / (1 + causal) >= 5e10
+                assert not shapes.has(queries + 1, keys, causal) and not shapes.has(queries, keys - 1, causal)
+
+
+def test_only_kernels_that_plan_say_which_shapes():
+    for name, provider in PROVIDERS.items():
+        assert provider(varying=False).planned(32, 128) is None
+        assert (provider(varying=True).planned(32, 128) is not None) == (name == "cudnn")
 
 
 def test_the_kernel_of_a_varying_request_knows_it():

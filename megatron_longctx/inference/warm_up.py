@@ -1,0 +1,67 @@
+"""What an engine computes before its first prompt, so that this need not wait for what kernels prepare."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..kernels.planned import PlannedShapes
+from .sampling import Sampling
+
+if TYPE_CHECKING:
+    from .engine import LongContextEngine
+
+_LENGTHS = (67, 130)
+
+
+def run_prompts(engine: LongContextEngine, most: int) -> None:
+    """Prompts of two lengths, since what is compiled for any length is compiled at the second one it sees.
+
+    Args:
+        most: tokens that a sequence can have.
+    """
+    for length in _LENGTHS:
+        if length + 1 > min(most, engine.ledger.slots_per_rank):
+            return
+        session = engine.open()
+        try:
+            session.append([0] * length)
+            generation = engine.start(session, Sampling(max_new_tokens=2))
+            for _ in range(2):
+                engine.step([generation])
+        finally:
+            session.close()
+
+
+def meet_shapes(engine: LongContextEngine, shapes: PlannedShapes, chunk: int, most: int) -> None:
+    """Chunks of prompts over a cache that is taken for filled, whatever lies there.
+
+    Args:
+        chunk: most new tokens of a sequence computed at once. most: tokens that a sequence can have.
+    """
+    n = engine.ledger.n
+    most_new = min(chunk, most) // n
+    for new, cached in turns_with_all(shapes, most_new, most // n - most_new):
+        session = engine.open()
+        try:
+            if cached:
+                engine.ledger.append({session.number: n * cached})
+                session.tokens = [0] * (n * cached)
+            session.append([0] * (n * new))
+        finally:
+            session.close()
+
+
+def turns_with_all(shapes: PlannedShapes, most_new: int, most_cached: int) -> list[tuple[int, int]]:
+    """(new, cached) tokens a rank; together their calls have all shapes of up to `most_new` queries and, of rectangles,
+    `most_cached` keys."""
+
+    def sizes(least: int, most: int) -> list[int]:
+        """The largest power of two, and all smaller ones in a sum."""
+        largest = 1 << max(min(most, shapes.most), 1).bit_length() - 1
+        return [size for size in (largest, largest - least) if size >= least]
+
+    return [
+        (new, cached)
+        for new in sizes(shapes.least_queries, most_new)
+        for cached in sizes(shapes.least_keys, most_cached) or [0]
+    ]
