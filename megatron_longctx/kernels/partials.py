@@ -100,9 +100,11 @@ def _check(partials: Sequence[Partial]) -> None:
 
 
 def _fusable(partials: Sequence[Partial], out: Tensor) -> bool:
-    """CUDA, up to fp32, heads whose elements lie side by side."""
+    """CUDA, up to fp32, heads whose elements lie side by side, heads of tokens counted in 32 bits."""
     tensors = (out, *(part.value for part in partials))
-    return all(x.is_cuda and x.stride(-1) == 1 and x.dtype != torch.float64 for x in tensors)
+    return out.shape[:3].numel() < 2**31 and all(
+        x.is_cuda and x.stride(-1) == 1 and x.dtype != torch.float64 for x in tensors
+    )
 
 
 @functools.cache

@@ -54,13 +54,14 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     v3, l3, start3, stop3, first3, last3, vs3, vb3, vh3, ls3, lb3, lh3,
     MERGE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # A row is one head of one token. 64-bit, because a million tokens of many heads pass 2**31 elements.
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # A row is one head of one token. Counted in 32 bits, since dividing 64 takes far more instructions; places
+    # take 64, because a million tokens of many heads pass 2**31 elements.
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
-    h = row % heads
+    h = (row % heads).to(tl.int64)
     token = row // heads
-    b = token % batch
-    s = token // batch
+    b = (token % batch).to(tl.int64)
+    s = (token // batch).to(tl.int64)
     col = tl.arange(0, COLS)
     tile = inside[:, None] & (col < head_dim)[None, :]
     total = tl.zeros((ROWS, COLS), dtype=tl.float32)
