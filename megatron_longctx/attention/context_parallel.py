@@ -25,9 +25,9 @@ from ..schedules import (
 )
 from .executor import BackwardPass, Engine, ForwardPass
 from .int8 import Int8ForwardPass
+from .pace import SETTLED
 from .program import Program, programs
 from .replay import Replay, Tensors
-from .trial import SETTLED
 
 _MOST_REPLAYS = 16
 """Kinds of passes that may be replayed from graphs, each of which holds memory then; others run as they are."""
@@ -52,8 +52,8 @@ class ContextParallelAttention:
         options: what the schedule may be told besides.
         deterministic: ask for kernels whose results are bit-identical from run to run.
         transport: auto, peer or p2p (see `comm.choose_transport`).
-        graph_tokens: over peer memory, calls with at most so many tokens a rank are replayed from CUDA graphs where
-            that pays (see `trial`).
+        graph_tokens: over peer memory, calls with at most so many tokens a rank are replayed from CUDA graphs where the
+            device would else wait for the host (see `pace`).
         kv_int8: in calls with `inference`, keys and values travel, and are attended, as 8-bit integers with a scale for
             every token and head. One rank alone sends nothing and stays exact.
         keep_received: auto, true or false: whether calls that will be differentiated keep what they have received, so

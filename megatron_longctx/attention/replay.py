@@ -1,5 +1,5 @@
-"""Passes over few tokens, replayed from CUDA graphs where launching their many short operations one by one takes longer
-than running them."""
+"""Passes over few tokens: replayed from CUDA graphs where launching their many short operations one by one takes longer
+than running them (see `pace`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .executor import BackwardPass, ForwardPass
-from .trial import Trial
+from .pace import Pace
 
 Tensors = tuple[Tensor, ...]
 Pass = ForwardPass | BackwardPass
@@ -53,23 +53,17 @@ class Replay:
 
     def __init__(self, make: Callable[[Tensors], Any], results: Callable[[Any], Tensors]) -> None:
         self._make, self._results = make, results
-        self._trial = Trial()
+        self._pace = Pace()
         self._inputs: Tensors = ()
         self._captured: dict[int, _Captured] = {}  # by the half of the transport's memory in use
 
     def __call__(self, inputs: Tensors) -> Tensors:
         """The results for `inputs`, in memory of their own."""
-        found = self._trial.run(lambda: self._replay(inputs), lambda: self._eager(inputs))
-        if self._trial.replays is False:  # what was replayed has been done long since
-            self._captured, self._inputs = {}, ()
-        return found
-
-    def _eager(self, inputs: Tensors) -> Tensors:
-        run = self._make(inputs)
-        run.run()
-        return self._results(run)
-
-    def _replay(self, inputs: Tensors) -> Tensors:
+        if self._pace.keeps:
+            run = self._make(inputs)
+            run.run(idle=torch.cuda.current_stream(inputs[0].device).query)
+            self._pace.note(run.starved)
+            return self._results(run)
         if not self._inputs:
             with torch.inference_mode(False):  # they outlive this call
                 self._inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
