@@ -225,6 +225,11 @@ def _add_bench_inference(verb: _Verb) -> None:
     verb.add_argument(
         "--miss-rates", default="0.01,0.025,0.05,0.1,0.2,0.5,1", help="new tokens as a share of the length"
     )
+    verb.add_argument(
+        "--modes",
+        default="pass_kv,pass_q",
+        help="whose first tokens, also one_hop; rules are judged where both rings are (default: %(default)s)",
+    )
     verb.add_argument("--batches", default="1,4", help="sequences decoded together (default: %(default)s)")
     verb.add_argument("--context", help="context-parallel sizes, e.g. 1,2,4,8 (default: the settings')")
     verb.add_argument("--iterations", type=int, default=5, help="of every first token (default: %(default)s)")
@@ -275,7 +280,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         from .bench.inference import Words, run_inference
 
         lists = (arguments.lengths, arguments.miss_rates, arguments.batches, arguments.context)
-        words = Words(*lists, arguments.iterations, arguments.tokens, arguments.decode_only)
+        words = Words(*lists, arguments.iterations, arguments.tokens, arguments.decode_only, arguments.modes)
         run_inference(compose_config(arguments.settings), words, arguments.out)
         return
     if arguments.what == "prefill":

@@ -14,12 +14,13 @@ import torch
 
 from ..config import Config, refuse
 from ..inference.figures import calibration_file, known_figures
+from ..inference.plan import MODES
 from ..mcore.inference import for_inference
 from ..metrics.environment import environment
 from ..schedules import Workload
 from . import inference_report as report
 from .command import Where, run_calibrate, start
-from .inference_ranks import Decoded, FirstToken, Sweep, measure
+from .inference_ranks import RINGS, Decoded, FirstToken, Sweep, measure
 
 logger = logging.getLogger(__name__)
 _N = TypeVar("_N", int, float)
@@ -36,6 +37,7 @@ class Words:
     iterations: int
     tokens: int
     decode_only: bool = False
+    modes: str = ",".join(RINGS)
 
     def sweep(self) -> Sweep:
         """Raises ValueError for what is not such numbers."""
@@ -50,7 +52,10 @@ class Words:
         )
         if min(lengths) < 2:
             raise refuse("--lengths", self.lengths, "2 tokens or more", "Raise them.")
-        return Sweep(lengths, rates, batches, self.iterations, self.tokens, self.decode_only)
+        modes = tuple(dict.fromkeys(self.modes.split(",")))
+        if not set(modes) <= set(MODES):
+            raise refuse("--modes", self.modes, "some of " + ", ".join(MODES), "Separate them by commas.")
+        return Sweep(lengths, rates, batches, self.iterations, self.tokens, self.decode_only, modes)
 
     def sizes(self, config: Config) -> tuple[int, ...]:
         """Context-parallel sizes, in the order given."""
@@ -116,7 +121,7 @@ def _record(
     text = report.tables(first, decoded)
     head = f"{title}, commit {str(facts['commit'])[:9]}; random weights; times in ms, of the slowest rank"
     out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
-    if shared := [m for m in first if len(m.seconds) > 1]:
+    if shared := [m for m in first if set(RINGS) <= set(m.seconds)]:
         report.draw(shared, out.with_suffix(".png"), title)
     return text
 

@@ -41,6 +41,7 @@ class Sweep:
         iterations: of every time to first token.
         tokens: decoded by every sequence while the clock runs.
         decode_only: no first tokens.
+        modes: whose first tokens are measured, of `inference.plan.MODES`; a rank alone has the first of them.
     """
 
     lengths: tuple[int, ...]
@@ -49,6 +50,7 @@ class Sweep:
     iterations: int
     tokens: int
     decode_only: bool = False
+    modes: tuple[str, ...] = RINGS
 
     def turns(self, length: int) -> list[tuple[int, int]]:
         """(cached, new) tokens of every miss rate, the least cached first; 2 new ones at least, as one is a decode."""
@@ -180,13 +182,12 @@ class _Rig:
         self._figures = agreed_figures(config, self._device)
         rule = config.inference.rule if self._n > 1 else "bytes"
         self._chooser = _Pinned(self._figures, config.inference.mode, rule)
-        asked = config.inference.mode
-        self._modes = (asked,) if asked in RINGS else RINGS if self._n > 1 else RINGS[:1]
+        self._modes = sweep.modes if self._n > 1 else sweep.modes[:1]
         self._ledger = _Rewindable(self._n, pages_per_rank(config), config.inference.page_tokens)
         settings = EngineSettings(decode=engine.settings.decode)
         self._engine = LongContextEngine(engine.model, self._ledger, self._chooser, settings)
         self._random = random.Random(0)  # the same tokens on every rank
-        judged = len(self._modes) > 1 and not sweep.decode_only
+        judged = set(RINGS) <= set(self._modes) and not sweep.decode_only
         self._rules = [Chooser(self._figures, rule=rule) for rule in RULES] if judged else []
 
     def run(self) -> tuple[list[FirstToken], list[Decoded]]:

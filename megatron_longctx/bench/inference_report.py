@@ -30,7 +30,7 @@ def shares(found: Sequence[FirstToken]) -> list[dict[str, Any]]:
     cases = [m for m in found if m.taken]
     rows = []
     for rule in RULES if cases else ():
-        slower = [medians(m)[m.taken[rule]] / min(medians(m).values()) - 1 for m in cases]
+        slower = [medians(m)[m.taken[rule]] / min(medians(m)[ring] for ring in RINGS) - 1 for m in cases]
         right = sum(loss <= TIE for loss in slower)
         row = {"rule": rule, "right": right, "cases": len(cases), "share": right / len(cases)}
         rows.append(row | {"mean_slower": sum(slower) / len(slower), "most_slower": max(slower)})
@@ -76,7 +76,8 @@ def tables(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> str:
     if first:
         said = (
             "Time to first token: p50 / p90 / p99; unseen: when these numbers of tokens come for the first time to an "
-            "engine that has warmed up as a server does. A rank alone passes nothing; its time stands under pass_kv."
+            "engine that has warmed up as a server does. A rank alone passes nothing: its time stands under the first "
+            "mode."
         )
         parts += [said, "", _first_table(first)]
     if rows := shares(first):
@@ -101,19 +102,20 @@ def tables(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> str:
 
 
 def _first_table(first: Sequence[FirstToken]) -> str:
-    head = ["CP", "tokens", "new", "miss rate", *RINGS, "pass_q / pass_kv", "unseen", *RULES]
+    modes = list(dict.fromkeys(mode for m in first for mode in m.seconds))
+    head = ["CP", "tokens", "new", "miss rate", *modes, "pass_q / pass_kv", "unseen", *RULES]
     cells = []
     for m in first:
         found = medians(m)
-        ratio = f"{found['pass_q'] / found['pass_kv']:.3f}" if len(found) > 1 else ""
+        ratio = f"{found['pass_q'] / found['pass_kv']:.3f}" if set(RINGS) <= set(found) else ""
         times = [
             " / ".join(f"{percentiles(m.seconds[mode])[p] * 1e3:.2f}" for p in ("p50", "p90", "p99"))
             if mode in m.seconds
             else ""
-            for mode in RINGS
+            for mode in modes
         ]
         taken = [m.taken.get(rule, "") for rule in RULES]
-        unseen = " / ".join(f"{m.unseen[mode] * 1e3:.2f}" for mode in RINGS if mode in m.unseen)
+        unseen = " / ".join(f"{m.unseen[mode] * 1e3:.2f}" for mode in modes if mode in m.unseen)
         cells.append([str(m.ranks), f"{m.length:,}", f"{m.new:,}", f"{m.new / m.length:.2%}", *times, ratio, unseen])
         cells[-1] += taken
     return _table(head, cells)

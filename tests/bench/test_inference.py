@@ -52,14 +52,20 @@ def test_it_measures_rings_beside_rules_and_decodes(tmp_path: Path) -> None:
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG") and list(path.parent.iterdir()) == [path]
 
 
-def test_one_ring_alone(tmp_path: Path) -> None:
-    out = tmp_path / "ring.json"
-    settings = [*SETTINGS, "inference.mode=pass_q", "inference.rule=bytes"]
-    words = "--context 1,2 --lengths 96 --miss-rates 0.05 --batches 1 --iterations 1 --tokens 2"
+@pytest.mark.parametrize("modes", [["pass_q"], ["pass_q", "one_hop"]], ids=str)
+def test_modes_that_are_asked_for(modes: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "modes.json"
+    words = (
+        f"--context 1,2 --lengths 96 --miss-rates 0.05 --batches 1 --iterations 1 --tokens 2 --modes {','.join(modes)}"
+    )
+    settings = [*SETTINGS, "inference.rule=bytes"]
     assert cli.main(["bench", "inference", *settings, *words.split(), "--out", str(out)]) == 0
     data = json.loads(out.read_text())
-    assert [set(m["seconds"]) for m in data["first_token"]] == [{"pass_q"}] * 2 and data["rules"] == []
-    assert "What the rules take" not in out.with_suffix(".md").read_text() and not out.with_suffix(".png").exists()
+    assert [set(m["seconds"]) for m in data["first_token"]] == [{"pass_q"}, set(modes)] and data["rules"] == []
+    text = out.with_suffix(".md").read_text()
+    assert "What the rules take" not in text and not out.with_suffix(".png").exists()
+    assert f"| miss rate | {' | '.join(modes)} | pass_q / pass_kv |" in text
+    assert [m["mode"] for m in data["decode"]] == ["replicated"] * 2, "decoding goes as the settings say"
 
 
 def test_decoding_alone_takes_no_calibration_and_no_prompts(cache: Path, tmp_path: Path) -> None:
@@ -128,6 +134,7 @@ def test_a_sweep_fits_into_the_pages_it_asks_for(n: int, page: int) -> None:
         (["--lengths", "1"], "--lengths=1: expected 2 tokens or more"),
         (["--batches", "2,x"], "--batches=2,x: expected integers of 1 or more"),
         (["--context", "0"], "--context=0: expected integers of 1 or more"),
+        (["--modes", "pass_q,ring"], "--modes=pass_q,ring: expected some of pass_kv, pass_q, one_hop"),
         (["--iterations", "0"], "--iterations=0: expected 1 or more"),
         (["parallelism.pipeline_parallel_size=2"], "1 for inference"),
         (["--out", "gone/x.json"], "--out=gone/x.json: expected a .json file in a folder that exists"),
