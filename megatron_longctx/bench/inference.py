@@ -7,8 +7,9 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -65,7 +66,7 @@ class Words:
 
 
 def run_inference(config: Config, words: Words, out: Path) -> None:
-    """Measure, write JSON, a Markdown report and the picture of the crossover beside it, after every size.
+    """Measure, write JSON and a Markdown report after every measurement, at the end a picture of the crossover.
 
     A device that is not calibrated for the model's heads is calibrated first.
 
@@ -88,42 +89,54 @@ def run_inference(config: Config, words: Words, out: Path) -> None:
     first: list[FirstToken] = []
     decoded: list[Decoded] = []
     for job, where in zip(jobs, places, strict=True):
-        found = start(where, measure, job, sweep)[0]
+        record = _Record(out, job, sweep, where.device, tuple(first), tuple(decoded))
+        found = start(where, measure, job, sweep, record)[0]
         first += found[0]
         decoded += found[1]
-        text = _record(out, job, sweep, where, (first, decoded))
-    print(text)
+    if shared := [m for m in first if set(RINGS) <= set(m.seconds)]:
+        report.draw(shared, out.with_suffix(".png"), record.title)
+    print(report.tables(first, decoded))
     logger.info("written to %s, and .md and .png beside it", out)
 
 
-def _record(
-    out: Path, config: Config, sweep: Sweep, where: Where, found: tuple[list[FirstToken], list[Decoded]]
-) -> str:
-    """Write what has been found so far; returns the tables."""
-    first, decoded = found
-    facts = environment()
-    if where.device == "cpu":
-        facts["device"] = "cpu"
-    model = config.model
-    tp = config.parallelism.tensor_parallel_size
-    title = f"{model.name}, {facts['device']}, {config.train.precision}, TP {tp}, {facts['date'][:10]}"
-    data = {
-        "what": "inference over a sharded cache: random weights, times of the slowest rank in seconds",
-        "environment": facts,
-        "model": asdict(model),
-        "inference": asdict(config.inference),
-        "precision": config.train.precision,
-        "tensor_parallel_size": tp,
-        "sweep": asdict(sweep),
-        **report.as_data(first, decoded),
-    }
-    out.write_text(json.dumps(data, indent=1) + "\n")
-    text = report.tables(first, decoded)
-    head = f"{title}, commit {str(facts['commit'])[:9]}; random weights; times in ms, of the slowest rank"
-    out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
-    if shared := [m for m in first if set(RINGS) <= set(m.seconds)]:
-        report.draw(shared, out.with_suffix(".png"), title)
-    return text
+@dataclass(frozen=True)
+class _Record:
+    """Writes what one size's ranks have found so far, behind what was found `first` and `decoded` with others."""
+
+    out: Path
+    config: Config
+    sweep: Sweep
+    device: str
+    first: tuple[FirstToken, ...]
+    decoded: tuple[Decoded, ...]
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        facts = environment()
+        return facts | {"device": "cpu"} if self.device == "cpu" else facts
+
+    @property
+    def title(self) -> str:
+        config, facts = self.config, self.facts
+        tp = config.parallelism.tensor_parallel_size
+        return f"{config.model.name}, {facts['device']}, {config.train.precision}, TP {tp}, {facts['date'][:10]}"
+
+    def __call__(self, first: list[FirstToken], decoded: list[Decoded]) -> None:
+        first, decoded = [*self.first, *first], [*self.decoded, *decoded]
+        config = self.config
+        data = {
+            "what": "inference over a sharded cache: random weights, times of the slowest rank in seconds",
+            "environment": self.facts,
+            "model": asdict(config.model),
+            "inference": asdict(config.inference),
+            "precision": config.train.precision,
+            "tensor_parallel_size": config.parallelism.tensor_parallel_size,
+            "sweep": asdict(self.sweep),
+            **report.as_data(first, decoded),
+        }
+        self.out.write_text(json.dumps(data, indent=1) + "\n")
+        head = f"{self.title}, commit {str(self.facts['commit'])[:9]}; random weights; times in ms, of the slowest rank"
+        self.out.with_suffix(".md").write_text(f"{head}\n\n{report.tables(first, decoded)}\n")
 
 
 def _numbers(name: str, text: str, kind: Callable[[str], _N], least: float) -> tuple[_N, ...]:

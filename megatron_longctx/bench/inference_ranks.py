@@ -154,11 +154,16 @@ class _Rewindable(CacheLedger):
             session.ready = True
 
 
-def measure(rank: int, config: Config, sweep: Sweep) -> tuple[list[FirstToken], list[Decoded]]:
+Keep = Callable[[list[FirstToken], list[Decoded]], object]
+"""Gets all that has been found so far."""
+
+
+def measure(rank: int, config: Config, sweep: Sweep, keep: Keep) -> tuple[list[FirstToken], list[Decoded]]:
     """Everything of `sweep` with as many context-parallel ranks as `config` says; weights are random.
 
     Args:
         config: of `mcore.inference.for_inference`, with a cache of `sweep.pages`.
+        keep: told by rank 0 after every measurement, as whatever ends a long sweep must not take it along.
     """
     par = config.parallelism
     collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size)
@@ -166,7 +171,7 @@ def measure(rank: int, config: Config, sweep: Sweep) -> tuple[list[FirstToken], 
         engine = build_engine(config, collection, None)[0]
         rig = _Rig(config, sweep, engine)
         try:
-            return rig.run()
+            return rig.run(keep if rank == 0 else lambda first, decoded: None)
         finally:
             rig.release()
     finally:
@@ -190,14 +195,16 @@ class _Rig:
         judged = set(RINGS) <= set(self._modes) and not sweep.decode_only
         self._rules = [Chooser(self._figures, rule=rule) for rule in RULES] if judged else []
 
-    def run(self) -> tuple[list[FirstToken], list[Decoded]]:
+    def run(self, keep: Keep) -> tuple[list[FirstToken], list[Decoded]]:
         self._engine.warm_up()  # as a server does before it listens
-        first, decoded = [], []
+        first: list[FirstToken] = []
+        decoded: list[Decoded] = []
         for length in () if self._sweep.decode_only else self._sweep.lengths:
             session = self._engine.open()
             for cached, new in self._sweep.turns(length):
                 self._fill(session, cached)
                 first.append(self._first_token(session, new))
+                keep(first, decoded)
             session.close()
         self._engine.model.attention.randomize()  # times are those of any keys and values
         for length in self._sweep.lengths:
@@ -207,6 +214,7 @@ class _Rig:
                     sessions.append(self._engine.open())
                     self._pretend(sessions[-1], length)
                 decoded.append(self._decode(sessions, length))
+                keep(first, decoded)
             for session in sessions:
                 session.close()
         return first, decoded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,15 @@ import torch
 
 from megatron_longctx import cli
 from megatron_longctx.bench.inference import Words
-from megatron_longctx.bench.inference_ranks import RULES, Decoded, FirstToken, Sweep
+from megatron_longctx.bench.inference_ranks import RULES, Decoded, FirstToken, Sweep, measure
 from megatron_longctx.bench.inference_report import draw, percentiles, shares, tables
 from megatron_longctx.compose import compose_config
 from megatron_longctx.inference.figures import calibration_file
 from megatron_longctx.inference.ledger import CacheLedger
+from megatron_longctx.mcore.inference import for_inference
 from megatron_longctx.schedules import Costs, Workload
 from megatron_longctx.schedules.calibration import Calibration, save_calibration
+from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.topology import Cluster, Network
 
 SETTINGS = ["parallelism=cp2", "train.device=cpu", "train.precision=fp32", "model.num_layers=2", "attention.kernel=cpu"]
@@ -66,6 +69,19 @@ def test_modes_that_are_asked_for(modes: list[str], tmp_path: Path) -> None:
     assert "What the rules take" not in text and not out.with_suffix(".png").exists()
     assert f"| miss rate | {' | '.join(modes)} | pass_q / pass_kv |" in text
     assert [m["mode"] for m in data["decode"]] == ["replicated"] * 2, "decoding goes as the settings say"
+
+
+def _note(path: Path, first: list[FirstToken], decoded: list[Decoded]) -> None:
+    path.write_text(path.read_text() + f"{len(first)}{len(decoded)} ")
+
+
+def test_every_measurement_is_kept_at_once(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    told.write_text("")
+    config = for_inference(compose_config([*SETTINGS, "inference.rule=bytes", "inference.cache_tokens=512"]))
+    sweep = Sweep((40,), (1.0, 0.1), (1, 2), 1, 2, modes=("pass_q",))
+    first, decoded = run_distributed(measure, 2, config, sweep, partial(_note, told))[1]
+    assert told.read_text() == "10 20 21 22 " and (len(first), len(decoded)) == (2, 2)
 
 
 def test_decoding_alone_takes_no_calibration_and_no_prompts(cache: Path, tmp_path: Path) -> None:
