@@ -9,9 +9,10 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,7 @@ class Found:
 
 
 def run_all_reduce(where: Where, sizes: Sizes, out: Path) -> None:
-    """Measure, write JSON, and a Markdown table and a picture beside it.
+    """Measure, write JSON and a Markdown table after every size, and a picture beside them at the end.
 
     Args:
         out: a .json file.
@@ -108,37 +109,55 @@ def run_all_reduce(where: Where, sizes: Sizes, out: Path) -> None:
     """
     if out.suffix != ".json" or not out.parent.is_dir():
         raise refuse("--out", out, "a .json file in a folder that exists", "Give another file name.")
-    found: Found = start(where, measure, where, sizes)[0]
-    facts = environment()
-    if where.device == "cpu":
-        facts["device"] = "cpu"
-    library = LIBRARY["nccl" if where.device == "cuda" else "gloo"]
-    starts = report.crossovers(found.measured, library)
-    data = {
-        "what": "all-reduce: median seconds of the slowest rank, by bytes of a rank's tensor",
-        "ranks": where.ranks,
-        "environment": facts,
-        "sizes": asdict(sizes) | {"dtype": str(sizes.dtype)},
-        "from_cuda_graphs": found.graphs,
-        "measurements": [asdict(m) for m in found.measured],
-        "faster_from_bytes": starts,
-        "left_out": found.left_out,
-    }
-    out.write_text(json.dumps(data, indent=1) + "\n")
-    title = f"all-reduce of {sizes.dtype}, {where.ranks} x {facts['device']}, {facts['date'][:10]}".replace(
-        "torch.", ""
-    )
-    issued = "calls replayed from CUDA graphs" if found.graphs else "calls issued one by one"
-    head = f"{title}, commit {str(facts['commit'])[:9]}; medians in µs, of the slowest rank; {issued}"
-    text = report.tables(found, library, starts)
-    out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
-    print(text)
-    report.draw(found.measured, out.with_suffix(".png"), title)
+    record = _Record(out, where, sizes)
+    found: Found = start(where, measure, where, sizes, record)[0]
+    print(record(found))
+    report.draw(found.measured, out.with_suffix(".png"), record.title)
     logger.info("written to %s, and .md and .png beside it", out)
 
 
-def measure(rank: int, where: Where, sizes: Sizes) -> Found:
-    """Every way at every size; all ranks call it."""
+@dataclass(frozen=True)
+class _Record:
+    """Writes what has been found so far; returns the tables."""
+
+    out: Path
+    where: Where
+    sizes: Sizes
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        facts = environment()
+        return facts | {"device": "cpu"} if self.where.device == "cpu" else facts
+
+    @property
+    def title(self) -> str:
+        dtype = str(self.sizes.dtype).removeprefix("torch.")
+        return f"all-reduce of {dtype}, {self.where.ranks} x {self.facts['device']}, {self.facts['date'][:10]}"
+
+    def __call__(self, found: Found) -> str:
+        library = LIBRARY["nccl" if self.where.device == "cuda" else "gloo"]
+        starts = report.crossovers(found.measured, library)
+        data = {
+            "what": "all-reduce: median seconds of the slowest rank, by bytes of a rank's tensor",
+            "ranks": self.where.ranks,
+            "environment": self.facts,
+            "sizes": asdict(self.sizes) | {"dtype": str(self.sizes.dtype)},
+            "from_cuda_graphs": found.graphs,
+            "measurements": [asdict(m) for m in found.measured],
+            "faster_from_bytes": starts,
+            "left_out": found.left_out,
+        }
+        self.out.write_text(json.dumps(data, indent=1) + "\n")
+        issued = "calls replayed from CUDA graphs" if found.graphs else "calls issued one by one"
+        commit = str(self.facts["commit"])[:9]
+        head = f"{self.title}, commit {commit}; medians in µs, of the slowest rank; {issued}"
+        text = report.tables(found, library, starts)
+        self.out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
+        return text
+
+
+def measure(rank: int, where: Where, sizes: Sizes, keep: Callable[[Found], object]) -> Found:
+    """Every way at every size; all ranks call it. keep: told by rank 0 after every size."""
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device()) if where.device == "cuda" else torch.device("cpu")
@@ -157,6 +176,8 @@ def measure(rank: int, where: Where, sizes: Sizes) -> Found:
             seconds = _seconds(call, group, device, found.graphs)
             found.measured.append(Measured(name, size, seconds, error))
         del x, exact
+        if rank == 0:
+            keep(found)
     return found
 
 

@@ -8,9 +8,11 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,7 +88,7 @@ class Decided:
 
 
 def run_prefill(config: Config, ask: Ask, out: Path) -> None:
-    """Measure, write JSON, and a Markdown table and a picture beside it.
+    """Measure, write JSON and a Markdown table after every length, and a picture beside them at the end.
 
     Args:
         config: its tensor-parallel size is the number of ranks.
@@ -105,32 +107,56 @@ def run_prefill(config: Config, ask: Ask, out: Path) -> None:
     if tp < 2 or (cuda and tp > torch.cuda.device_count()):
         expected = f"2 to {torch.cuda.device_count()}, the GPUs here" if cuda else "2 or more"
         raise refuse("parallelism.tensor_parallel_size", tp, expected, "Reductions join two ranks at least.")
+    config = _sized(config, ask)
+    record = _Record(out, config, ask, cuda)
     found: list[Prefill]
     decided: list[Decided]
-    found, decided = start(Where(tp, "cuda" if cuda else "cpu"), measure, _sized(config, ask), ask)[0]
-    facts = environment()
-    if not cuda:
-        facts["device"] = "cpu"
-    data = {
-        "what": "time to first token by reduction: random weights, seconds of the slowest rank",
-        "environment": facts,
-        "model": asdict(config.model),
-        "tensor_parallel_size": tp,
-        "precision": config.train.precision,
-        "reduction": asdict(config.reduction) | {"output_projection": "as measured", "down_projection": "as measured"},
-        "measurements": [asdict(m) | {"median": statistics.median(m.seconds)} for m in found],
-        "auto": [asdict(each) for each in decided],
-    }
-    out.write_text(json.dumps(data, indent=1) + "\n")
-    layers = f"{config.model.name}, {config.model.num_layers} layers"
-    title = f"{layers}, TP {tp}, {facts['device']}, {config.train.precision}, {facts['date'][:10]}"
-    words = [each.said(ask.lengths, config.model.hidden_size, config.reduction.min_kib * 1024) for each in decided]
-    text = "\n".join([table(found), *([""] if decided else []), *words])
-    head = f"{title}, commit {str(facts['commit'])[:9]}; time to first token, medians in ms (of none's)"
-    out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
-    print(text)
-    draw(found, out.with_suffix(".png"), title)
+    found, decided = start(Where(tp, "cuda" if cuda else "cpu"), measure, config, ask, record)[0]
+    print(record(found, decided))
+    draw(found, out.with_suffix(".png"), record.title)
     logger.info("written to %s, and .md and .png beside it", out)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Writes what has been found so far; returns the table."""
+
+    out: Path
+    config: Config
+    ask: Ask
+    cuda: bool
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        facts = environment()
+        return facts if self.cuda else facts | {"device": "cpu"}
+
+    @property
+    def title(self) -> str:
+        config, facts = self.config, self.facts
+        layers = f"{config.model.name}, {config.model.num_layers} layers"
+        tp = config.parallelism.tensor_parallel_size
+        return f"{layers}, TP {tp}, {facts['device']}, {config.train.precision}, {facts['date'][:10]}"
+
+    def __call__(self, found: Sequence[Prefill], decided: Sequence[Decided]) -> str:
+        config, ask = self.config, self.ask
+        measured = {"output_projection": "as measured", "down_projection": "as measured"}
+        data = {
+            "what": "time to first token by reduction: random weights, seconds of the slowest rank",
+            "environment": self.facts,
+            "model": asdict(config.model),
+            "tensor_parallel_size": config.parallelism.tensor_parallel_size,
+            "precision": config.train.precision,
+            "reduction": asdict(config.reduction) | measured,
+            "measurements": [asdict(m) | {"median": statistics.median(m.seconds)} for m in found],
+            "auto": [asdict(each) for each in decided],
+        }
+        self.out.write_text(json.dumps(data, indent=1) + "\n")
+        words = [each.said(ask.lengths, config.model.hidden_size, config.reduction.min_kib * 1024) for each in decided]
+        text = "\n".join([table(found), *([""] if decided else []), *words])
+        head = f"{self.title}, commit {str(self.facts['commit'])[:9]}; time to first token, medians in ms (of none's)"
+        self.out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
+        return text
 
 
 def _sized(config: Config, ask: Ask) -> Config:
@@ -144,8 +170,12 @@ def _sized(config: Config, ask: Ask) -> Config:
     )
 
 
-def measure(rank: int, config: Config, ask: Ask) -> tuple[list[Prefill], list[Decided]]:
-    """All lengths under all reductions, and what `auto` has gone by.
+Keep = Callable[[Sequence[Prefill], Sequence[Decided]], object]
+"""Gets all that has been found so far."""
+
+
+def measure(rank: int, config: Config, ask: Ask, keep: Keep) -> tuple[list[Prefill], list[Decided]]:
+    """All lengths under all reductions, and what `auto` has gone by; `keep` is told by rank 0 after every length.
 
     In turns, so that a slow moment of the machine meets all of them, in another order each time, since what runs
     before leaves the device warmer or cooler.
@@ -157,7 +187,7 @@ def measure(rank: int, config: Config, ask: Ask) -> tuple[list[Prefill], list[De
         assert isinstance(model, CachedGPT)
         rest = (given.group_size, given.symmetric, given.min_kib, given.transport)
         policies = {name: ReductionPolicy(name, *rest) for name in ask.reductions}
-        found = []
+        found: list[Prefill] = []
         for tokens in ask.lengths:
             prompt = random.Random(tokens).choices(range(model.vocab_size), k=tokens)  # the same on every rank
             seconds: dict[str, list[float]] = {name: [] for name in policies}
@@ -167,6 +197,8 @@ def measure(rank: int, config: Config, ask: Ask) -> tuple[list[Prefill], list[De
                     model.follow(policies[name])
                     seconds[name].append(_seconds_to_first(engine, prompt, model.attention.device))
             found += [Prefill(tokens, name, values[1:]) for name, values in seconds.items()]
+            if rank == 0:
+                keep(found, ())
         if "auto" in policies:
             model.follow(policies["auto"])
         return found, [
@@ -194,7 +226,7 @@ def _seconds_to_first(engine: LongContextEngine, prompt: list[int], device: torc
     return float(took)
 
 
-def table(found: list[Prefill]) -> str:
+def table(found: Sequence[Prefill]) -> str:
     """Markdown; medians in milliseconds."""
     names = list(dict.fromkeys(m.reduction for m in found))
     rows = [["prompt tokens", *names], ["---"] * (1 + len(names))]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_longctx import cli
-from megatron_longctx.bench.all_reduce import Measured, Sizes
+from megatron_longctx.bench.all_reduce import Found, Measured, Sizes, measure
 from megatron_longctx.bench.all_reduce_report import crossovers
+from megatron_longctx.bench.command import Where
+from megatron_longctx.testing.distributed import run_distributed
 
 
 def test_it_measures_what_there_is(tmp_path: Path) -> None:
@@ -28,6 +32,18 @@ def test_it_measures_what_there_is(tmp_path: Path) -> None:
     text = out.with_suffix(".md").read_text()
     assert "| 256 KiB |" in text and "| 1 MiB |" in text and "Left out: torch symmetric memory (not all" in text
     assert out.with_suffix(".png").stat().st_size > 10_000
+
+
+def _note(path: Path, found: Found) -> None:
+    path.write_text(path.read_text() + f"{len(found.measured)} ")
+
+
+def test_every_size_is_kept_at_once(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    told.write_text("")
+    sizes = Sizes(2**16, 2**18, 4, torch.float32)
+    run_distributed(measure, 2, Where(2, "cpu"), sizes, partial(_note, told))
+    assert told.read_text() == "4 8 "
 
 
 def test_sizes_and_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_longctx import cli
-from megatron_longctx.bench.prefill import Ask, Decided, Prefill, table
+from megatron_longctx.bench.prefill import Ask, Decided, Prefill, measure, table
+from megatron_longctx.compose import compose_config
+from megatron_longctx.mcore.inference import for_inference
+from megatron_longctx.testing.distributed import run_distributed
 
 SETTINGS = ["parallelism.tensor_parallel_size=2", "train.device=cpu", "train.precision=fp32", "model.num_layers=1"]
 
@@ -24,6 +29,19 @@ def test_it_measures_every_reduction(tmp_path: Path) -> None:
     assert data["tensor_parallel_size"] == 2 and data["model"]["num_layers"] == 1 and data["auto"] == []
     assert "| 48 | " in out.with_suffix(".md").read_text()
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def _note(path: Path, found: Sequence[Prefill], decided: Sequence[Decided]) -> None:
+    path.write_text(path.read_text() + f"{len(found)} ")
+
+
+def test_every_length_is_kept_at_once(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    told.write_text("")
+    settings = [*SETTINGS, "inference.cache_tokens=128", "reduction.output_projection=int8", "attention.kernel=cpu"]
+    config = for_inference(compose_config([*settings, "reduction.down_projection=int8"]))
+    run_distributed(measure, 2, config, Ask((16, 48), ("none", "int8"), 1), partial(_note, told))
+    assert told.read_text() == "2 4 "
 
 
 def test_what_auto_has_gone_by_is_recorded(tmp_path: Path) -> None:
