@@ -70,7 +70,7 @@ def _check(acc_out: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
 
 
 def _fusable(acc_out: Tensor, out: Tensor, lse: Tensor) -> bool:
-    """What the fused kernel takes: fp32 accumulators, rows counted in 32 bits, heads whose elements lie side by side."""
+    """What the fused kernel takes: fp32 accumulators, rows numbered in 32 bits, heads with elements side by side."""
     dtypes = acc_out.dtype == lse.dtype == torch.float32 and out.dtype in _FUSED_PARTIALS
     return dtypes and few_rows(out) and acc_out.stride(-1) == 1 and out.stride(-1) == 1
 
