@@ -74,7 +74,7 @@ class FirstToken:
         taken: by rule, the mode that it takes.
         predicted: by mode, the simulator's seconds of one layer's attention.
         unseen: by mode, of one before all iterations, with numbers of tokens that come for the first time to an engine
-            that has warmed up.
+            that has warmed up; shapes that kernels plan are not met before.
     """
 
     ranks: int
@@ -196,7 +196,7 @@ class _Rig:
         self._rules = [Chooser(self._figures, rule=rule) for rule in RULES] if judged else []
 
     def run(self, keep: Keep) -> tuple[list[FirstToken], list[Decoded]]:
-        self._engine.warm_up()  # as a server does before it listens
+        self._engine.warm_up()  # as a server does, but for the shapes of its chunks: prompts are whole here
         first: list[FirstToken] = []
         decoded: list[Decoded] = []
         for length in () if self._sweep.decode_only else self._sweep.lengths:

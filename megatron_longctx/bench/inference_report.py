@@ -76,8 +76,8 @@ def tables(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> str:
     if first:
         said = (
             "Time to first token: p50 / p90 / p99; unseen: when these numbers of tokens come for the first time to an "
-            "engine that has warmed up as a server does. A rank alone passes nothing: its time stands under the first "
-            "mode."
+            "engine that has warmed up as a server does, but for shapes that kernels plan. A rank alone passes "
+            "nothing: its time stands under the first mode."
         )
         parts += [said, "", _first_table(first)]
     if rows := shares(first):

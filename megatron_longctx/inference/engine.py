@@ -65,9 +65,9 @@ class LongContextEngine:
         """Compile kernels, compute a few tokens and forget them, so that the first prompts wait for none of it, nor for
         ranks to connect.
 
-        Where a kernel plans for shapes, these are met: all that chunks of a sequence can come to, as far as the cache
-        goes. With 32 query heads of 128 on 4 ranks, in chunks of 2,048 tokens: 512 queries by 8,192, 16,384 and 32,768
-        keys.
+        Where the kernels of all ranks plan for shapes, these are met: all that chunks of a sequence can come to, as far
+        as the cache goes. With 32 query heads of 128 on 4 ranks, in chunks of 2,048 tokens: 512 queries by 8,192,
+        16,384 and 32,768 keys.
 
         Args:
             chunk: most new tokens of a sequence computed at once; `settings.prefill_chunk` by default. Without either
@@ -76,9 +76,9 @@ class LongContextEngine:
         self._attention.compile_kernels(self.ledger.page_tokens)
         most = int(min(self._most_tokens, self.ledger.slots_per_rank * self.ledger.n))
         run_prompts(self, most)
-        shapes, chunk = self._attention.shapes, chunk or self.settings.prefill_chunk
-        if shapes is not None and chunk is not None:
-            meet_shapes(self, shapes, chunk, most)
+        chunk = chunk or self.settings.prefill_chunk
+        if chunk is not None:
+            meet_shapes(self, chunk, most)
 
     def open(self, prefix_of: Session | None = None, tokens: int | None = None) -> Session:
         """A new session: empty, or with the first `tokens` tokens (default: all) of another, which may go on itself.

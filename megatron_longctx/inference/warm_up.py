@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
+from ..comm import sum_over
 from ..kernels.planned import PlannedShapes
 from .sampling import Sampling
 
@@ -32,13 +35,18 @@ def run_prompts(engine: LongContextEngine, most: int) -> None:
             session.close()
 
 
-def meet_shapes(engine: LongContextEngine, shapes: PlannedShapes, chunk: int, most: int) -> None:
-    """Chunks of prompts over a cache that is taken for filled, whatever lies there.
+def meet_shapes(engine: LongContextEngine, chunk: int, most: int) -> None:
+    """Chunks of prompts over a cache that is taken for filled, whatever lies there, where all ranks' kernels plan.
 
     Args:
         chunk: most new tokens of a sequence computed at once. most: tokens that a sequence can have.
     """
-    n = engine.ledger.n
+    attention, n = engine.model.attention, engine.ledger.n
+    shapes = attention.shapes
+    # Hosts may have different kernels, and a rank that computed these alone would wait for the others.
+    planning = sum_over(attention.group, torch.tensor(int(shapes is not None), device=attention.device))
+    if shapes is None or int(planning) < n:
+        return
     most_new = min(chunk, most) // n
     for new, cached in turns_with_all(shapes, most_new, most // n - most_new):
         session = engine.open()

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from megatron_longctx.kernels.strides import few_rows
+
 logger = logging.getLogger(__name__)
 
 _ACCUMULATORS = (torch.float32, torch.float64)
@@ -68,9 +70,9 @@ def _check(acc_out: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
 
 
 def _fusable(acc_out: Tensor, out: Tensor, lse: Tensor) -> bool:
-    """What the fused kernel takes: fp32 accumulators, and heads whose elements lie side by side."""
+    """What the fused kernel takes: fp32 accumulators, rows numbered in 32 bits, heads with elements side by side."""
     dtypes = acc_out.dtype == lse.dtype == torch.float32 and out.dtype in _FUSED_PARTIALS
-    return dtypes and acc_out.stride(-1) == 1 and out.stride(-1) == 1
+    return dtypes and few_rows(out) and acc_out.stride(-1) == 1 and out.stride(-1) == 1
 
 
 @functools.cache

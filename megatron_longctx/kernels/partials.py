@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_longctx.kernels.merge import merge_into_torch
 from megatron_longctx.kernels.no_grad import no_grad
+from megatron_longctx.kernels.strides import few_rows
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +103,7 @@ def _check(partials: Sequence[Partial]) -> None:
 def _fusable(partials: Sequence[Partial], out: Tensor) -> bool:
     """CUDA, up to fp32, heads whose elements lie side by side, heads of tokens counted in 32 bits."""
     tensors = (out, *(part.value for part in partials))
-    return out.shape[:3].numel() < 2**31 and all(
-        x.is_cuda and x.stride(-1) == 1 and x.dtype != torch.float64 for x in tensors
-    )
+    return few_rows(out) and all(x.is_cuda and x.stride(-1) == 1 and x.dtype != torch.float64 for x in tensors)
 
 
 @functools.cache

@@ -1,6 +1,9 @@
-"""Strides as the fused kernels take them."""
+"""Strides and sizes as the fused kernels take them."""
 
 from torch import Tensor
+
+_MOST_ROWS = 2048
+"""Of one program, at most."""
 
 
 def row_strides(x: Tensor) -> tuple[int, ...]:
@@ -11,3 +14,8 @@ def row_strides(x: Tensor) -> tuple[int, ...]:
     """
     sizes, strides = x.shape, x.stride()
     return tuple([strides[i] if sizes[i] > 1 else 0 for i in range(len(strides) - 1)])
+
+
+def few_rows(x: Tensor) -> bool:
+    """Whether the rows of `[s, b, h, d]` are counted in 32 bits: those that the last program has too many as well."""
+    return x.shape[:3].numel() <= 2**31 - _MOST_ROWS

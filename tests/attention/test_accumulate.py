@@ -1,5 +1,7 @@
 """Partial results coming together."""
 
+import random
+
 import pytest
 import torch
 
@@ -96,6 +98,19 @@ def test_what_is_accumulated_stays_where_nothing_is_added(tensors, monkeypatch):
         assert torch.equal(ours, whole)
         torch.testing.assert_close(ours, truth)
     assert passed == [(6, 4), (5, 4), (2, 4), (3, 4), (1, 4), (6, 3)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_are_added_in_any_order(tensors, seed):
+    """Long pieces before short ones within them, later rows before earlier ones."""
+    q, k, v = tensors
+    pieces = [(rows, slice(key, key + 1)) for key in range(6) for rows in (slice(0, key), slice(key, 6))]
+    random.Random(seed).shuffle(pieces)
+    output = MergedOutput(q)
+    for rows, columns in pieces:
+        output.add(rows.start, *block(q, k, v, rows, columns))
+    for found, expected in zip(output.finish(), block(q, k, v, slice(0, 6), slice(0, 6)), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_queries_without_keys(tensors):

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.attention.executor import ForwardPass
 from megatron_longctx.attention.pace import SETTLED, Pace
 from megatron_longctx.attention.program import programs
 from megatron_longctx.attention.replay import Replay
+from megatron_longctx.comm import BufferPool, MixedTransport, PeerTransport
 from megatron_longctx.schedules import Kind, build_plan
 from tests.attention.test_host_work import engine
 
@@ -85,3 +87,22 @@ def test_passes_are_captured_only_once_the_host_is_late(monkeypatch: pytest.Monk
         assert kind((x,))[0] is x
     with pytest.raises(AttributeError, match="post"):  # a run that is replayed is asked for its post
         kind((x,))
+
+
+@pytest.mark.parametrize(
+    ("transport", "length", "calls"),
+    [
+        (PeerTransport, 4 * 4096, SETTLED),
+        (PeerTransport, 4 * 4096 + 3, SETTLED),  # some rank has no more than 4,096
+        (PeerTransport, 4 * 4097, 2),
+        (MixedTransport, 4 * 4096, 2),
+        (None, 4 * 4096, 2),
+    ],
+)
+def test_calls_that_may_be_replayed_are_measured_once_they_have_settled(
+    transport: type | None, length: int, calls: int
+) -> None:
+    attention = ContextParallelAttention(graph_tokens=4096)
+    attention.world, cpu = 4, torch.device("cpu")
+    attention._links[cpu] = (None if transport is None else object.__new__(transport), BufferPool(cpu))
+    assert attention.warm_up_calls(length) == calls

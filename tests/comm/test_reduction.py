@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,13 +136,16 @@ def test_auto_measures_once_and_follows_its_file(tmp_path: Path) -> None:
 
 def _by_the_clock(rank: int) -> list:
     """Sums whose first call at every size takes a second more, as kernels are compiled; rank 1 is the slower one."""
-    clock, seen = [0.0], set()
+    clock, seen, largest, calls = [0.0], set(), [0.0], Counter()
     crossover.time = SimpleNamespace(perf_counter=lambda: clock[0])
 
     def way(name: str, fixed: float, per_byte: float):
         def call(x: torch.Tensor) -> None:
             clock[0] += (1 + rank) * (fixed + per_byte * x.numel() * 2) + ((name, x.numel()) not in seen)
             seen.add((name, x.numel()))
+            calls[name] += 1
+            largest[0] = max(largest[0], float(x[:64].abs().max()))
+            x[:64] *= 100  # as sums stay in it
 
         return call
 
@@ -149,16 +153,24 @@ def _by_the_clock(rank: int) -> list:
     group, cpu = dist.group.WORLD, torch.device("cpu")
     found = crossover._measure(torch.bfloat16, group, cpu, ways)
     slow = crossover._measure(torch.bfloat16, group, cpu, (way("slow", 0.2, 0.0), ways[1]))
-    return [found.from_bytes, len(found.samples), found.samples[0][1], len(slow.samples)]
+    return [
+        found.from_bytes,
+        len(found.samples),
+        found.samples[0][1],
+        len(slow.samples),
+        calls["slow"],
+        largest[0] < 50,
+    ]
 
 
 def test_first_calls_do_not_count_and_the_slowest_rank_decides() -> None:
     found = run_distributed(_by_the_clock, 2)
     assert found[0] == found[1]
-    start, sizes, plain, slow_sizes = found[0]
+    start, sizes, plain, slow_sizes, slow_calls, drawn_anew = found[0]
     assert start == 256 * KIB and sizes == len(crossover._SIZES)
     assert plain == pytest.approx(2 * (1e-5 + 16 * KIB * 1e-9))
-    assert slow_sizes == 1, "larger ones would take longer than anybody waits"
+    assert slow_sizes == 1 and slow_calls == 2, "larger ones, or more rounds, would take longer than anybody waits"
+    assert drawn_anew
 
 
 @pytest.mark.gpu

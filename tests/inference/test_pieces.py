@@ -134,3 +134,14 @@ def test_chunks_of_a_prompt_have_the_same_shapes_over_whatever_is_cached() -> No
         found |= shapes_of(4, 2048, cached, LLAMA)
     met = [shapes_of(4, 4 * new, 4 * cached, LLAMA) for new, cached in turns_with_all(LLAMA, 512, 32768)]
     assert found <= set().union(*met) == wanted
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_messages_do_not_depend_on_pieces(mode: str) -> None:
+    """Ranks whose kernels differ understand each other."""
+    differ = 0
+    for whole in (make(seed) for seed in range(12) for make in (random_batch, random_family)):
+        cut = replace(whole, shapes=SMALL)
+        differ += cut.calls != whole.calls
+        assert [step.moves for step in build(mode, cut).steps] == [step.moves for step in build(mode, whole).steps]
+    assert differ > 6

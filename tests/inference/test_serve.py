@@ -14,14 +14,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from megatron_longctx import cli
+from megatron_longctx import cli, serve
 from megatron_longctx.config import Config
 from megatron_longctx.testing.jobs import CLI, clean_environment, started
+from megatron_longctx.testing.training import changed
 
 KEY = "a-secret"
 
@@ -295,3 +297,16 @@ def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(
     (tmp_path / "broken").write_text("{% for")
     assert cli.main(["serve", run, f"inference.chat_template={tmp_path}/broken"]) == 2
     assert "broken: expected a Jinja template (line 1:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("asked", "chunk"), [(None, 2048), (512, 512)])
+def test_the_shapes_of_its_chunks_are_met_before_it_listens(asked: int | None, chunk: int) -> None:
+    class Met(Exception):
+        pass
+
+    def warm_up(chunk: int) -> None:
+        raise Met(chunk)
+
+    config = changed(Config(), {"inference.prefill_chunk": asked})
+    with pytest.raises(Met, match=f"^{chunk}$"):
+        serve._serve(SimpleNamespace(config=config), SimpleNamespace(warm_up=warm_up), None)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,15 +179,25 @@ def planned_shapes_are_met_before_the_first_prompt(engine: LongContextEngine) ->
     prompts, engines.run_prompts = engines.run_prompts, lambda *_: None  # which meet some, too
     kernel.forward = lambda q, k, v, **how: met.add((len(q), len(k), how["causal"])) or original(q, k, v, **how)  # type: ignore
     attention.shapes = shapes
+    wanted = {shape for shape in shapes.all() if shape[0] <= most_new and (shape[2] or shape[1] <= most_cached)}
+    own = engine.settings
     try:
+        for asked, chunk in ((None, n * most_new), (n * most_new, None), (None, None)):
+            engine.settings = replace(own, prefill_chunk=chunk)
+            met.clear()
+            engine.warm_up(asked)
+            ranks: list[set[tuple[int, int, bool]]] = [set()] * n
+            dist.all_gather_object(ranks, met)
+            found = set().union(*ranks)
+            assert (wanted <= found) if asked or chunk else not found
+        attention.shapes = None if dist.get_rank() == 0 else shapes  # hosts may have different kernels
+        met.clear()
         engine.warm_up(n * most_new)
-        wanted = {shape for shape in shapes.all() if shape[0] <= most_new and (shape[2] or shape[1] <= most_cached)}
+        assert not met, "some ranks alone would wait for the others"
     finally:
-        attention.shapes, engines.run_prompts = None, prompts
+        attention.shapes, engines.run_prompts, engine.settings = None, prompts, own
         del kernel.forward
-    ranks: list[set[tuple[int, int, bool]]] = [set()] * n
-    dist.all_gather_object(ranks, met)
-    assert wanted and wanted <= set().union(*ranks)
+    assert wanted
     assert engine.ledger.used_pages() == 0 and not engine.ledger.sessions
 
 

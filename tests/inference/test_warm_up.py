@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_longctx.attention.executor import Engine, ForwardPass
@@ -16,8 +19,10 @@ from megatron_longctx.comm import BufferPool, Exchange
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.inference.plan import MODES, Batch, build
+from megatron_longctx.inference.warm_up import meet_shapes
 from megatron_longctx.kernels import AttentionKernel, paged, partials
 from megatron_longctx.kernels.paged import PackedPartials, Pages
+from megatron_longctx.kernels.planned import PlannedShapes
 from megatron_longctx.kernels.warm_up import compile_decode, compile_merges
 from megatron_longctx.schedules import Kind
 from tests.kernels.test_variants import Launches, needs_compiler
@@ -151,3 +156,33 @@ def test_a_gpu_compiles_no_merge_twice() -> None:
             for out in (torch.empty_like(value), torch.empty_like(value, dtype=torch.float32)):
                 merge([partials.Partial(0, 0, value, lse)] * count, out, torch.empty_like(lse))
     assert len(compiled) == before >= 16
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    pages=st.integers(1, 12), page=st.integers(1, 9), chunk=st.integers(1, 90), positions=st.integers(1, 200),
+    cached=st.integers(0, 3),
+)  # fmt: skip
+def test_what_is_computed_beforehand_fits(pages: int, page: int, chunk: int, positions: int, cached: int) -> None:
+    """Chunks larger than the cache or the model's positions, and caches of any size; nothing stays."""
+    ledger = CacheLedger(1, pages, page)
+    shapes = PlannedShapes(least_queries=2, least_keys=2 << cached, least_pairs=8, most=32)
+    attention = SimpleNamespace(shapes=shapes, group=None, device=CPU)
+    most, met = min(positions, ledger.slots_per_rank), []
+
+    class Conversation:
+        def __init__(self) -> None:
+            self.number, self.tokens = ledger.open(), list[int]()
+
+        def append(self, tokens: list[int]) -> None:
+            assert ledger.length(self.number) == len(self.tokens) and 0 < len(tokens) <= chunk
+            assert len(self.tokens) + len(tokens) <= most
+            (turn,) = ledger.append({self.number: len(tokens)})
+            met.append((turn.new, turn.cached))
+
+        def close(self) -> None:
+            ledger.close(self.number)
+
+    engine: Any = SimpleNamespace(ledger=ledger, model=SimpleNamespace(attention=attention), open=Conversation)
+    meet_shapes(engine, chunk, most)
+    assert bool(met) == (min(chunk, most) >= 2) and not ledger.sessions

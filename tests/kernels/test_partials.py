@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_longctx.kernels import MOST_PARTIALS, Partial, merge_partials, sum_partials
+from megatron_longctx.kernels import MOST_PARTIALS, Partial, merge, merge_partials, sum_partials
+from megatron_longctx.kernels import partials as way
 
 S, B, H, D = 9, 2, 4, 8
 
@@ -112,3 +114,18 @@ def test_fused_kernel_equals_the_definition_under_the_interpreter():
 
 if __name__ == "__main__":
     compare_fused_with_torch()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fused"), [(2**31 // 32 - 64, True), (2**31 // 32 - 63, False), (2**31 // 16, False)]
+)
+def test_rows_that_32_bits_do_not_count_are_not_for_the_fused_kernels(tokens, fused):
+    """The last program's rows of no token included: a number that has become negative would pass for one."""
+
+    def on_gpu(dtype, *shape):
+        return SimpleNamespace(shape=torch.Size(shape), dtype=dtype, is_cuda=True, stride=lambda _: 1)
+
+    out, lse = on_gpu(torch.float32, tokens, 1, 32, 8), on_gpu(torch.float32, tokens, 1, 32)
+    part = SimpleNamespace(value=on_gpu(torch.bfloat16, 16, 1, 32, 8))
+    assert way._fusable([part], out) is fused
+    assert merge._fusable(out, out, lse) is fused

@@ -251,3 +251,17 @@ def test_no_variants_for_lengths_on_a_gpu(module: str, name: str) -> None:
         call(partial(torch.zeros, device="cuda"), rng)
     torch.cuda.synchronize()
     assert compiled and len(compiled) - before <= bound
+
+
+@needs_compiler
+def test_no_variants_for_strides_that_nothing_is_read_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dimension of size 1 may have any stride: as others leave it, or 1, which Triton takes for a constant."""
+    from megatron_longctx.kernels import merge_triton
+
+    launches = Launches(merge_triton._merge_kernel)
+    monkeypatch.setattr(merge_triton, "_merge_kernel", launches)
+    acc, lse = torch.zeros(8, 1, 4, D), torch.zeros(8, 1, 4)
+    for stride in (4 * D, 1, 17, 16):
+        out = torch.zeros(8 * 4 * D, dtype=BF16).as_strided((8, 1, 4, D), (4 * D, stride, D, 1))
+        merge_triton.merge_into_triton(acc, lse, out, lse)
+    assert len(launches.variants) == 1
