@@ -42,7 +42,7 @@ class CudnnKernel(AttentionKernel):
         self._no_seed: dict[torch.device, Tensor] = {}
         # ATen's own selection passes cuDNN over for a single key and, in some versions on some GPUs, refuses a single
         # query; and decoding would build a new plan for every token, since the number of keys grows by one.
-        self._unplanned = FlashKernel(deterministic=deterministic)
+        self._unplanned = FlashKernel(deterministic=deterministic, varying=varying)
 
     def why_not(self, request: KernelRequest) -> str | None:
         return first_reason(

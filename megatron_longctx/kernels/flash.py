@@ -5,11 +5,13 @@ fp16 and bf16, fewer KV heads natively, lse `(b, h, s)` fp32. About 60% of cuDNN
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from megatron_longctx.kernels.grouped_rows import as_heads, as_rows, fewer_tiles
 from megatron_longctx.kernels.interface import AttentionKernel, Block, KernelRequest
 from megatron_longctx.kernels.limits import (
     first_reason,
@@ -24,7 +26,8 @@ from megatron_longctx.kernels.views import heads_first, token_first
 
 
 class FlashKernel(AttentionKernel):
-    """`aten._scaled_dot_product_flash_attention` and its backward."""
+    """`aten._scaled_dot_product_flash_attention` and its backward; forward of `varying` blocks of few queries computes
+    the heads of a group as rows of one."""
 
     name: ClassVar[str] = "flash"
 
@@ -43,6 +46,13 @@ class FlashKernel(AttentionKernel):
         )
 
     def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        queries, kv_heads = block.q.shape[0], block.k.shape[2]
+        if self.varying and not block.causal and fewer_tiles(queries, block.q.shape[2] // kv_heads):
+            out, lse = self._attend(replace(block, q=as_rows(block.q, kv_heads)))
+            return as_heads(out, queries), as_heads(lse, queries)
+        return self._attend(block)
+
+    def _attend(self, block: Block) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             heads_first(block.q), heads_first(block.k), heads_first(block.v), 0.0, block.causal, scale=block.scale
         )
