@@ -301,10 +301,9 @@ class Mailbox:
         ready, ready_passed = self._ready[turn][step]
         for event in after:
             transport.signals.wait_event(event)
-            stream.wait_event(event)
         ready.issue(transport.signals)
         # What is waited for below, peers do once they see these flags. A graph may run both streams through one queue,
-        # in which the waiting must not come first.
+        # in which the waiting must not come first. With the flags the stream waits for all that they waited for.
         stream.wait_stream(transport.signals)
         with torch.cuda.stream(stream) if passed or receives else nullcontext():
             if step in self._outbox.awaits:
