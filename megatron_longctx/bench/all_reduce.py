@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +21,9 @@ from ..comm.peer_reduce import peer_reduction
 from ..comm.quantized import all_reduce
 from ..comm.symmetric import symmetric_memory
 from ..config import refuse
-from ..metrics.environment import environment
 from . import all_reduce_report as report
 from .command import Where, start
+from .recorded import Recorded
 from .timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -109,7 +107,7 @@ def run_all_reduce(where: Where, sizes: Sizes, out: Path) -> None:
     """
     if out.suffix != ".json" or not out.parent.is_dir():
         raise refuse("--out", out, "a .json file in a folder that exists", "Give another file name.")
-    record = _Record(out, where, sizes)
+    record = _Record(out, where.device, where.ranks, sizes)
     found: Found = start(where, measure, where, sizes, record)[0]
     print(record(found))
     report.draw(found.measured, out.with_suffix(".png"), record.title)
@@ -117,29 +115,23 @@ def run_all_reduce(where: Where, sizes: Sizes, out: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _Record(Recorded):
     """Writes what has been found so far; returns the tables."""
 
-    out: Path
-    where: Where
+    ranks: int
     sizes: Sizes
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        facts = environment()
-        return facts | {"device": "cpu"} if self.where.device == "cpu" else facts
 
     @property
     def title(self) -> str:
         dtype = str(self.sizes.dtype).removeprefix("torch.")
-        return f"all-reduce of {dtype}, {self.where.ranks} x {self.facts['device']}, {self.facts['date'][:10]}"
+        return f"all-reduce of {dtype}, {self.ranks} x {self.facts['device']}, {self.facts['date'][:10]}"
 
     def __call__(self, found: Found) -> str:
-        library = LIBRARY["nccl" if self.where.device == "cuda" else "gloo"]
+        library = LIBRARY["nccl" if self.device == "cuda" else "gloo"]
         starts = report.crossovers(found.measured, library)
         data = {
             "what": "all-reduce: median seconds of the slowest rank, by bytes of a rank's tensor",
-            "ranks": self.where.ranks,
+            "ranks": self.ranks,
             "environment": self.facts,
             "sizes": asdict(self.sizes) | {"dtype": str(self.sizes.dtype)},
             "from_cuda_graphs": found.graphs,
@@ -147,12 +139,9 @@ class _Record:
             "faster_from_bytes": starts,
             "left_out": found.left_out,
         }
-        self.out.write_text(json.dumps(data, indent=1) + "\n")
         issued = "calls replayed from CUDA graphs" if found.graphs else "calls issued one by one"
-        commit = str(self.facts["commit"])[:9]
-        head = f"{self.title}, commit {commit}; medians in µs, of the slowest rank; {issued}"
         text = report.tables(found, library, starts)
-        self.out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
+        self.write(data, f"medians in µs, of the slowest rank; {issued}", text)
         return text
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -17,11 +15,11 @@ from ..config import Config, refuse
 from ..inference.figures import calibration_file, known_figures
 from ..inference.plan import MODES
 from ..mcore.inference import for_inference
-from ..metrics.environment import environment
 from ..schedules import Workload
 from . import inference_report as report
 from .command import Where, run_calibrate, start
 from .inference_ranks import RINGS, Decoded, FirstToken, Sweep, measure
+from .recorded import Recorded
 
 logger = logging.getLogger(__name__)
 _N = TypeVar("_N", int, float)
@@ -89,7 +87,7 @@ def run_inference(config: Config, words: Words, out: Path) -> None:
     first: list[FirstToken] = []
     decoded: list[Decoded] = []
     for job, where in zip(jobs, places, strict=True):
-        record = _Record(out, job, sweep, where.device, tuple(first), tuple(decoded))
+        record = _Record(out, where.device, job, sweep, tuple(first), tuple(decoded))
         found = start(where, measure, job, sweep, record)[0]
         first += found[0]
         decoded += found[1]
@@ -100,20 +98,13 @@ def run_inference(config: Config, words: Words, out: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _Record(Recorded):
     """Writes what one size's ranks have found so far, behind what was found `first` and `decoded` with others."""
 
-    out: Path
     config: Config
     sweep: Sweep
-    device: str
     first: tuple[FirstToken, ...]
     decoded: tuple[Decoded, ...]
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        facts = environment()
-        return facts | {"device": "cpu"} if self.device == "cpu" else facts
 
     @property
     def title(self) -> str:
@@ -134,9 +125,7 @@ class _Record:
             "sweep": asdict(self.sweep),
             **report.as_data(first, decoded),
         }
-        self.out.write_text(json.dumps(data, indent=1) + "\n")
-        head = f"{self.title}, commit {str(self.facts['commit'])[:9]}; random weights; times in ms, of the slowest rank"
-        self.out.with_suffix(".md").write_text(f"{head}\n\n{report.tables(first, decoded)}\n")
+        self.write(data, "random weights; times in ms, of the slowest rank", report.tables(first, decoded))
 
 
 def _numbers(name: str, text: str, kind: Callable[[str], _N], least: float) -> tuple[_N, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import random
@@ -10,9 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +21,8 @@ from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling
 from ..mcore import groups
 from ..mcore.inference import CachedGPT, build_engine, for_inference
-from ..metrics.environment import environment
 from .command import Where, start
+from .recorded import Recorded
 
 logger = logging.getLogger(__name__)
 _COLOURS = {"none": "#000000", "int8": "#22667a", "int6": "#7a5c99", "int4": "#c0703a", "auto": "#2e7d4f"}
@@ -107,29 +104,22 @@ def run_prefill(config: Config, ask: Ask, out: Path) -> None:
     if tp < 2 or (cuda and tp > torch.cuda.device_count()):
         expected = f"2 to {torch.cuda.device_count()}, the GPUs here" if cuda else "2 or more"
         raise refuse("parallelism.tensor_parallel_size", tp, expected, "Reductions join two ranks at least.")
-    config = _sized(config, ask)
-    record = _Record(out, config, ask, cuda)
+    config, where = _sized(config, ask), Where(tp, "cuda" if cuda else "cpu")
+    record = _Record(out, where.device, config, ask)
     found: list[Prefill]
     decided: list[Decided]
-    found, decided = start(Where(tp, "cuda" if cuda else "cpu"), measure, config, ask, record)[0]
+    found, decided = start(where, measure, config, ask, record)[0]
     print(record(found, decided))
     draw(found, out.with_suffix(".png"), record.title)
     logger.info("written to %s, and .md and .png beside it", out)
 
 
 @dataclass(frozen=True)
-class _Record:
+class _Record(Recorded):
     """Writes what has been found so far; returns the table."""
 
-    out: Path
     config: Config
     ask: Ask
-    cuda: bool
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        facts = environment()
-        return facts if self.cuda else facts | {"device": "cpu"}
 
     @property
     def title(self) -> str:
@@ -151,11 +141,9 @@ class _Record:
             "measurements": [asdict(m) | {"median": statistics.median(m.seconds)} for m in found],
             "auto": [asdict(each) for each in decided],
         }
-        self.out.write_text(json.dumps(data, indent=1) + "\n")
         words = [each.said(ask.lengths, config.model.hidden_size, config.reduction.min_kib * 1024) for each in decided]
         text = "\n".join([table(found), *([""] if decided else []), *words])
-        head = f"{self.title}, commit {str(self.facts['commit'])[:9]}; time to first token, medians in ms (of none's)"
-        self.out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
+        self.write(data, "time to first token, medians in ms (of none's)", text)
         return text
 
 
