@@ -11,54 +11,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from megatron_longctx.attention.executor import Engine, ForwardPass
+from megatron_longctx.attention.executor import ForwardPass
 from megatron_longctx.attention.program import compile_program
-from megatron_longctx.comm import BufferPool, Exchange
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.inference.plan import MODES, Batch, build
 from megatron_longctx.inference.warm_up import meet_shapes
-from megatron_longctx.kernels import AttentionKernel, paged, partials
+from megatron_longctx.kernels import paged, partials
 from megatron_longctx.kernels.paged import PackedPartials, Pages
 from megatron_longctx.kernels.planned import PlannedShapes
 from megatron_longctx.kernels.warm_up import compile_decode, compile_merges
 from megatron_longctx.schedules import Kind
+from tests.attention.test_host_work import engine as over_nothing
 from tests.kernels.test_variants import Launches, needs_compiler
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, D = 8, 2, 128
-
-
-class NoMessages:
-    """A transport that moves nothing."""
-
-    def now(self) -> None:
-        return None
-
-    def start(self, sends: Any, receives: Any, after: Any = ()) -> Exchange:
-        return Exchange()
-
-    def wait(self, exchange: Exchange) -> None:
-        pass
-
-
-class NoAttention(AttentionKernel):
-    """Results that lie as flash-attn's do, and nothing in them."""
-
-    name = "none"
-
-    def why_not(self, request: Any) -> None:
-        return None
-
-    def _forward(self, block: Any) -> tuple[Tensor, Tensor]:
-        s, b, h, d = block.q.shape
-        return torch.empty(b, s, h, d, dtype=BF16).permute(1, 0, 2, 3), torch.empty(b, h, s).permute(2, 0, 1)
-
-    def _backward(self, block: Any, *_: Any) -> Any:
-        raise AssertionError("inference goes forward only")
 
 
 @pytest.fixture
@@ -75,7 +45,7 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 def prompts(cases: int) -> None:
     """One layer's attention of random prompts over random histories, on every rank."""
-    engine = Engine(NoAttention(), NoMessages(), BufferPool(CPU))  # type: ignore[arg-type]
+    engine = over_nothing()
     source = random.Random(0)
     for case in range(cases):
         n = source.randint(2, 4)
