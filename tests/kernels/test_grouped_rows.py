@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_longctx.kernels import KernelRequest, choose
+from megatron_longctx.kernels.cudnn import CudnnKernel
 from megatron_longctx.kernels.flash import FlashKernel
 from megatron_longctx.kernels.grouped_rows import as_heads, as_rows, fewer_tiles
 from megatron_longctx.kernels.interface import Block
@@ -60,6 +61,13 @@ def test_only_where_shapes_vary_and_nothing_is_masked(monkeypatch: pytest.Monkey
         out, lse = FlashKernel(varying=varying)._forward(block)
         assert torch.equal(out, q) and torch.equal(lse, q[..., 0])
     assert seen == [(5, 2, 8, 16), (20, 2, 2, 16), (5, 2, 8, 16)]
+
+
+def test_cudnn_hands_on_that_shapes_vary() -> None:
+    """What cuDNN does not plan goes to flash, and there by the same rule."""
+    for varying in (False, True):
+        unplanned = CudnnKernel(varying=varying)._unplanned
+        assert isinstance(unplanned, FlashKernel) and unplanned.varying is varying
 
 
 @pytest.mark.gpu
