@@ -214,12 +214,11 @@ def test_graphs_are_held_only_where_they_are_faster(
     monkeypatch.setattr(Run, "begun", 0)
     kind = Replay(Run, lambda run: tuple(x + 1 for x in run.inputs), torch.device("cpu"))
     kind._pace = device.pace
-    held, before = [], ()
+    held, given = [], []
     for number in range(SETTLED + 20):
-        found = kind((torch.full((3,), float(number)), torch.full((2, 2), -float(number))))
-        assert [x.unique().item() for x in found] == [number + 1, 1 - number]
-        assert [x.unique().item() for x in before] == ([number, 2 - number] if before else []), "in memory of their own"
-        before = found
+        given = [*given[-2:], kind((torch.full((3,), float(number)), torch.full((2, 2), -float(number))))]
+        values = [[x.unique().item() for x in found] for found in given]
+        assert values == [[n + 1, 1 - n] for n in range(number + 1)][-3:], "in memory of their own"
         held.append(tuple(sum(ref() is not None for ref in refs) for refs in (graphs, static)))
     assert held[:AS_IT_IS] == [(0, 0)] * AS_IT_IS
     assert held[AS_IT_IS + CAPTURED - 1 : SETTLED] == [(2, 4)] * (TIMED + 1)
