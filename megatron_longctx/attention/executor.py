@@ -80,7 +80,6 @@ class _Pass(ABC):
         self._to_send: dict[tuple[Kind, Heads], Fields] = {}
         self._outgoing: Outgoing | None = None
         self._joined: dict[tuple[Block, ...], Fields] = {}
-        self.starved = False
 
     def _find_kind(self, home: dict[Kind, Fields]) -> PassKind:
         kinds = self._engine.kinds.setdefault(self._program, {})
@@ -92,15 +91,8 @@ class _Pass(ABC):
             kinds[key] = PassKind(Shapes(own | self.results(own)))
         return kinds[key]
 
-    def run(self, begun: bool = False, idle: Callable[[], bool] | None = None) -> None:
-        """Run the program.
-
-        Args:
-            begun: its post has been told to begin already.
-            idle: says whether the device has nothing left to do on the caller's stream, which would mean that it waits
-                for the host: asked before every kernel call, and noted in `starved`. Messages that are waited for are
-                something to do.
-        """
+    def run(self, begun: bool = False) -> None:
+        """Run the program; `begun`: its post has been told to begin already."""
         transport = self._engine.transport
         if transport is None:
             for step in self._program.steps:
@@ -131,7 +123,6 @@ class _Pass(ABC):
             self._merge(arrived)
             self.settle(self._program.results_last[t])
             for call in step.calls:
-                self.starved = self.starved or (idle is not None and idle())
                 self.attend(call)
             marks.append(transport.now())
             arrived = step.receives
