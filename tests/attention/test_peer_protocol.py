@@ -179,6 +179,7 @@ class Rank:
             for turn in range(2)
         ]
         self.slots: dict[Any, memoryview] = {}
+        self.met = 0  # steps whose messages were read by the caller's stream
 
     def streams(self) -> list[Any]:
         return [self.caller, self.transport.stream, self.transport.signals, self.far.stream]
@@ -224,8 +225,15 @@ class Rank:
                 for block, place, source in step.receives
                 for field in range(len(ROWS[block.kind]))
             ]
-            after = (begin, marks[step.after]) if step.after >= 0 else (begin,)
-            exchange = post.start(t, sends, receives, after)
+            if program.waits_at_once[t] and post.meets(t):
+                for (into, _), source in zip(receives, post.meet(t, receives), strict=True):
+                    into.copy_(source)
+                post.read(t)
+                exchange, begin = None, self.caller.record_event()
+                self.met += 1
+            else:
+                after = (begin, marks[step.after]) if step.after >= 0 else (begin,)
+                exchange = post.start(t, sends, receives, after)
             if t:
                 self.check(program, t - 1, number)
             for away in (away for call in step.calls for away in call.away if away.complete):
@@ -237,7 +245,7 @@ class Rank:
             marks.append(self.caller.record_event())
         if exchange is not None:
             post.wait(exchange)
-            self.check(program, len(program.steps) - 1, number)
+        self.check(program, len(program.steps) - 1, number)
 
     @staticmethod
     def room(post: Any, name: Any, block: Block, field: int) -> Bytes:
@@ -327,4 +335,6 @@ def test_nothing_hangs_and_every_message_arrives(name: str, kind: str, monkeypat
             # The host waits for nothing, so that all passes can be issued at once.
             for number, way in enumerate((0, 1, 1, 0, 0, 1)):
                 rank.run(pairs[r][way], posts[way], number)
+        if kind == "one" and name != "all_gather":
+            assert any(rank.met for rank in ranks)
         schedule([stream for rank in ranks for stream in rank.streams()], random.Random(seed))
