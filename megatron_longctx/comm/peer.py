@@ -256,6 +256,7 @@ class Mailbox:
         ]
         self._generation = -1
         self._turn = 0
+        self._started = False  # whether the transport's streams were given anything in this pass
 
     @property
     def generation(self) -> int:
@@ -267,10 +268,13 @@ class Mailbox:
         if self._generation != self._transport.generation:
             self._prepare()
         self._turn = self._transport.begin(self._unread)
+        self._started = False
         return self._turn
 
     def join(self) -> None:
         """Let the caller's stream wait for all that was started."""
+        if not self._started:  # a capture refuses to wait for streams that have no part in it
+            return
         here = torch.cuda.current_stream(self._transport.device)
         here.wait_stream(self._transport.signals)
         here.wait_stream(self._transport.stream)
@@ -300,6 +304,7 @@ class Mailbox:
         stream = transport.stream
         if not self._outbox.sends[step] and not receives and step not in self._outbox.awaits:
             return Exchange()
+        self._started = True
         ready, ready_passed = self._ready[turn][step]
         for event in after:
             transport.signals.wait_event(event)

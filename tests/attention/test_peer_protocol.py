@@ -225,7 +225,7 @@ class Rank:
                 for block, place, source in step.receives
                 for field in range(len(ROWS[block.kind]))
             ]
-            if program.waits_at_once[t] and post.meets(t):
+            if self.meets(post, program, t):
                 for (into, _), source in zip(receives, post.meet(t, receives), strict=True):
                     into.copy_(source)
                 post.read(t)
@@ -246,6 +246,21 @@ class Rank:
         if exchange is not None:
             post.wait(exchange)
         self.check(program, len(program.steps) - 1, number)
+        if isinstance(post, PeerPost):
+            self.check_join(program, post)
+
+    def check_join(self, program: Program, post: PeerPost) -> None:
+        """A capture refuses to wait for streams that have no part in it."""
+        started = [t for t, step in enumerate(program.steps) if not self.meets(post, program, t)]
+        used = any(program.steps[t].sends or program.steps[t].receives for t in started)
+        before = len(self.caller.queue)
+        post.join()
+        assert (len(self.caller.queue) > before) == used
+
+    @staticmethod
+    def meets(post: Any, program: Program, t: int) -> bool:
+        found: bool = program.waits_at_once[t] and post.meets(t)
+        return found
 
     @staticmethod
     def room(post: Any, name: Any, block: Block, field: int) -> Bytes:
