@@ -351,7 +351,7 @@ def _run(
             return _eager(inputs, make, results)
         if not known:
             # Together: an id is only good for what is alive.
-            engine.replays[key] = (program, Replay(make, results, inputs[0].device))
+            engine.replays[key] = (program, Replay(make, results, inputs[0].device, transport.group))
         found: Tensors = engine.replays[key][1](inputs)
         return found
     except BaseException as error:

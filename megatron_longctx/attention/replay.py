@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .executor import BackwardPass, ForwardPass
-from .pace import Pace, timed_mark
+from .pace import Pace, Times, timed_mark
 
 Tensors = tuple[Tensor, ...]
 Pass = ForwardPass | BackwardPass
@@ -51,11 +52,18 @@ class Replay:
         make: the pass over given inputs.
         results: what a pass that has run gives.
         device: where it runs.
+        group: of the ranks that run it together.
     """
 
-    def __init__(self, make: Callable[[Tensors], Any], results: Callable[[Any], Tensors], device: torch.device) -> None:
+    def __init__(
+        self,
+        make: Callable[[Tensors], Any],
+        results: Callable[[Any], Tensors],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
         self._make, self._results = make, results
-        self._pace = Pace(partial(timed_mark, device))
+        self._pace = Pace(partial(timed_mark, device), partial(_of_every_rank, group))
         self._inputs: Tensors = ()
         self._captured: dict[int, _Captured] = {}  # by the half of the transport's memory in use
 
@@ -93,3 +101,11 @@ class Replay:
             results = self._results(run)
             run.post().join()
         return _Captured(graph, results, generation, run)
+
+
+def _of_every_rank(group: dist.ProcessGroup | None, times: Times) -> list[Times]:
+    if group is None:
+        return [times]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, times, group=group)
+    return found

@@ -131,8 +131,8 @@ def _helper(rank: int, kernel: str, case: Case, whole: list[dict[str, Tensor]], 
 
 
 def _many_iterations(rank: int, attention: ContextParallelAttention, schedule: str, device: torch.device) -> list[str]:
-    """Two layers with data of their own, again and again, without the host waiting for the device in between, but once:
-    for the times by which short passes over peer memory, run as they are and replayed until then, take one way.
+    """Two layers with data of their own, again and again, without the host waiting for the device in between, but once
+    for each kind of short pass over peer memory: run as it is and replayed until then, it takes one way.
 
     A block that lands in a buffer too early, or is read too late, gives one layer the other's data.
     """
@@ -156,8 +156,6 @@ def _many_iterations(rank: int, attention: ContextParallelAttention, schedule: s
                 size = before[name].float().norm().clamp_min(1e-6)
                 worst[i, j] = torch.maximum(worst[i, j], (now[name] - before[name]).float().norm() / size)
         del results, now, size
-        if iteration == SETTLED and device.type == "cuda":
-            torch.cuda.synchronize(device)
         if SETTLED + 2 < iteration <= SETTLED + 7 or iteration >= ITERATIONS - 5:
             pools = [pool.num_bytes for _, pool in attention._links.values()]
             held.append((pools, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0))
@@ -201,7 +199,7 @@ class Late:
     after = 0
     replays = None
 
-    def __init__(self, mark: Callable[[], Any]) -> None:
+    def __init__(self, *_: Any) -> None:
         self._passes = 0
 
     def run(self, replayed: Callable[[], T], eager: Callable[[], T]) -> T:
@@ -223,7 +221,7 @@ def _a_thousand_steps(rank: int) -> list[str]:
         }
         first: dict[Case, dict[str, Tensor]] = {}
         held, differ = [], torch.zeros((), dtype=torch.bool, device=device)
-        steps = STEPS if schedule == "all_gather" else STEPS // 20
+        steps = STEPS if schedule == "all_gather" else STEPS // 16
         assert steps - steps // 10 > 2 * SETTLED, "as many replays as passes before"
         for step in range(steps):
             case = cases[step % 10 == 9]

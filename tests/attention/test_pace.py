@@ -1,4 +1,4 @@
-"""Which way short passes go: both are timed in place, nobody waits, and the faster way stays."""
+"""Which way short passes go: both are timed in place, and all ranks take the faster one."""
 
 from __future__ import annotations
 
@@ -15,25 +15,32 @@ from megatron_longctx.attention.pace import SETTLED, Pace
 from megatron_longctx.attention.replay import Replay, _Captured
 from megatron_longctx.comm import BufferPool, MixedTransport, PeerTransport
 
-FIRST, TIMED, CAPTURED = 4, 8, 2
+FIRST, TIMED, CAPTURED = 8, 8, 2
 AS_IT_IS = FIRST + TIMED
 """Passes before the first replay."""
 
 
 class Device:
-    """A time line that passes move on, by so many ms each, and marks on it, of which those up to `done` are done."""
+    """A time line that passes move on, by so many ms each, and marks on it, of which those up to `done` are done.
+    others: the times of the other ranks."""
 
     def __init__(self, replayed: float, eager: float) -> None:
         self.took = {"replayed": replayed, "eager": eager}
         self.now = 0.0
         self.done = float("inf")
-        self.pace = Pace(self.mark)
+        self.others: list[tuple[float, float]] = []
+        self.asked: list[tuple[float, float]] = []
+        self.pace = Pace(self.mark, self.every)
         self.ran: list[str] = []
         self.marks: list[Mark] = []
 
     def mark(self) -> Mark:
         self.marks.append(Mark(self, self.now))
         return self.marks[-1]
+
+    def every(self, times: tuple[float, float]) -> list[tuple[float, float]]:
+        self.asked.append(times)
+        return [*self.others, times]
 
     def passes(self, count: int) -> list[str]:
         """Which way they went."""
@@ -57,11 +64,11 @@ class Mark:
     def __init__(self, device: Device, at: float) -> None:
         self._device, self._at = device, at
 
-    def query(self) -> bool:
-        return self._at <= self._device.done
+    def synchronize(self) -> None:
+        self._device.done = max(self._device.done, self._at)
 
     def elapsed_time(self, stop: Mark) -> float:
-        assert self.query() and stop.query(), "CUDA refuses this"
+        assert max(self._at, stop._at) <= self._device.done, "CUDA refuses this"
         return stop._at - self._at
 
 
@@ -123,17 +130,23 @@ def test_a_slow_pass_in_every_training_step_does_not_decide(period: int) -> None
         assert device.passes(3) == [stays] * 3
 
 
-def test_what_the_device_has_not_done_is_not_waited_for() -> None:
-    """Passes go on as replays, none of them timed, until all that was timed is done."""
+def test_the_host_waits_once_for_what_was_timed() -> None:
     device = Device(2.0, 1.0)
     device.done = 0.0
     device.passes(SETTLED)
-    device.done = device.now - 1.0  # in the last timed pass
-    marks = len(device.marks)
-    assert device.passes(50) == ["replayed"] * 50 and device.pace.replays is None
-    assert len(device.marks) == marks == 4 * TIMED
-    device.done = device.now - 80.0
-    assert device.passes(3) == ["eager"] * 3
+    assert device.done == 0.0 and not device.asked
+    device.passes(50)
+    assert device.done == SETTLED - CAPTURED - TIMED + 2 * (CAPTURED + TIMED), "the end of the last pass that was timed"
+    assert len(device.marks) == 4 * TIMED and len(device.asked) == 1
+
+
+@pytest.mark.parametrize(("other", "replays"), [((1.0, 5.0), True), ((1.0, 2.1), True), ((1.0, 2.0), False)])
+def test_ranks_take_one_way_together(other: tuple[float, float], replays: bool) -> None:
+    """Though this one's replays take longer."""
+    device = Device(2.0, 1.0)
+    device.others = [other]
+    device.passes(SETTLED + 1)
+    assert device.asked == [(2.0, 1.0)] and device.pace.replays is replays
 
 
 def test_a_kind_that_comes_rarely_stays_as_it_is() -> None:
@@ -212,7 +225,7 @@ def test_graphs_are_held_only_where_they_are_faster(
     monkeypatch.setattr(Replay, "_capture", capture)
     monkeypatch.setattr(Run, "device", device, raising=False)
     monkeypatch.setattr(Run, "begun", 0)
-    kind = Replay(Run, lambda run: tuple(x + 1 for x in run.inputs), torch.device("cpu"))
+    kind = Replay(Run, lambda run: tuple(x + 1 for x in run.inputs), torch.device("cpu"), None)
     kind._pace = device.pace
     held, given = [], []
     for number in range(SETTLED + 20):
@@ -256,7 +269,7 @@ def test_a_gpu_takes_the_faster_way_and_gives_memory_back(
 ) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     monkeypatch.setattr(Spin, "cycles", cycles)
-    kind = Replay(Spin, lambda run: (run.inputs[0] + 1,), device)
+    kind = Replay(Spin, lambda run: (run.inputs[0] + 1,), device, None)
     x, wrong = torch.ones(2**21, device=device), torch.zeros((), dtype=torch.bool, device=device)
 
     def passes(count: int) -> int:
