@@ -72,7 +72,7 @@ class FirstToken:
         ranks: context-parallel ones.
         seconds: by mode, of every iteration.
         taken: by rule, the mode that it takes.
-        predicted: by mode, the simulator's seconds of one layer's attention.
+        predicted: by mode, measured or not, the simulator's seconds of one layer's attention.
         unseen: by mode, of one before all iterations, with numbers of tokens that come for the first time to an engine
             that has warmed up; shapes that kernels plan are not met before.
     """
@@ -88,6 +88,10 @@ class FirstToken:
     @property
     def length(self) -> int:
         return self.cached + self.new
+
+    def choices(self, rule: str) -> tuple[str, ...]:
+        """The measured modes that a rule can take: of the paper's rules the two rings, of `simulate` any."""
+        return tuple(self.seconds) if rule == "simulate" else RINGS
 
 
 @dataclass
@@ -256,9 +260,9 @@ class _Rig:
         for rule, chooser in zip(RULES, self._rules, strict=False):
             decision = chooser.choose(self._chooser.latest[0])
             found.taken[rule] = decision.mode
-            if decision.seconds:  # of all modes; the other rules know the two rings only
-                found.predicted = {mode: decision.seconds[mode] for mode in RINGS}
-                found.taken[rule] = min(RINGS, key=lambda mode: found.predicted[mode])
+            if decision.seconds:  # of all modes, also of those that are not measured
+                found.predicted = decision.seconds
+                found.taken[rule] = min(self._modes, key=lambda mode: found.predicted[mode])
         medians = ", ".join(f"{mode} {sorted(s)[len(s) // 2] * 1e3:.2f} ms" for mode, s in found.seconds.items())
         self._say(f"{new:,} new tokens over {found.cached:,}: {medians}")
         return found
