@@ -72,7 +72,7 @@ class FirstToken:
         ranks: context-parallel ones.
         seconds: by mode, of every iteration.
         taken: by rule, the mode that it takes.
-        predicted: by mode, measured or not, the simulator's seconds of one layer's attention.
+        predicted: by mode, the simulator's seconds of one layer's attention.
         unseen: by mode, of one before all iterations, with numbers of tokens that come for the first time to an engine
             that has warmed up; shapes that kernels plan are not met before.
     """
@@ -197,7 +197,7 @@ class _Rig:
         self._engine = LongContextEngine(engine.model, self._ledger, self._chooser, settings)
         self._random = random.Random(0)  # the same tokens on every rank
         judged = set(RINGS) <= set(self._modes) and not sweep.decode_only
-        self._rules = [Chooser(self._figures, rule=rule) for rule in RULES] if judged else []
+        self._rules = [Chooser(self._figures, rule=rule, modes=self._modes) for rule in RULES] if judged else []
 
     def run(self, keep: Keep) -> tuple[list[FirstToken], list[Decoded]]:
         self._engine.warm_up()  # as a server does, but for the shapes of its chunks: prompts are whole here
@@ -260,9 +260,7 @@ class _Rig:
         for rule, chooser in zip(RULES, self._rules, strict=False):
             decision = chooser.choose(self._chooser.latest[0])
             found.taken[rule] = decision.mode
-            if decision.seconds:  # of all modes, also of those that are not measured
-                found.predicted = decision.seconds
-                found.taken[rule] = min(self._modes, key=lambda mode: found.predicted[mode])
+            found.predicted = decision.seconds or found.predicted
         medians = ", ".join(f"{mode} {sorted(s)[len(s) // 2] * 1e3:.2f} ms" for mode, s in found.seconds.items())
         self._say(f"{new:,} new tokens over {found.cached:,}: {medians}")
         return found
