@@ -36,7 +36,7 @@ def test_operations_of_a_ring() -> None:
 def test_operations_of_a_short_prompt_over_a_long_cache() -> None:
     """66 tokens among 131,072 on 4 ranks: the same 8 calls at most; keys in 3 exchanges, queries in 4 or in 2, whose
     results in two parts are merged before they are sent."""
-    batch = batch_with_past(4, [(131006,)], [66], page=64, pages=520)
+    batch = batch_with_past(4, [(131006,)], [66], page=64, pages=520, few=0)
     assert {mode: num_operations(build(mode, batch)) for mode in MODES} == {"pass_kv": 14, "pass_q": 17, "one_hop": 15}
 
 
