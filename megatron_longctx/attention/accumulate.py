@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import MOST_PARTIALS, Partial, merge_partials, sum_partials
+from ..kernels.moves import Pair
 from .shapes import Like
 
 _ALL = slice(None)
@@ -71,6 +72,11 @@ class _Waiting(ABC):
     def _accumulated(self, some: list[Partial]) -> Partial:
         """These brought together, over everything, in the precision of accumulation."""
 
+    def _complete(self) -> bool:
+        """Whether what is left are the result's heads, each once and as they shall be: they need only be copied."""
+        whole = self._apart and self._covered == (1 << self._like.shape[2]) - 1
+        return whole and all(part.value.dtype == self._like.dtype for part in self._waiting)
+
     def _last(self) -> list[tuple[slice, list[Partial]]]:
         """What is left to be brought together in one pass over memory each: heads of the result, and what there is of
         them, counted from the first."""
@@ -94,21 +100,37 @@ class MergedOutput(_Waiting):
     def __init__(self, q: Tensor | Like) -> None:
         super().__init__(q)
         self._merged: tuple[Tensor, Tensor] | None = None
+        self._done: tuple[Tensor, Tensor] | None = None
 
     def add(self, start: int, out: Tensor, lse: Tensor, heads: slice = _ALL, borrowed: bool = False) -> None:
         """Merge a partial of the queries `start..start+len(out)-1`; a `borrowed` one lasts until `settle`."""
         self._add(Partial(start, heads.start or 0, out, lse), borrowed)
 
     def finish(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """(out in q's dtype, lse), written to `into` if given; queries without any key give (0, -inf)."""
+        """(out in q's dtype, lse), written to `into` if given; queries without any key give (0, -inf). The same once
+        more where it was finished before."""
+        if self._done is not None:
+            return self._done
         only = self._single() if into is None else None
         if only is not None and only.lse is not None:
             return only.value, only.lse
-        q = self._like
-        out, lse = into or (torch.empty(q.shape, dtype=q.dtype, device=q.device), self._new_lse())
+        out, lse = into or self._new()
         for heads, some in self._last():
             merge_partials(some, _heads(out, heads), _heads(lse, heads))
-        return out, lse
+        self._done = out, lse
+        return self._done
+
+    def place(self) -> list[Pair]:
+        """Finish where that takes no more than copies, which it gives; else none, and nothing has happened."""
+        if self._done is not None or not self._complete() or self._single() is not None:
+            return []
+        out, lse = self._done = self._new()
+        pairs = []
+        for part in self._waiting:
+            heads = slice(part.first_head, part.last_head)
+            assert part.lse is not None
+            pairs += [(_heads(out, heads), part.value), (_heads(lse, heads), part.lse)]
+        return pairs
 
     def _accumulated(self, some: list[Partial]) -> Partial:
         if self._merged is None:
@@ -124,6 +146,10 @@ class MergedOutput(_Waiting):
         merge_partials([own, *(part._replace(start=part.start - start) for part in added)], out, lse)
         return before
 
+    def _new(self) -> tuple[Tensor, Tensor]:
+        q = self._like
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device), self._new_lse()
+
     def _new_lse(self) -> Tensor:
         """Heads before tokens in memory: the order in which kernels want it."""
         s, b, h, _ = self._like.shape
@@ -137,22 +163,35 @@ class Sum(_Waiting):
     def __init__(self, like: Tensor | Like) -> None:
         super().__init__(like)
         self._sum: Tensor | None = None
+        self._done: Tensor | None = None
 
     def add(self, start: int, part: Tensor, heads: slice = _ALL, borrowed: bool = False) -> None:
         """Add a share of the gradient of rows `start..start+len(part)-1`; a `borrowed` one lasts until `settle`."""
         self._add(Partial(start, heads.start or 0, part), borrowed)
 
     def finish(self, into: Tensor | None = None) -> Tensor:
-        """The gradient in `like`'s dtype, written to `into` if given."""
+        """The gradient in `like`'s dtype, written to `into` if given. The same once more where it was finished
+        before."""
+        if self._done is not None:
+            return self._done
         only = self._single() if into is None else None
         if only is not None:
             return only.value
-        like = self._like
-        if into is None:
-            into = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        self._done = self._new() if into is None else into
         for heads, some in self._last():
-            sum_partials(some, _heads(into, heads))
-        return into
+            sum_partials(some, _heads(self._done, heads))
+        return self._done
+
+    def place(self) -> list[Pair]:
+        """As that of `MergedOutput`."""
+        if self._done is not None or not self._complete() or self._single() is not None:
+            return []
+        self._done = self._new()
+        return [(_heads(self._done, slice(part.first_head, part.last_head)), part.value) for part in self._waiting]
+
+    def _new(self) -> Tensor:
+        like = self._like
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
     def _accumulated(self, some: list[Partial]) -> Partial:
         if self._sum is None:

@@ -52,8 +52,8 @@ class ContextParallelAttention:
         options: what the schedule may be told besides.
         deterministic: ask for kernels whose results are bit-identical from run to run.
         transport: auto, peer or p2p (see `comm.choose_transport`).
-        graph_tokens: over peer memory, calls with at most so many tokens a rank are replayed from CUDA graphs where the
-            device would else wait for the host (see `pace`).
+        graph_tokens: over peer memory, calls with at most so many tokens a rank are tried as they are and replayed from
+            CUDA graphs, and the faster way stays (see `pace`).
         kv_int8: in calls with `inference`, keys and values travel, and are attended, as 8-bit integers with a scale for
             every token and head. One rank alone sends nothing and stays exact.
         keep_received: auto, true or false: whether calls that will be differentiated keep what they have received, so
@@ -196,7 +196,8 @@ class ContextParallelAttention:
     def warm_up_calls(self, length: int) -> int:
         """Of calls over `length` tokens, forward and backward, how many come before they run as from then on.
 
-        Asked after the first of them, which knows how messages go.
+        Once the device has done these, one more call takes the way of all that follow, and lets go of what the other
+        way held. Asked after the first call, which knows how messages go.
         """
         layout = self.layout(length)
         fewest = min(layout.num_tokens(rank) for rank in range(self.world))
@@ -349,7 +350,8 @@ def _run(
         if not short or isinstance(transport, MixedTransport):
             return _eager(inputs, make, results)
         if not known:
-            engine.replays[key] = (program, Replay(make, results))  # together: an id is only good for what is alive
+            # Together: an id is only good for what is alive.
+            engine.replays[key] = (program, Replay(make, results, inputs[0].device))
         found: Tensors = engine.replays[key][1](inputs)
         return found
     except BaseException as error:

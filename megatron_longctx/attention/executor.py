@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ..comm import BufferPool, Exchange, MixedTransport, PeerTransport, Transport, WaitClock
 from ..kernels import AttentionKernel
+from ..kernels.moves import Mover, Pair
 from ..schedules import ALL_HEADS, RESULTS, Block, Heads, Kind
 from .accumulate import MergedOutput, Sum
 from .mixed_post import post_over
@@ -30,6 +32,7 @@ class PassKind:
 
     shapes: Shapes
     messages: Messages | None = None  # made when first needed
+    mover: Mover = field(default_factory=Mover)
 
 
 class Messages(NamedTuple):
@@ -76,11 +79,11 @@ class _Pass(ABC):
             del self._home[Kind.KV]  # until packed
         self._kind = self._find_kind(home)
         self._shapes = self._kind.shapes
+        self._move = self._kind.mover.move
         self._slots: Slots | None = None
         self._to_send: dict[tuple[Kind, Heads], Fields] = {}
         self._outgoing: Outgoing | None = None
         self._joined: dict[tuple[Block, ...], Fields] = {}
-        self.starved = False
 
     def _find_kind(self, home: dict[Kind, Fields]) -> PassKind:
         kinds = self._engine.kinds.setdefault(self._program, {})
@@ -92,15 +95,8 @@ class _Pass(ABC):
             kinds[key] = PassKind(Shapes(own | self.results(own)))
         return kinds[key]
 
-    def run(self, begun: bool = False, idle: Callable[[], bool] | None = None) -> None:
-        """Run the program.
-
-        Args:
-            begun: its post has been told to begin already.
-            idle: says whether the device has nothing left to do on the caller's stream, which would mean that it waits
-                for the host: asked before every kernel call, and noted in `starved`. Messages that are waited for are
-                something to do.
-        """
+    def run(self, begun: bool = False) -> None:
+        """Run the program; `begun`: its post has been told to begin already."""
         transport = self._engine.transport
         if transport is None:
             for step in self._program.steps:
@@ -109,49 +105,94 @@ class _Pass(ABC):
             return
         slots = self._slots = Slots(self._program, self._shapes, self._engine.pool)
         post, packer, routes = self._messages()
-        self._outgoing = Outgoing(self._program.outgoing, routes)
+        self._outgoing = Outgoing(self._program.outgoing, routes, self._kind.mover)
         if not begun:
             post.begin()
         # Copied before the mark that the messages wait for, never between it and the sending.
         if self._kv and self.needs_packed_kv():
             self._pack_keys(post)
-        packer.pack(0, self._own_fields, self._to_send)
+        self._move(("pack", 0), packer.pack(0, self._own_fields, self._to_send))
         packed = transport.now()
         exchange: Exchange | None = None
         arrived: tuple[Receive, ...] = ()
         marks: list[torch.cuda.Event | None] = []
+        last = len(self._program.steps) - 1
         for t, step in enumerate(self._program.steps):
             if exchange is not None:
                 self._wait(post, exchange)
-            after = (packed, marks[step.after]) if step.after >= 0 else (packed,)
-            exchange = post.start(t, self._sends(step), slots.receives(t), after)
-            if t + 1 < len(self._program.steps) and packer.pack(t + 1, self._own_fields, self._to_send):
-                packed = transport.now()
-            self._copy_own(step)
+            at_once = self._program.waits_at_once[t] and post.meets(t)
+            if not at_once:
+                after = (packed, marks[step.after]) if step.after >= 0 else (packed,)
+                exchange = post.start(t, self._sends(step), slots.receives(t), after)
+            if t < last:
+                pairs = packer.pack(t + 1, self._own_fields, self._to_send)
+                if pairs:
+                    self._move(("pack", t + 1), pairs)
+                    packed = transport.now()
             self._merge(arrived)
             self.settle(self._program.results_last[t])
+            arrived = step.receives
+            if at_once:
+                exchange = None
+                if t == last and self._program.ends_with_results:
+                    self._finish_there(post, t, step)
+                    return
+                self._pull(post, t, step)
+                packed = transport.now()  # what has come may be passed on
+            else:
+                self._move(("own", t), self._own_copies(step))
             for call in step.calls:
-                self.starved = self.starved or (idle is not None and idle())
                 self.attend(call)
             marks.append(transport.now())
-            arrived = step.receives
         self.finish_early(arrived)
         if exchange is not None:
             self._wait(post, exchange)
         self._merge(arrived)
 
+    def _pull(self, post: Post, t: int, step: ProgramStep) -> None:
+        """Receive a step's messages where nothing is computed meanwhile: all at once, and own rows with them."""
+        assert self._slots is not None
+        self._sends(step)
+        receives = self._slots.receives(t)
+        with self._waiting():
+            sources = post.meet(t, receives)
+            into = (tensor for tensor, _ in receives)
+            self._move(("pull", t), [*zip(into, sources, strict=True), *self._own_copies(step)])
+        post.read(t)
+
+    def _finish_there(self, post: Post, t: int, step: ProgramStep) -> None:
+        """Finish the results with what the last messages bring, read where the senders have it."""
+        assert self._slots is not None
+        self._sends(step)
+        with self._waiting():
+            fields = iter(post.meet(t, self._slots.receives(t)))
+            for block, place, _ in step.receives:
+                self.merge(block, tuple(next(fields) for _ in self.rows(place)))
+            self.finish()
+        post.read(t)
+
     def _wait(self, post: Post, exchange: Exchange) -> None:
+        with self._waiting():
+            post.wait(exchange)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """What the caller's stream does inside is waiting for messages, and measured as such."""
         clock = self._engine.clock
         if (
             clock is None
             or not clock.running
             or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
         ):
-            post.wait(exchange)
+            yield
             return
         clock.start()
-        post.wait(exchange)
+        yield
         clock.stop()
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Bring the results together; those that ask for them afterwards get these."""
 
     @abstractmethod
     def finish_early(self, arriving: tuple[Receive, ...]) -> None:
@@ -194,12 +235,14 @@ class _Pass(ABC):
             return [Field(self._kv)]
         return [Field((each,)) for each in self._home[kind]]
 
-    def _copy_own(self, step: ProgramStep) -> None:
-        """Put own rows among the other ranks' that are arriving."""
+    def _own_copies(self, step: ProgramStep) -> list[Pair]:
+        """The copies that put own rows among the other ranks' that are arriving."""
+        pairs: list[Pair] = []
         for source, target in step.copies:
             heads = self._shapes.heads(source.kind, source.heads)
             for own, into in zip(self._own_fields(source.kind), self.rows(target), strict=True):
-                own.write(into, source.start, source.stop, heads)
+                pairs += own.write(into, source.start, source.stop, heads)
+        return pairs
 
     @abstractmethod
     def settle(self, lasting: bool = False) -> None:
@@ -320,6 +363,10 @@ class ForwardPass(_Pass):
     def settle(self, lasting: bool = False) -> None:
         self.output.settle(lasting)
 
+    def finish(self) -> None:
+        self._move("results", self.output.place())
+        self.output.finish()
+
     def finish_early(self, arriving: tuple[Receive, ...]) -> None:
         pass
 
@@ -342,15 +389,20 @@ class BackwardPass(_Pass):
         self._kept = kept
         self.dq = Sum(home[Kind.Q_GRAD][0])
         self.dk, self.dv = (Sum(field) for field in home[Kind.KV])
-        self._dq_done: Tensor | None = None
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv), after `run`."""
-        return self.dq.finish() if self._dq_done is None else self._dq_done, self.dk.finish(), self.dv.finish()
+        return self.dq.finish(), self.dk.finish(), self.dv.finish()
+
+    def finish(self) -> None:
+        totals = self.dq, self.dk, self.dv
+        self._move("results", [pair for total in totals for pair in total.place()])
+        for total in totals:
+            total.finish()
 
     def finish_early(self, arriving: tuple[Receive, ...]) -> None:
         if not any(receive.block.kind is Kind.DQ for receive in arriving):
-            self._dq_done = self.dq.finish()
+            self.dq.finish()
 
     def attend(self, call: Call) -> None:
         q, out, grad_out, lse = self._queries_and_results(call)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.moves import Mover, Pair
 from ..schedules import Block, Kind
 from .accumulate import MergedOutput, Sum
-from .pack import copy
 from .post import Fields, Post
 from .program import Away
 from .shapes import Like, Shapes
@@ -89,8 +89,8 @@ class Outgoing:
     """The results of one pass of a program, numbered as it does in `outgoing`. Fields of a call: (out, lse), (dq) or
     (dk, dv)."""
 
-    def __init__(self, outgoing: Sequence[Block], routes: Routes) -> None:
-        self._outgoing, self._routes = outgoing, routes
+    def __init__(self, outgoing: Sequence[Block], routes: Routes, mover: Mover) -> None:
+        self._outgoing, self._routes, self._mover = outgoing, routes, mover
         self._gathered: dict[int, MergedOutput | tuple[Sum, ...]] = {}
         self._ready: dict[int, Fields] = {}
 
@@ -114,18 +114,16 @@ class Outgoing:
         """Make results ready that this call alone has computed."""
         pair = runs[0].parts[0].away.block.kind is Kind.DKV
         loose: list[_Run] = []
+        pairs: list[Pair] = []
         for run in runs:
             rooms = self._routes.rooms(run.parts[0].away.result, run.likes)
             if rooms is None:
                 loose.append(run)
                 continue
             found = tuple(rows(field, run.start, run.stop) for field in fields)
-            if pair:
-                torch.stack(found, dim=1, out=rooms[0])
-            else:
-                for room, field in zip(rooms, found, strict=True):
-                    copy(room, field)
+            pairs += zip(rooms[0].unbind(1) if pair else rooms, found, strict=True)
             self._cut(run, rooms, run.start)
+        self._mover.move(("send", runs[0].parts[0].away.result), pairs)
         if loose:  # may be sent from anywhere
             start, stop = loose[0].start, loose[-1].stop
             found = tuple(rows(field, start, stop) for field in fields)

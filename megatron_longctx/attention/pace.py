@@ -1,44 +1,88 @@
-"""Whether the host keeps ahead of the device in short passes, or has to replay them from a graph.
+"""Whether short passes run as they are or are replayed from a graph: both are timed in place, and the faster way stays.
 
-A pass as it is copies nothing, a replay copies its inputs and results but is launched at once. So passes run as they
-are, unless the device runs out of work within them: then it is the host's launches that take the time.
+A pass as it is copies nothing, but the host launches its operations one by one; a replay is launched at once, but
+copies its inputs and results. Which takes less depends on the mode, on the host and on what runs around attention.
+Whether the device has run out of work does not tell: one that waits at a flag for a slower rank looks busy.
 """
 
 from __future__ import annotations
 
 import logging
+import statistics
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
 
 logger = logging.getLogger(__name__)
 
-_FIRST = 4
-"""Passes that do not count: kernels are chosen and compiled, memory is set up."""
-_WINDOW = 16
-"""Passes that are judged together. A pass now and then may be late: after every step of a training job the host waits
-for the device."""
+T = TypeVar("T")
 
-SETTLED = _FIRST + 2 * _WINDOW
-"""Passes after which those of a steady loop go the way that they go from then on."""
+_PHASES = (
+    (4, False, False),  # kernels are chosen and compiled, memory is set up
+    (8, False, True),  # before any replay: behind replays the device has work left, which hides what launches take
+    (2, True, False),  # captured, once for each of the two memories that peers read
+    (8, True, True),
+)
+"""Passes, whether they are replayed, and whether they are timed."""
+_WAYS = tuple((replayed, timed) for passes, replayed, timed in _PHASES for _ in range(passes))
+_FASTER = 0.98
+"""Replays have to take less than so much of the time: they hold memory."""
+
+SETTLED = len(_WAYS)
+"""Passes after which all is timed. The first pass that comes when the device has done these takes one way for good."""
 
 
 class Pace:
-    """One kind of pass on one rank. `keeps`: the host has kept ahead; once it has not, this stays so."""
+    """One kind of pass on one rank.
 
-    def __init__(self) -> None:
-        self.keeps = True
-        self._passes = self._late = 0
+    All ranks count the same passes and so try the same way in the same pass. Each then takes what is faster for itself:
+    times differ little, since ranks wait for each other, and messages are the same either way.
 
-    def note(self, starved: bool) -> None:
-        """Take down a pass; `starved`: the device had nothing left to do within it."""
+    Args:
+        mark: a new timed mark on the caller's stream, with `query` and `elapsed_time` (ms) as an event's. The host
+            never waits for one.
+
+    Attributes:
+        replays: the way that was taken; None as long as both are tried.
+    """
+
+    def __init__(self, mark: Callable[[], Any]) -> None:
+        self.replays: bool | None = None
+        self._mark = mark
+        self._passes = 0
+        self._timed: dict[bool, list[tuple[Any, Any]]] = {True: [], False: []}
+
+    def run(self, replayed: Callable[[], T], eager: Callable[[], T]) -> T:
+        """One pass, by either way."""
+        if self.replays is None and self._passes >= SETTLED:
+            self._judge()
+        if self.replays is not None:
+            return replayed() if self.replays else eager()
+        way, timed = _WAYS[self._passes] if self._passes < SETTLED else (True, False)
         self._passes += 1
-        counted = self._passes - _FIRST
-        if counted <= 0:
+        start = self._mark() if timed else None
+        found = replayed() if way else eager()
+        if timed:
+            self._timed[way].append((start, self._mark()))
+        return found
+
+    def _judge(self) -> None:
+        """Take a way, if the device has done all that was timed. Medians: where the host waits for the device once in
+        every training step, the pass after that is slow in either way."""
+        if not all(stop.query() for pairs in self._timed.values() for _, stop in pairs):
             return
-        self._late += starved
-        if counted % _WINDOW == 0:
-            self.keeps = 2 * self._late < _WINDOW
-            if not self.keeps:
-                logger.debug(
-                    "in %d of %d passes of attention the device waited for the host: they are replayed from a graph",
-                    self._late, _WINDOW,
-                )  # fmt: skip
-            self._late = 0
+        took = {way: statistics.median(a.elapsed_time(b) for a, b in pairs) for way, pairs in self._timed.items()}
+        self.replays = took[True] < _FASTER * took[False]
+        self._timed.clear()
+        logger.debug(
+            "passes of attention take %.3f ms replayed from a graph, %.3f ms as they are: %s from now on",
+            took[True], took[False], "replayed" if self.replays else "as they are",
+        )  # fmt: skip
+
+
+def timed_mark(device: torch.device) -> torch.cuda.Event:
+    """A mark for `Pace` on the caller's stream."""
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from ..kernels.moves import Pair
 from ..schedules import Heads, Kind
 from .post import Fields, Post
 from .program import Program
@@ -22,40 +21,26 @@ class Field(NamedTuple):
 
     pieces: tuple[Tensor, ...]
 
-    def write(self, into: Tensor, start: int, stop: int, heads: slice) -> None:
-        """Copy some rows and heads."""
+    def write(self, into: Tensor, start: int, stop: int, heads: slice) -> list[Pair]:
+        """The copies of some rows and heads."""
+        pairs = []
         for j, piece in enumerate(self.pieces):
             source = rows(piece, start, stop).narrow(heads_dim(piece), heads.start, heads.stop - heads.start)
-            copy(into if len(self.pieces) == 1 else into.select(1, j), source)
+            pairs.append((into if len(self.pieces) == 1 else into.select(1, j), source))
+        return pairs
 
-    def write_parts(self, into: Tensor, parts: int, first: int) -> None:
-        """Copy neighbours of `parts` equal parts of the heads, from number `first` on: `[number, tokens, ...]`."""
+    def write_parts(self, into: Tensor, parts: int, first: int) -> list[Pair]:
+        """The copies of neighbours of `parts` equal parts of the heads, from number `first` on: `[number, tokens,
+        ...]`."""
+        pairs = []
         for j, piece in enumerate(self.pieces):
             dim = heads_dim(piece)
             shape, strides = list(piece.shape), piece.stride()
             shape[dim] //= parts
             step = shape[dim] * strides[dim]
             source = piece.as_strided((into.shape[0], *shape), (step, *strides), piece.storage_offset() + first * step)
-            copy(into if len(self.pieces) == 1 else into.select(2, j), source)
-
-
-def copy(into: Tensor, source: Tensor) -> None:
-    """`into.copy_(source)` of tensors of one shape and dtype, in the widest words that fit both: torch's kernel for
-    strided tensors moves an element at a time, and small ones at a third of the memory's speed."""
-    if not (into.is_contiguous() and source.is_contiguous()):
-        for word in (torch.complex128, torch.int64):
-            if word.itemsize > into.element_size() and _holds(into, word) and _holds(source, word):
-                into, source = into.view(word), source.view(word)
-                break
-    into.copy_(source)
-
-
-def _holds(tensor: Tensor, word: torch.dtype) -> bool:
-    """Whether a tensor can be seen as one of words."""
-    *strides, last = tensor.stride()
-    if last != 1 or tensor.data_ptr() % word.itemsize:
-        return False
-    return math.gcd(tensor.shape[-1], tensor.storage_offset(), *strides) % (word.itemsize // tensor.element_size()) == 0
+            pairs.append((into if len(self.pieces) == 1 else into.select(2, j), source))
+        return pairs
 
 
 class _Packed(NamedTuple):
@@ -86,19 +71,22 @@ class Packer:
         self._published = {kind: program.published(kind) for step in program.first_parts for kind, *_ in step}
         self._runs = [[self._run(*each) for each in step] for step in program.first_parts]
 
-    def pack(self, step: int, own: Callable[[Kind], Sequence[Field]], packed: dict[tuple[Kind, Heads], Fields]) -> bool:
-        """Add to `packed` what a step is the first to send. Returns whether there was any.
+    def pack(
+        self, step: int, own: Callable[[Kind], Sequence[Field]], packed: dict[tuple[Kind, Heads], Fields]
+    ) -> list[Pair]:
+        """Add to `packed` what a step is the first to send. Returns the copies that bring it there.
 
         Args:
             own: this rank's own tensors.
             packed: by kind and part of the heads, what has been packed already.
         """
         left = [run for run in self._runs[step] if (run.kind, run.heads[0]) not in packed]
+        pairs: list[Pair] = []
         for run in left:
-            found = [self._copy(run, *pair) for pair in zip(run.fields, own(run.kind), strict=True)]
+            found = [self._copy(run, *pair, pairs) for pair in zip(run.fields, own(run.kind), strict=True)]
             for heads, fields in zip(run.heads, zip(*found, strict=True), strict=True):
                 packed[run.kind, heads] = fields
-        return bool(left)
+        return pairs
 
     def _run(self, kind: Kind, parts: int, run: range) -> _Run:
         heads = tuple(Heads(part, parts) for part in run)
@@ -112,21 +100,25 @@ class Packer:
             fields.append(_Packed(names, like, whole))
         return _Run(kind, heads, tuple(fields))
 
-    def _copy(self, run: _Run, packed: _Packed, field: Field) -> Sequence[Tensor]:
-        """The parts of one field, each contiguous, in the post's rooms where it has any."""
+    def _copy(self, run: _Run, packed: _Packed, field: Field, pairs: list[Pair]) -> Sequence[Tensor]:
+        """The parts of one field, each contiguous, in the post's rooms where it has any; adds their copies."""
         names, like, whole = packed
         if run.heads[0].parts == 1:
             sent = self._published[run.kind]
             own = rows(field.pieces[0], sent.start, sent.stop)
             room = self._post.room(names[0], like.shape, like.dtype)
-            return [own.contiguous() if room is None else room.copy_(own)]
+            if room is None and own.is_contiguous():
+                return [own]
+            found = like.empty() if room is None else room
+            pairs.append((found, own))
+            return [found]
         if whole is not None:
             room = self._post.room(names[0], whole.shape, whole.dtype)
             together = whole.empty() if room is None else room
-            field.write_parts(together, run.heads[0].parts, run.heads[0].part)
+            pairs += field.write_parts(together, run.heads[0].parts, run.heads[0].part)
             return together.unbind()
         rooms = [self._post.room(name, like.shape, like.dtype) for name in names]
-        found = [like.empty() if room is None else room for room in rooms]
-        for room, heads in zip(found, run.heads, strict=True):
-            field.write(room, 0, like.shape[0], self._shapes.heads(run.kind, heads))
-        return found
+        parts = [like.empty() if room is None else room for room in rooms]
+        for part, heads in zip(parts, run.heads, strict=True):
+            pairs += field.write(part, 0, like.shape[0], self._shapes.heads(run.kind, heads))
+        return parts

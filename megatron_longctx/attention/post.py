@@ -52,6 +52,19 @@ class Post(ABC):
     def wait(self, exchange: Exchange) -> None:
         """Make the caller's stream wait until the messages are in."""
 
+    def meets(self, step: int) -> bool:
+        """Whether `meet` may be called in place of `start` and `wait`."""
+        return False
+
+    def meet(self, step: int, receives: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+        """Exchange a step's messages on the caller's stream: what this rank receives lies where the senders have it,
+        and may be read there until `read` is called."""
+        raise NotImplementedError
+
+    def read(self, step: int) -> None:
+        """What `meet` gave has been read."""
+        raise NotImplementedError
+
 
 class DirectPost(Post):
     """Point-to-point messages; tensors are sent from where they lie."""
@@ -114,6 +127,15 @@ class PeerPost(Post):
 
     def wait(self, exchange: Exchange) -> None:
         self._mailbox.wait(exchange)
+
+    def meets(self, step: int) -> bool:
+        return self._mailbox.meets(step)
+
+    def meet(self, step: int, receives: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+        return self._mailbox.meet(step, receives)
+
+    def read(self, step: int) -> None:
+        self._mailbox.read(step)
 
 
 def outbox_of(

@@ -177,6 +177,18 @@ class Program:
         return tuple(found)
 
     @cached_property
+    def waits_at_once(self) -> tuple[bool, ...]:
+        """By step, whether nothing is computed between the start of its messages and the waiting for them, nor after
+        what they wait for."""
+        return tuple(not step.calls and step.after >= t - 1 for t, step in enumerate(self.steps))
+
+    @cached_property
+    def ends_with_results(self) -> bool:
+        """Whether the last step brings nothing but results for this rank."""
+        last = self.steps[-1].receives if self.steps else ()
+        return bool(last) and all(block.kind in RESULTS and block.home == self.rank for block, _, _ in last)
+
+    @cached_property
     def results_last(self) -> tuple[bool, ...]:
         """By step, whether no slot that results came into before it is received into after it."""
         came: set[int] = set()

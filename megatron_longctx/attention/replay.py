@@ -1,18 +1,19 @@
-"""Passes over few tokens: replayed from CUDA graphs where launching their many short operations one by one takes longer
-than running them (see `pace`)."""
+"""Passes over few tokens, replayed from CUDA graphs where that is faster than launching their many short operations one
+by one (see `pace`)."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .executor import BackwardPass, ForwardPass
-from .pace import Pace
+from .pace import Pace, timed_mark
 
 Tensors = tuple[Tensor, ...]
 Pass = ForwardPass | BackwardPass
@@ -49,21 +50,29 @@ class Replay:
     Args:
         make: the pass over given inputs.
         results: what a pass that has run gives.
+        device: where it runs.
     """
 
-    def __init__(self, make: Callable[[Tensors], Any], results: Callable[[Any], Tensors]) -> None:
+    def __init__(self, make: Callable[[Tensors], Any], results: Callable[[Any], Tensors], device: torch.device) -> None:
         self._make, self._results = make, results
-        self._pace = Pace()
+        self._pace = Pace(partial(timed_mark, device))
         self._inputs: Tensors = ()
         self._captured: dict[int, _Captured] = {}  # by the half of the transport's memory in use
 
     def __call__(self, inputs: Tensors) -> Tensors:
         """The results for `inputs`, in memory of their own."""
-        if self._pace.keeps:
-            run = self._make(inputs)
-            run.run(idle=torch.cuda.current_stream(inputs[0].device).query)
-            self._pace.note(run.starved)
-            return self._results(run)
+        found = self._pace.run(partial(self._replay, inputs), partial(self._eager, inputs))
+        if self._pace.replays is False and self._inputs:
+            # CUDA frees a graph that still runs once it has ended; its memory goes to nothing that would come before.
+            self._captured, self._inputs = {}, ()
+        return found
+
+    def _eager(self, inputs: Tensors) -> Tensors:
+        run = self._make(inputs)
+        run.run()
+        return self._results(run)
+
+    def _replay(self, inputs: Tensors) -> Tensors:
         if not self._inputs:
             with torch.inference_mode(False):  # they outlive this call
                 self._inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)

@@ -256,6 +256,7 @@ class Mailbox:
         ]
         self._generation = -1
         self._turn = 0
+        self._started = False  # whether the transport's streams were given anything in this pass
 
     @property
     def generation(self) -> int:
@@ -267,10 +268,13 @@ class Mailbox:
         if self._generation != self._transport.generation:
             self._prepare()
         self._turn = self._transport.begin(self._unread)
+        self._started = False
         return self._turn
 
     def join(self) -> None:
         """Let the caller's stream wait for all that was started."""
+        if not self._started:  # a capture refuses to wait for streams that have no part in it
+            return
         here = torch.cuda.current_stream(self._transport.device)
         here.wait_stream(self._transport.signals)
         here.wait_stream(self._transport.stream)
@@ -298,6 +302,9 @@ class Mailbox:
         """
         transport, turn = self._transport, self._turn
         stream = transport.stream
+        if not self._outbox.sends[step] and not receives and step not in self._outbox.awaits:
+            return Exchange()
+        self._started = True
         ready, ready_passed = self._ready[turn][step]
         for event in after:
             transport.signals.wait_event(event)
@@ -324,6 +331,32 @@ class Mailbox:
             return Exchange(
                 arrived=stream.record_event() if receives or passed or step in self._outbox.awaits else None
             )
+
+    def meets(self, step: int) -> bool:
+        """Whether `meet` serves: nothing has to be copied or waited for before the step's messages can be read."""
+        return step not in self._outbox.awaits and not any(message.passed for message in self._outbox.sends[step])
+
+    def meet(self, step: int, receives: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+        """Hand over and wait for a step's messages on the caller's stream, where nothing is done meanwhile anyway.
+
+        Returns:
+            What `receives` are to get, where the senders have it: to be read on the caller's stream before `read`.
+        """
+        here, turn = torch.cuda.current_stream(self._transport.device), self._turn
+        come, sources, _ = self._arrivals[turn][step]
+        self._ready[turn][step][0].issue(here)
+        come.issue(here)
+        messages = dict(sources)
+        taken = dict.fromkeys(messages, 0)
+        found = []
+        for tensor, peer in receives:
+            found.append(_seen_as(messages[peer], taken[peer], tensor))
+            taken[peer] += 1
+        return found
+
+    def read(self, step: int) -> None:
+        """What `meet` gave has been read by all that the caller's stream was told so far."""
+        self._arrivals[self._turn][step][2].issue(torch.cuda.current_stream(self._transport.device))
 
     def wait(self, exchange: Exchange) -> None:
         """Make the caller's stream wait until the messages are in."""

@@ -31,6 +31,8 @@ class Box:
     def __init__(self, transport: P2PTransport, outbox: Outbox) -> None:
         self._transport, self._outbox = transport, outbox
         self._memory = torch.zeros(outbox.num_bytes, dtype=torch.uint8)
+        self._lent: list[Tensor] = []
+        self.met = 0
 
     def begin(self) -> int:
         self._memory.fill_(255)
@@ -48,6 +50,23 @@ class Box:
             place.copy_(tensor.view(-1).view(torch.uint8))
         sends = [(place, message.peer) for place, message in zip(places, messages, strict=True)]
         return self._transport.start(sends, [(tensor.view(-1).view(torch.uint8), peer) for tensor, peer in receives])
+
+    def meets(self, step: int) -> bool:
+        return step not in self._outbox.awaits and not any(message.passed for message in self._outbox.sends[step])
+
+    def meet(self, step: int, receives: Any) -> list[Tensor]:
+        """What comes lies in memory that is the senders', until `read`."""
+        assert not self._lent
+        self._lent = [torch.empty_like(tensor) for tensor, _ in receives]
+        peers = (peer for _, peer in receives)
+        self.wait(self.start(step, (), list(zip(self._lent, peers, strict=True)), ()))
+        self.met += 1
+        return list(self._lent)
+
+    def read(self, step: int) -> None:
+        for tensor in self._lent:
+            tensor.view(-1).view(torch.uint8).fill_(255)
+        self._lent = []
 
     def wait(self, exchange: Exchange) -> None:
         self._transport.wait(exchange)

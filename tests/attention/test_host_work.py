@@ -20,6 +20,7 @@ from megatron_longctx.comm import BufferPool, Exchange, Outbox, PeerTransport
 from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.inference.plan import Batch, build
 from megatron_longctx.kernels import AttentionKernel
+from megatron_longctx.kernels.moves import Mover
 from megatron_longctx.schedules import Kind, PlanOptions, build_plan, keeping
 
 CPU = torch.device("cpu")
@@ -137,6 +138,26 @@ def test_a_layer_is_few_operations(mode: tuple[str, int, int, bool], monkeypatch
     assert found.merges <= merges and found.launches <= launches and found.views <= views, found
 
 
+@pytest.mark.parametrize(("schedule", "n"), [("ulysses", 4), ("ulysses", 8), ("all_gather", 4), ("zigzag", 4)])
+def test_what_is_waited_for_at_once_is_copied_at_once(schedule: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over peer memory a layer of Ulysses packs, pulls, publishes and puts side by side in one launch each; others
+    read the results that end a pass where the senders have them."""
+    moved: list[tuple[Any, int]] = []
+    monkeypatch.setattr(Mover, "move", lambda _, key, pairs: moved.append((key, len(pairs))) if pairs else None)
+    plan, peers = build_plan(schedule, n, 64 * n), Peers()
+    pair = programs(keeping(plan) if schedule == "ulysses" else plan, 1)
+    on = Engine(NoAttention(), peers, BufferPool(CPU))
+    found = counted(lambda: (moved.clear(), attend(pair, on, 64))[1], monkeypatch)
+    forward, backward = peers.boxes
+    if schedule == "ulysses":
+        # Rank 1's parts of the heads for others lie on both sides of its own.
+        assert [pairs for _, pairs in moved] == [6, 2 * n + 1, 4, 2 * n, 2, n, 4, 2, 3 * n]
+        assert found.launches == found.merges == 0, found
+        assert forward.met == backward.met == 3 * 2, "in three layers, what comes first and what goes back last"
+    else:
+        assert (forward.met, backward.met) == (0, 3), "the results that end backward"
+
+
 PREFILLS = {
     ("pass_kv", 4): (2, 2, 25),
     ("pass_q", 4): (2, 5, 30),
@@ -172,6 +193,7 @@ class Peers(PeerTransport):
 
     def __init__(self) -> None:
         self.mailboxes = 0
+        self.boxes: list[Any] = []
 
     def now(self) -> None:  # type: ignore[override]
         return None
@@ -184,7 +206,22 @@ class Peers(PeerTransport):
             size = torch.Size(shape).numel() * dtype.itemsize
             return memory[outbox.regions[name] :][:size].view(dtype).view(shape)
 
-        return SimpleNamespace(begin=lambda: 0, region=region, start=lambda *_: Exchange(), wait=lambda _: None)
+        def meet(step: int, receives: Any) -> list[Tensor]:
+            box.met += 1
+            return [torch.empty_like(tensor) for tensor, _ in receives]
+
+        box = SimpleNamespace(
+            begin=lambda: 0,
+            region=region,
+            start=lambda *_: Exchange(),
+            wait=lambda _: None,
+            meets=lambda _: True,
+            meet=meet,
+            read=lambda _: None,
+            met=0,
+        )
+        self.boxes.append(box)
+        return box
 
 
 def test_ranks_meet_once_for_a_batch_over_peer_memory(monkeypatch: pytest.MonkeyPatch) -> None:

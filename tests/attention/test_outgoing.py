@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_longctx.attention.outgoing import Outgoing, Part, Routes
 from megatron_longctx.attention.program import Away
 from megatron_longctx.attention.shapes import Like, Shapes
+from megatron_longctx.kernels.moves import Mover
 from megatron_longctx.schedules import Block, Kind
 
 T, B, H, D = 3, 2, 4, 8
@@ -76,7 +77,7 @@ def test_what_is_sent_is_what_was_computed(kind: Kind, whole: bool, named: Seque
     outgoing, parts = call(kind, (3, 0, 1, 2), whole)
     rooms, fields = Rooms(named), computed(kind, 4)
     routes = Routes(outgoing, SHAPES, rooms)  # type: ignore[arg-type]
-    results = Outgoing(outgoing, routes)
+    results = Outgoing(outgoing, routes, Mover())
     results.add(parts, fields)
     for start, stop, away in parts:
         sent = results.take(away.result)
@@ -91,13 +92,13 @@ def test_what_is_sent_is_what_was_computed(kind: Kind, whole: bool, named: Seque
 def test_neighbours_are_copied_into_one_room() -> None:
     outgoing, parts = call(Kind.OUT, (3, 0, 1, 2), True)
     rooms = Rooms((0, 1, 2))
-    Outgoing(outgoing, Routes(outgoing, SHAPES, rooms)).add(parts, computed(Kind.OUT, 4))  # type: ignore[arg-type]
+    Outgoing(outgoing, Routes(outgoing, SHAPES, rooms), Mover()).add(parts, computed(Kind.OUT, 4))  # type: ignore[arg-type]
     assert rooms.asked == 2, "one for all outputs, one for their lse"
 
 
 def test_what_lies_right_is_sent_from_where_it_is() -> None:
     outgoing, parts = call(Kind.DQ, (3, 0, 1), True)
-    results = Outgoing(outgoing, Routes(outgoing, SHAPES, Rooms(())))  # type: ignore[arg-type]
+    results = Outgoing(outgoing, Routes(outgoing, SHAPES, Rooms(())), Mover())  # type: ignore[arg-type]
     (dq,) = (torch.randn(3 * T, B, H, D),)
     results.add(parts, (dq,))
     assert all(results.take(part.away.result)[0].data_ptr() == dq[part.start].data_ptr() for part in parts)

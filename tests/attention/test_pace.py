@@ -1,92 +1,279 @@
-"""When short passes are replayed: where the device waits for the host in most of them."""
+"""Which way short passes go: both are timed in place, nobody waits, and the faster way stays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.attention.executor import ForwardPass
 from megatron_longctx.attention.pace import SETTLED, Pace
-from megatron_longctx.attention.program import programs
-from megatron_longctx.attention.replay import Replay
+from megatron_longctx.attention.replay import Replay, _Captured
 from megatron_longctx.comm import BufferPool, MixedTransport, PeerTransport
-from megatron_longctx.schedules import Kind, build_plan
-from tests.attention.test_host_work import engine
+
+FIRST, TIMED, CAPTURED = 4, 8, 2
+AS_IT_IS = FIRST + TIMED
+"""Passes before the first replay."""
 
 
-def after(*starved: bool) -> Pace:
-    pace = Pace()
-    for each in starved:
-        pace.note(each)
-    return pace
+class Device:
+    """A time line that passes move on, by so many ms each, and marks on it, of which those up to `done` are done."""
+
+    def __init__(self, replayed: float, eager: float) -> None:
+        self.took = {"replayed": replayed, "eager": eager}
+        self.now = 0.0
+        self.done = float("inf")
+        self.pace = Pace(self.mark)
+        self.ran: list[str] = []
+        self.marks: list[Mark] = []
+
+    def mark(self) -> Mark:
+        self.marks.append(Mark(self, self.now))
+        return self.marks[-1]
+
+    def passes(self, count: int) -> list[str]:
+        """Which way they went."""
+        self.ran = []
+        for _ in range(count):
+            self.pace.run(lambda: self.work("replayed"), lambda: self.work("eager"))
+        return self.ran
+
+    def slow(self, ms: float) -> None:
+        """One pass that takes so long, whichever way it goes."""
+        usual, self.took = self.took, dict.fromkeys(self.took, ms)
+        self.passes(1)
+        self.took = usual
+
+    def work(self, way: str) -> None:
+        self.ran.append(way)
+        self.now += self.took[way]
 
 
-def test_a_host_that_keeps_ahead_keeps_its_passes() -> None:
-    assert Pace().keeps
-    assert after(*[False] * 1000).keeps
+class Mark:
+    def __init__(self, device: Device, at: float) -> None:
+        self._device, self._at = device, at
+
+    def query(self) -> bool:
+        return self._at <= self._device.done
+
+    def elapsed_time(self, stop: Mark) -> float:
+        assert self.query() and stop.query(), "CUDA refuses this"
+        return stop._at - self._at
 
 
-def test_the_first_passes_do_not_count() -> None:
-    assert after(*[True] * 4, *[False] * 16).keeps
-    assert after(*[True] * 19).keeps and not after(*[True] * 20).keeps
+@pytest.mark.parametrize(
+    ("replayed", "eager", "replays"),
+    [
+        (4.6, 4.3, False),
+        (5.3, 6.2, True),
+        (1.0, 1.0, False),
+        (0.99, 1.0, False),  # a tie, nearly
+        (0.97, 1.0, True),
+    ],
+)
+def test_the_faster_way_stays(replayed: float, eager: float, replays: bool) -> None:
+    device = Device(replayed, eager)
+    tried = device.passes(SETTLED)
+    assert tried == ["eager"] * AS_IT_IS + ["replayed"] * (CAPTURED + TIMED) and device.pace.replays is None
+    assert device.passes(1000) == ["replayed" if replays else "eager"] * 1000
+    assert device.pace.replays is replays
+    assert len(device.marks) == 4 * TIMED, "before and after each, and none once a way is taken"
 
 
-@pytest.mark.parametrize(("late", "keeps"), [(7, True), (8, False), (16, False)])
-def test_half_of_a_window_decides(late: int, keeps: bool) -> None:
-    window = [True] * late + [False] * (16 - late)
-    assert after(*[False] * 4, *window).keeps is keeps
-    assert after(*[False] * 20, *window).keeps is keeps, "also later"
+def test_a_way_that_was_taken_stays() -> None:
+    device = Device(1.0, 2.0)
+    device.passes(SETTLED + 1)
+    device.took = {"replayed": 9.0, "eager": 1.0}
+    assert device.passes(100) == ["replayed"] * 100
 
 
-def test_what_is_late_now_and_then_does_not_add_up() -> None:
-    """A step's first layer, after the host has waited for the step before."""
-    assert after(*[False] * 4, *([True] + [False] * 7) * 100).keeps
+def test_the_first_passes_and_the_first_replays_do_not_count() -> None:
+    device = Device(2.0, 1.0)
+    for _ in range(FIRST):  # compiling
+        device.slow(1000.0)
+    device.passes(TIMED)
+    assert device.ran == ["eager"] * TIMED
+    for _ in range(CAPTURED):
+        device.slow(1000.0)
+    device.passes(TIMED)
+    assert device.passes(3) == ["eager"] * 3, "else replays would seem faster than 1,000 ms"
+
+    device = Device(1.0, 2.0)
+    device.passes(AS_IT_IS)
+    for _ in range(CAPTURED):
+        device.slow(1000.0)
+    device.passes(TIMED)
+    assert device.passes(3) == ["replayed"] * 3
 
 
-def test_a_steady_loop_is_settled_in_time() -> None:
-    assert not after(*[True] * SETTLED).keeps
+@pytest.mark.parametrize("period", [3, 4, 8])
+def test_a_slow_pass_in_every_training_step_does_not_decide(period: int) -> None:
+    """The first of a step comes when the device has run dry."""
+    for replayed, eager, stays in ((1.0, 1.2, "replayed"), (1.2, 1.0, "eager")):
+        device = Device(replayed, eager)
+        for number in range(SETTLED):
+            if number % period == 0:
+                device.slow(30.0 if number < AS_IT_IS else 90.0)
+            else:
+                device.passes(1)
+        assert device.passes(3) == [stays] * 3
 
 
-@pytest.mark.parametrize("schedule", ["zigzag", "all_gather", "ulysses"])
-def test_the_device_is_asked_before_every_kernel(schedule: str) -> None:
-    """A pass is late if the device had run dry before any of its kernel calls, the last one too."""
-    program = programs(build_plan(schedule, 4, 256), 1)[0]
-    calls = sum(len(step.calls) for step in program.steps)
-    q, k = (torch.empty(64, 1, heads, 8, dtype=torch.bfloat16) for heads in (32, 16))
-    for answers in ([False] * calls, [False] * (calls - 1) + [True], [True] + [False] * (calls - 1)):
-        left = iter(answers)
-        run = ForwardPass(program, engine(), {Kind.Q: (q,), Kind.KV: (k, k)}, 1.0)
-        run.run(idle=lambda left=left: next(left))  # type: ignore[misc]
-        assert run.starved is any(answers)
-        assert run.starved or next(left, None) is None, "asked once for each"
+def test_what_the_device_has_not_done_is_not_waited_for() -> None:
+    """Passes go on as replays, none of them timed, until all that was timed is done."""
+    device = Device(2.0, 1.0)
+    device.done = 0.0
+    device.passes(SETTLED)
+    device.done = device.now - 1.0  # in the last timed pass
+    marks = len(device.marks)
+    assert device.passes(50) == ["replayed"] * 50 and device.pace.replays is None
+    assert len(device.marks) == marks == 4 * TIMED
+    device.done = device.now - 80.0
+    assert device.passes(3) == ["eager"] * 3
+
+
+def test_a_kind_that_comes_rarely_stays_as_it_is() -> None:
+    device = Device(1.0, 2.0)
+    assert device.passes(AS_IT_IS) == ["eager"] * AS_IT_IS and device.pace.replays is None
+
+
+def test_what_a_pass_gives_is_given_on() -> None:
+    pace = Device(1.0, 2.0).pace
+    given = [pace.run(lambda: "replayed", lambda: "eager") for _ in range(SETTLED + 1)]
+    assert given == ["eager"] * AS_IT_IS + ["replayed"] * (CAPTURED + TIMED) + ["eager"], "no time has passed"
+
+
+def test_a_pass_that_fails_is_not_timed() -> None:
+    device = Device(1.0, 2.0)
+    device.passes(AS_IT_IS - 1)
+
+    def fails() -> Any:
+        raise ValueError("no memory")
+
+    with pytest.raises(ValueError, match="no memory"):
+        device.pace.run(fails, fails)
+    device.passes(CAPTURED + TIMED)
+    assert device.passes(3) == ["replayed"] * 3
 
 
 class Run:
-    """A pass in which the device waits or does not."""
+    """A pass that adds one; the memories that peers read take turns."""
 
-    def __init__(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        self.inputs, self.starved = inputs, False
+    device: Device
+    begun = 0
 
-    def run(self, begun: bool = False, idle: Callable[[], bool] | None = None) -> None:
-        self.starved = idle is not None and idle()
+    def __init__(self, inputs: tuple[Tensor, ...]) -> None:
+        self.inputs = inputs
+
+    def run(self) -> None:
+        self.begin()
+        self.device.work("eager")
+
+    def post(self) -> Any:
+        return SimpleNamespace(begin=self.begin, generation=0)
+
+    @staticmethod
+    def begin() -> int:
+        Run.begun += 1
+        return Run.begun % 2
 
 
-def test_passes_are_captured_only_once_the_host_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    dry = False
-    stream = type("Stream", (), {"query": lambda self: dry})()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    kind = Replay(Run, lambda run: run.inputs)
-    x = torch.ones(3)
-    for _ in range(100):
-        assert kind((x,))[0] is x
-    dry = True
-    for _ in range(16):
-        assert kind((x,))[0] is x
-    with pytest.raises(AttributeError, match="post"):  # a run that is replayed is asked for its post
-        kind((x,))
+class Graph:
+    """In the place of a graph of a `Run`, with results in memory of its own."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.results = run, tuple(torch.empty_like(x) for x in run.inputs)
+
+    def replay(self) -> None:
+        self.run.device.work("replayed")
+        for x, result in zip(self.run.inputs, self.results, strict=True):
+            torch.add(x, 1, out=result)
+
+
+@pytest.mark.parametrize(("replayed", "stays"), [(1.0, True), (3.0, False)])
+def test_graphs_are_held_only_where_they_are_faster(
+    replayed: float, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And results are right before, meanwhile and after."""
+    device = Device(replayed, eager=2.0)
+    graphs: list[weakref.ref[Graph]] = []
+    static: list[weakref.ref[Tensor]] = []
+
+    def capture(self: Replay, run: Run, generation: int) -> _Captured:
+        graph = Graph(run)
+        graphs.append(weakref.ref(graph))
+        static.extend(weakref.ref(x) for x in run.inputs)
+        return _Captured(graph, graph.results, generation, run)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Replay, "_capture", capture)
+    monkeypatch.setattr(Run, "device", device, raising=False)
+    monkeypatch.setattr(Run, "begun", 0)
+    kind = Replay(Run, lambda run: tuple(x + 1 for x in run.inputs), torch.device("cpu"))
+    kind._pace = device.pace
+    held, given = [], []
+    for number in range(SETTLED + 20):
+        given = [*given[-2:], kind((torch.full((3,), float(number)), torch.full((2, 2), -float(number))))]
+        values = [[x.unique().item() for x in found] for found in given]
+        assert values == [[n + 1, 1 - n] for n in range(number + 1)][-3:], "in memory of their own"
+        held.append(tuple(sum(ref() is not None for ref in refs) for refs in (graphs, static)))
+    assert held[:AS_IT_IS] == [(0, 0)] * AS_IT_IS
+    assert held[AS_IT_IS + CAPTURED - 1 : SETTLED] == [(2, 4)] * (TIMED + 1)
+    assert held[SETTLED:] == [(2, 4) if stays else (0, 0)] * 20
+    assert len(graphs) == 2 and Run.begun == SETTLED + 20, "the memories took turns in every pass, either way"
+
+
+class Spin:
+    """A pass that keeps a GPU busy for so many cycles: as it is, and captured. It is its own post."""
+
+    cycles = (0, 0)
+    generation = 0
+
+    def __init__(self, inputs: tuple[Tensor, ...]) -> None:
+        self.inputs = inputs
+
+    def run(self, begun: bool = False) -> None:
+        torch.cuda._sleep(self.cycles[begun])  # type: ignore[no-untyped-call]
+
+    def post(self) -> Spin:
+        return self
+
+    def begin(self) -> int:
+        return 0
+
+    def join(self) -> None:
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("cycles", "stays"), [((10**7, 10**5), True), ((10**5, 10**7), False)])
+def test_a_gpu_takes_the_faster_way_and_gives_memory_back(
+    cycles: tuple[int, int], stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    monkeypatch.setattr(Spin, "cycles", cycles)
+    kind = Replay(Spin, lambda run: (run.inputs[0] + 1,), device)
+    x, wrong = torch.ones(2**21, device=device), torch.zeros((), dtype=torch.bool, device=device)
+
+    def passes(count: int) -> int:
+        """Bytes held afterwards; the host waits for the device only then."""
+        nonlocal x
+        for _ in range(count):
+            (found,) = kind((x,))
+            wrong.logical_or_((found != x + 1).any())
+            x = found
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+
+    before = passes(AS_IT_IS)
+    assert passes(CAPTURED + TIMED) >= before + 2 * x.nbytes, "inputs and results of the graph"
+    after = passes(1)
+    assert kind._pace.replays is stays and not wrong.item()
+    assert (after >= before + 2 * x.nbytes) if stays else (after < before + x.nbytes)
 
 
 @pytest.mark.parametrize(
