@@ -27,6 +27,7 @@ from ..schedules.calibration import Calibration
 from ..schedules.cost import BACKWARD_FLOPS, GIB, Costs, KernelSample, MessageSample, Workload
 from ..topology import Cluster, Device, to_cluster
 from ..topology.measure import measure_links
+from .calibrate_host import host_operation_seconds
 from .timing import median_seconds, powers_of_two
 
 _CUDA_MESSAGES = (2**16, 2**18, 2**20, 2**22, 2**23, 2**24, 2**25, 2**26, 2**27)
@@ -75,8 +76,14 @@ def calibrate(
     links = chosen_links.messages if isinstance(chosen_links, MixedTransport) else chosen_links
     messages, message_s = _messages(links)
     costs = kernel_costs(group, device, workload, kernel, effort)
-    blocking = _blocking(links, workload, chosen) if device.type == "cuda" else 0.0
-    costs = replace(costs, message_s=message_s, messages=messages, blocking=blocking)
+    costs = replace(costs, message_s=message_s, messages=messages)
+    if device.type == "cuda":  # a CPU attends itself, and its calls and messages are timed with what issuing them takes
+        varying = choose(kernel, replace(_request(workload, device), varying=True))
+        costs = replace(
+            costs,
+            blocking=_blocking(links, workload, chosen),
+            host_operation_s=host_operation_seconds(chosen_links, varying, workload, _DTYPES[workload.element_bytes]),
+        )
     facts, name = environment(), transport_name(chosen_links)
     return Calibration(str(facts["device"]), chosen.name, name, cluster, replace(workload, batch=1), costs, facts)
 

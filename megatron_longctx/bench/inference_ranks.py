@@ -89,6 +89,10 @@ class FirstToken:
     def length(self) -> int:
         return self.cached + self.new
 
+    def choices(self, rule: str) -> tuple[str, ...]:
+        """The measured modes that a rule can take: of the paper's rules the two rings, of `simulate` any."""
+        return tuple(self.seconds) if rule == "simulate" else RINGS
+
 
 @dataclass
 class Decoded:
@@ -193,7 +197,7 @@ class _Rig:
         self._engine = LongContextEngine(engine.model, self._ledger, self._chooser, settings)
         self._random = random.Random(0)  # the same tokens on every rank
         judged = set(RINGS) <= set(self._modes) and not sweep.decode_only
-        self._rules = [Chooser(self._figures, rule=rule) for rule in RULES] if judged else []
+        self._rules = [Chooser(self._figures, rule=rule, modes=self._modes) for rule in RULES] if judged else []
 
     def run(self, keep: Keep) -> tuple[list[FirstToken], list[Decoded]]:
         self._engine.warm_up()  # as a server does, but for the shapes of its chunks: prompts are whole here
@@ -256,9 +260,7 @@ class _Rig:
         for rule, chooser in zip(RULES, self._rules, strict=False):
             decision = chooser.choose(self._chooser.latest[0])
             found.taken[rule] = decision.mode
-            if decision.seconds:  # of all modes; the other rules know the two rings only
-                found.predicted = {mode: decision.seconds[mode] for mode in RINGS}
-                found.taken[rule] = min(RINGS, key=lambda mode: found.predicted[mode])
+            found.predicted = decision.seconds or found.predicted
         medians = ", ".join(f"{mode} {sorted(s)[len(s) // 2] * 1e3:.2f} ms" for mode, s in found.seconds.items())
         self._say(f"{new:,} new tokens over {found.cached:,}: {medians}")
         return found

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..config import CACHE_RULES, refuse
-from ..schedules import Costs, Workload
+from ..schedules import Attend, Costs, Workload
+from ..schedules.host import Host
 from ..schedules.simulate import simulate
 from ..topology import Cluster
+from .pieces import pieces
 from .plan import MODES, Batch, build
 
 logger = logging.getLogger(__name__)
@@ -92,16 +95,20 @@ class Chooser:
     Args:
         mode: `auto`, or the one to take always.
         rule: what `auto` goes by; itself `auto` for `simulate` where the links are known, else `bytes`.
+        modes: those that `simulate` chooses between.
 
     Raises:
         ValueError: an unknown mode or rule, or one that the figures do not serve.
     """
 
-    def __init__(self, figures: Figures, mode: str = "auto", rule: str = "auto") -> None:
+    def __init__(
+        self, figures: Figures, mode: str = "auto", rule: str = "auto", modes: Sequence[str] = tuple(MODES)
+    ) -> None:
         for key, value, allowed in (("mode", mode, ("auto", *MODES)), ("rule", rule, CACHE_RULES)):
             if value not in allowed:
                 raise refuse(f"inference.{key}", value, "one of " + ", ".join(allowed), "Choose one of these.")
         self._figures = figures
+        self._modes = modes
         self.mode = mode
         self._rule = rule if rule != "auto" else "simulate" if figures.cluster is not None else "bytes"
         if mode == "auto" and self._rule in ("simulate", "algorithm_1", "algorithm_5"):
@@ -128,20 +135,38 @@ class Chooser:
         if self.mode != "auto":
             return Decision(self.mode, f"inference.mode={self.mode}", *facts)
         if self._rule == "simulate":
-            seconds = self._simulated(batch)
-            return Decision(min(seconds, key=lambda mode: seconds[mode]), "simulation", *facts, seconds=seconds)
+            mode, seconds = self._simulated(batch)
+            return Decision(mode, "simulation", *facts, seconds=seconds)
         passes_kv, inputs = _RULES[self._rule](batch.new, batch.cached, batch.n, self._figures)
         # The rules compare the two rings; where queries are single tokens their hops are all there is to save.
         mode = "pass_kv" if passes_kv else "one_hop" if is_decode else "pass_q"
         return Decision(mode, self._rule, *facts, inputs=inputs)
 
-    def _simulated(self, batch: Batch) -> dict[str, float]:
-        """Of whole calls: every mode cuts the same ones alike, and pieces would be priced as merging one by one in the
-        modes that merge at home, as copied in those that merge before they send."""
-        figures = self._figures
-        cluster = figures._cluster
-        batch = replace(batch, shapes=None) if batch.shapes is not None else batch
-        return {mode: simulate(build(mode, batch), cluster, figures.workload, figures.costs).seconds for mode in MODES}
+    def _simulated(self, batch: Batch) -> tuple[str, dict[str, float]]:
+        """The mode, and the seconds of all, with what their hosts take.
+
+        Of whole calls: every mode cuts the same ones alike, and pieces would be priced as merging one by one in the
+        modes that merge at home, as copied in those that merge before they send. The host issues the pieces.
+
+        A host's pace is known roughly: of modes within one of its operations of the fastest, the one that would be
+        fastest if the device never waited for it.
+        """
+        figures, shapes = self._figures, batch.shapes
+        cluster, costs = figures._cluster, figures._costs
+        batch = replace(batch, shapes=None) if shapes is not None else batch
+
+        def calls(attend: Attend) -> int:
+            return sum(1 for _ in pieces(attend.num_queries, attend.num_keys, attend.causal, shapes))
+
+        def seconds_of(mode: str, host: Host | None) -> float:
+            return simulate(build(mode, batch), cluster, figures.workload, costs, host=host).seconds
+
+        operation_s = costs.host_operation_s
+        seconds = {mode: seconds_of(mode, Host(operation_s, calls) if operation_s else None) for mode in self._modes}
+        close = [mode for mode in seconds if seconds[mode] <= min(seconds.values()) + operation_s]
+        if operation_s and len(close) > 1:
+            return min(close, key=lambda mode: seconds_of(mode, None)), seconds
+        return min(close, key=lambda mode: seconds[mode]), seconds
 
 
 def bytes_rule(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:

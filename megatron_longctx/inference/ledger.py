@@ -5,16 +5,14 @@ Every rank keeps the books of all ranks, so that sizes and places are known ever
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from ..config import refuse
-from ..layout import zigzag as zigzag_of_any_length
+from ..layout import Layout
 from .pages import PagePool
-
-zigzag = functools.lru_cache(maxsize=64)(zigzag_of_any_length)  # a decode asks for that of 1 token, over and over
+from .shares import FEW, shares_of
 
 
 class CacheFull(ValueError):
@@ -128,7 +126,7 @@ class Turn:
         session: whose.
         cached: tokens it had before, at positions `0..cached-1`; the new ones follow.
         new: how many.
-        shares: which share of the zigzag layout of the new tokens each rank has.
+        layout: how the new tokens are cut into shares, and `shares` which of them each rank has.
         cached_runs, new_runs: per rank, the slots of its cache that hold them, in the order of their positions.
         positions: per rank, those of its cached tokens, in the order of `cached_runs`.
     """
@@ -136,6 +134,7 @@ class Turn:
     session: int
     cached: int
     new: int
+    layout: Layout
     shares: tuple[int, ...]
     cached_runs: tuple[tuple[range, ...], ...]
     new_runs: tuple[tuple[range, ...], ...]
@@ -143,7 +142,7 @@ class Turn:
 
     def new_spans(self, rank: int) -> tuple[range, ...]:
         """Which of the new tokens, counted from 0, `rank` has."""
-        return tuple(span for span in zigzag(len(self.shares), self.new).spans[self.shares[rank]] if span)
+        return tuple(span for span in self.layout.spans[self.shares[rank]] if span)
 
     def num_new(self, rank: int) -> int:
         return sum(map(len, self.new_spans(rank)))
@@ -152,27 +151,30 @@ class Turn:
 class CacheLedger:
     """Pages of all sessions on all ranks.
 
-    New tokens are cut for equal causal work (zigzag); the larger shares go to the ranks that hold less of the session,
-    and where they hold the same, round robin from rank `session mod n` on. So a session's tokens are even over the
-    ranks to 2 tokens whatever its history, and a decoded token t of session b lies on rank (b + t) mod n.
+    New tokens are cut into shares (`shares_of`); the larger ones go to the ranks that hold less of the session, and
+    where they hold the same, round robin from rank `session mod n` on. So a session's tokens are even over the ranks
+    to 2 tokens whatever its history, and a decoded token t of session b lies on rank (b + t) mod n.
 
     Sessions with a common beginning share its pages (`fork`), which are counted once and freed by the last that holds
     them. Only full pages are shared and only the sole holder writes into a page: of each rank's last page a fork gets
     a copy. A fork goes on as its source would have, so places depend on the history of the tokens alone. Forked within
-    a turn of T tokens it may be uneven by `ceil(T / 2n)` tokens more than before; later turns never add to that.
+    a turn of T tokens it may be uneven by `ceil(T / 2n)` tokens more than before (`ceil(T / n)` where shares are single
+    stretches); later turns never add to that.
 
     Args:
         n: ranks of the context-parallel group.
         pages_per_rank, page_tokens: size of each rank's cache.
+        few: new tokens a rank up to which shares are single stretches.
     """
 
-    def __init__(self, n: int, pages_per_rank: int, page_tokens: int) -> None:
+    def __init__(self, n: int, pages_per_rank: int, page_tokens: int, few: int = FEW) -> None:
         for name, value in (("n", n), ("pages_per_rank", pages_per_rank), ("page_tokens", page_tokens)):
             if value < 1:
                 raise refuse(name, value, "1 or more", f"Raise {name}.")
         self.n = n
         self.page_tokens = page_tokens
         self.pages_per_rank = pages_per_rank
+        self._few = few
         self._pools = [PagePool(pages_per_rank) for _ in range(n)]
         self._sessions: dict[int, _Session] = {}
         self._opened = 0
@@ -276,7 +278,7 @@ class CacheLedger:
             if count < 1:
                 raise refuse("new tokens", count, "1 or more", "Give the session some tokens.")
             shares[session] = self._shares(session, count)
-            sizes = [zigzag(self.n, count).num_tokens(share) for share in shares[session]]
+            sizes = [shares_of(self.n, count, self._few).num_tokens(share) for share in shares[session]]
             for rank, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
                 need[rank] += self._pages(shard.tokens + size) - len(shard.pages)
         for rank, pages in enumerate(need):
@@ -328,7 +330,7 @@ class CacheLedger:
 
     def _shares(self, session: int, count: int) -> tuple[int, ...]:
         """Larger shares to ranks that hold less."""
-        layout = zigzag(self.n, count)
+        layout = shares_of(self.n, count, self._few)
         books = self._sessions[session]
         ranks = sorted(range(self.n), key=lambda r: (books.shards[r].tokens, (r - books.first) % self.n))
         by_size = sorted(range(self.n), key=lambda share: -layout.num_tokens(share))
@@ -340,7 +342,7 @@ class CacheLedger:
         cached = self.length(session)
         held = [shard.tokens for shard in shards]
         positions = tuple(tuple(shard.positions) for shard in shards)
-        layout = zigzag(self.n, count)
+        layout = shares_of(self.n, count, self._few)
         for rank, shard in enumerate(shards):
             shard.extend([range(s.start + cached, s.stop + cached) for s in layout.spans[shares[rank]]])
             missing = self._pages(shard.tokens) - len(shard.pages)
@@ -349,6 +351,7 @@ class CacheLedger:
             session=session,
             cached=cached,
             new=count,
+            layout=layout,
             shares=shares,
             cached_runs=tuple(s.runs(0, h, self.page_tokens) for s, h in zip(shards, held, strict=True)),
             new_runs=tuple(s.runs(h, s.tokens, self.page_tokens) for s, h in zip(shards, held, strict=True)),

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise, product
 
 from ..config import refuse
 from ..kernels.planned import PlannedShapes
-from ..layout import Layout, zigzag
+from ..layout import Layout
 from ..schedules import Attend, Block, Kind, Move, Plan, PlanError, Step, seal, verify
 from ..schedules.prune import prune
 from ..schedules.visibility import Region, visible_regions
@@ -67,9 +67,8 @@ class Batch:
         all that the second has cached or gets now. Every mode makes these, on one rank or another."""
         found: list[list[list[Attend]]] = [[[] for _ in range(self.n)] for _ in range(self.n)]
         for index, turn in enumerate(self.turns):
-            layout = zigzag(self.n, turn.new)
             for q_rank, k_rank in product(range(self.n), repeat=2):
-                for region in _regions(layout, turn, q_rank, k_rank):
+                for region in _regions(turn, q_rank, k_rank):
                     found[q_rank][k_rank] += _attends(self, region, index, q_rank, k_rank)
         return tuple(tuple(map(tuple, of_rank)) for of_rank in found)
 
@@ -239,13 +238,13 @@ def _part(keys: tuple[Block, ...], start: int, stop: int) -> Iterator[Block]:
         at += key.tokens
 
 
-def _regions(layout: Layout, turn: Turn, q_rank: int, k_rank: int) -> list[Region]:
+def _regions(turn: Turn, q_rank: int, k_rank: int) -> list[Region]:
     """What of a turn's keys on `k_rank` its queries on `q_rank` see: all that is cached, causally what is new."""
     num_queries, num_cached = turn.num_new(q_rank), sum(map(len, turn.cached_runs[k_rank]))
     if not num_queries:
         return []
     found = [Region(0, num_queries, 0, num_cached, False)] if num_cached else []
-    for region in visible_regions(layout, turn.shares[q_rank], turn.shares[k_rank], True):
+    for region in visible_regions(turn.layout, turn.shares[q_rank], turn.shares[k_rank], True):
         size = region.q_stop - region.q_start
         moved = region._replace(k_start=region.k_start + num_cached, k_stop=region.k_stop + num_cached)
         moved = moved._replace(causal=moved.causal and size > 1)

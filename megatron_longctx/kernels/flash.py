@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.grouped_rows import as_heads, as_rows, fewer_tiles
+from megatron_longctx.kernels.grouped_rows import as_heads, as_rows, worth_rows
 from megatron_longctx.kernels.interface import AttentionKernel, Block, KernelRequest
 from megatron_longctx.kernels.limits import (
     first_reason,
@@ -26,8 +26,8 @@ from megatron_longctx.kernels.views import heads_first, token_first
 
 
 class FlashKernel(AttentionKernel):
-    """`aten._scaled_dot_product_flash_attention` and its backward; forward of `varying` blocks of few queries computes
-    the heads of a group as rows of one."""
+    """`aten._scaled_dot_product_flash_attention` and its backward; forward of `varying` blocks of few queries over many
+    keys computes the heads of a group as rows of one."""
 
     name: ClassVar[str] = "flash"
 
@@ -46,11 +46,16 @@ class FlashKernel(AttentionKernel):
         )
 
     def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        queries, kv_heads = block.q.shape[0], block.k.shape[2]
-        if self.varying and not block.causal and fewer_tiles(queries, block.q.shape[2] // kv_heads):
+        if self.varying and not block.causal and self._rows_pay(block):
+            queries, kv_heads = block.q.shape[0], block.k.shape[2]
             out, lse = self._attend(replace(block, q=as_rows(block.q, kv_heads)))
             return as_heads(out, queries), as_heads(lse, queries)
         return self._attend(block)
+
+    def _rows_pay(self, block: Block) -> bool:
+        queries, batch, heads, head_dim = block.q.shape
+        keys, _, kv_heads, _ = block.k.shape
+        return worth_rows(queries, batch * keys, (heads, kv_heads), head_dim)
 
     def _attend(self, block: Block) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(

@@ -159,10 +159,10 @@ def test_what_is_waited_for_at_once_is_copied_at_once(schedule: str, n: int, mon
 
 
 PREFILLS = {
-    ("pass_kv", 4): (2, 2, 35),
-    ("pass_q", 4): (3, 5, 35),
-    ("pass_q", 8): (4, 11, 50),
-    ("one_hop", 8): (4, 11, 50),
+    ("pass_kv", 4): (2, 2, 25),
+    ("pass_q", 4): (2, 5, 30),
+    ("pass_q", 8): (3, 11, 45),
+    ("one_hop", 8): (3, 11, 45),
 }
 """Merges, launches and views of one layer of 256 new tokens after 1,024 cached ones."""
 

@@ -55,6 +55,22 @@ def test_it_measures_rings_beside_rules_and_decodes(tmp_path: Path) -> None:
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG") and list(path.parent.iterdir()) == [path]
 
 
+def test_the_simulator_may_take_one_hop_where_it_is_measured(tmp_path: Path) -> None:
+    config = compose_config(SETTINGS)
+    cluster = Cluster("slow", 2, 1, network=Network(1, 1e-4, 1e-6))
+    found = Calibration("cpu", "cpu", "p2p", cluster, Workload.of(config), Costs(100.0, 100.0))
+    save_calibration(found, calibration_file(config, torch.device("cpu")))
+    out = tmp_path / "all.json"
+    words = "--context 2 --lengths 96 --miss-rates 0.05 --batches 1 --iterations 1 --tokens 2"
+    words += " --modes pass_kv,pass_q,one_hop"
+    assert cli.main(["bench", "inference", *SETTINGS, *words.split(), "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    (m,) = data["first_token"]
+    assert set(m["seconds"]) == set(m["predicted_attention_s"]) == {"pass_kv", "pass_q", "one_hop"}
+    assert m["taken"]["simulate"] == min(m["predicted_attention_s"], key=m["predicted_attention_s"].__getitem__)
+    assert {row["rule"]: len(row["modes"]) for row in data["rules"]} == dict.fromkeys(RULES, 2) | {"simulate": 3}
+
+
 @pytest.mark.parametrize("modes", [["pass_q"], ["pass_q", "one_hop"]], ids=str)
 def test_modes_that_are_asked_for(modes: list[str], tmp_path: Path) -> None:
     out = tmp_path / "modes.json"
@@ -112,8 +128,19 @@ def test_rules_are_judged_by_medians() -> None:
     assert by_rule["simulate"]["most_slower"] == 1.0
     assert by_rule["bytes"]["right"] == 2 and by_rule["bytes"]["mean_slower"] == pytest.approx(1.005 / 3)
     text = tables(found, [Decoded(4, 1000, 2, "one_hop", [0.001, 0.002, 0.003], 5e-4, 10**9)])
-    assert "| simulate | 2 of 3 | 67% | 33.5% | 100.0% |" in text
+    assert "| simulate | pass_kv, pass_q | 2 of 3 | 67% | 33.5% | 100.0% | 33.5% |" in text
     assert "| 4 | 1,000 | 2 | one_hop | 2.00 | 2.00 | 3.00 | 3.00 | 0.50 | 2,000.0 |" in text
+
+
+def test_only_the_simulator_is_held_to_modes_beyond_the_rings() -> None:
+    third = replace(case(10, 2.0, 1.5, "one_hop"), seconds={"pass_kv": [2.0], "pass_q": [1.5], "one_hop": [1.2]})
+    missed = replace(third, taken=dict.fromkeys(RULES, "pass_q"))
+    by_rule = {row["rule"]: row for row in shares([third, missed])}
+    assert by_rule["simulate"]["modes"] == ["one_hop", "pass_kv", "pass_q"]
+    assert by_rule["simulate"]["right"] == 1 and by_rule["simulate"]["most_slower"] == pytest.approx(0.25)
+    assert by_rule["bytes"]["modes"] == ["pass_kv", "pass_q"] and by_rule["bytes"]["right"] == 1
+    assert by_rule["bytes"]["mean_slower"] == pytest.approx(1 / 6)  # than pass_q
+    assert by_rule["bytes"]["mean_slower_of_all"] == pytest.approx((2 / 1.2 + 1.5 / 1.2) / 2 - 1)
 
 
 def test_percentiles_are_measured_values() -> None:
@@ -124,6 +151,7 @@ def test_percentiles_are_measured_values() -> None:
 
 def test_the_picture_takes_any_number_of_panels(tmp_path: Path) -> None:
     cases = [case(10, 2.0, 1.0, "pass_q"), case(500, 1.0, 2.0, "pass_kv")]
+    cases.append(replace(case(50, 2.0, 1.5, "one_hop"), seconds={"pass_kv": [2.0], "pass_q": [1.5], "one_hop": [1.2]}))
     draw([*cases, *(replace(m, ranks=2) for m in cases)], tmp_path / "x.png", "both")
     assert (tmp_path / "x.png").stat().st_size > 1000
 

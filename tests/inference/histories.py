@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.inference.plan import Batch
+from megatron_longctx.inference.shares import FEW
 
 
 def batch_with_past(
-    n: int, pasts: Sequence[Sequence[int]], new: Sequence[int], page: int = 3, pages: int = 60
+    n: int, pasts: Sequence[Sequence[int]], new: Sequence[int], page: int = 3, pages: int = 60, few: int = FEW
 ) -> Batch:
     """Sequence i has had turns of `pasts[i]` tokens, taken by turns with the others; `new[i]` tokens come now."""
-    ledger = CacheLedger(n, pages, page)
+    ledger = CacheLedger(n, pages, page, few)
     sessions = [ledger.open() for _ in pasts]
     for turn in range(max(map(len, pasts), default=0)):
         counts = {s: past[turn] for s, past in zip(sessions, pasts, strict=True) if turn < len(past)}
@@ -31,14 +32,15 @@ def random_batch(seed: int) -> Batch:
 
     count = source.randint(1, 3)
     pasts = [[tokens() for _ in range(source.randint(0, 4))] for _ in range(count)]
-    return batch_with_past(source.randint(1, 5), pasts, [tokens() for _ in range(count)], source.randint(1, 5), 400)
+    new, few = [tokens() for _ in range(count)], source.choice((0, 3, FEW))
+    return batch_with_past(source.randint(1, 5), pasts, new, source.randint(1, 5), 400, few)
 
 
 def random_family(seed: int) -> Batch:
     """Up to 5 sequences, each a fork of another at any place, that have gone on apart; up to 4 go on together now."""
     source = random.Random(seed)
     n = source.randint(1, 5)
-    ledger = CacheLedger(n, 300, source.randint(1, 5))
+    ledger = CacheLedger(n, 300, source.randint(1, 5), source.choice((0, 3, FEW)))
     family = [ledger.open()]
     ledger.append({family[0]: source.randint(1, 60)})
     for _ in range(source.randint(1, 4)):

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from megatron_longctx.inference import plan as plans
 from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.inference.plan import MODES, Batch, CachePlan, build, verify_over_cache
+from megatron_longctx.inference.shares import FEW
 from megatron_longctx.kernels.planned import PlannedShapes
 from megatron_longctx.schedules import Attend, Kind, PlanError, describe, moved_tokens
+from megatron_longctx.schedules.host import num_operations
 from tests.inference.histories import batch_with_past, random_batch, random_family
 
 CHAT = dict(pasts=[(9, 1, 1, 4), (), (2,)], new=(7, 12, 1))
@@ -159,9 +161,22 @@ def test_one_hop_takes_three_steps_and_the_ring_n_plus_one(n: int) -> None:
 
 
 def test_new_tokens_are_balanced_over_the_ranks_whatever_lies_in_the_cache() -> None:
-    batch = batch_with_past(4, [(64,), (7, 1, 1)], (64, 32), page=8)
+    batch = batch_with_past(4, [(64,), (7, 1, 1)], (64, 32), page=8, few=0)
     pairs = [plans.pass_kv(batch).pairs(rank) for rank in range(4)]
     assert max(pairs) - min(pairs) <= 0.02 * max(pairs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_few_new_tokens_take_few_operations_and_hardly_more_work(mode: str) -> None:
+    """A call for every rank's keys and one for the diagonal, whose results come together in two merges."""
+    rows, cut = (batch_with_past(4, [(131006,)], [66], page=64, pages=520, few=few) for few in (FEW, 0))
+    plan = build(mode, rows)
+    verify_over_cache(plan)
+    exchanges = {"pass_kv": 3, "pass_q": 4, "one_hop": 2}[mode]
+    assert num_operations(plan) == 5 + 2 + exchanges
+    assert num_operations(build(mode, cut)) >= num_operations(plan) + 4
+    pairs, even = ([build(mode, batch).pairs(rank) for rank in range(4)] for batch in (rows, cut))
+    assert sum(pairs) == sum(even) and max(pairs) <= 1.001 * max(even)
 
 
 def test_long_runs_are_read_in_place_and_short_ones_together() -> None:

@@ -70,7 +70,7 @@ def chat_over_ranks(rank: int, mode: str, case: Case, transport: str, shapes: Pl
     n = dist.get_world_size()
     rounds = history(n)
     lengths = [sum(counts[i] for counts in rounds) for i in range(3)]
-    ledger = CacheLedger(n, 80 // n + 6, 4)
+    ledger = CacheLedger(n, 80 // n + 6, 4, few=3)  # some turns are contiguous, some zigzag
     shape = CacheShape(LAYERS, *case.heads, case.head_dim, case.dtype)
     device = torch.device(case.device, rank) if case.device == "cuda" else CPU
     attention = CachedAttention(

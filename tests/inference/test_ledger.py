@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from megatron_longctx.inference.ledger import CacheFull, CacheLedger, Fork, Turn, slots_of
 from megatron_longctx.inference.pages import PagePool
+from megatron_longctx.inference.shares import FEW, shares_of
 
 
 class Memory:
     """What the slots of all ranks hold, written and copied as the engine would do it. Every token is one of a kind."""
 
-    def __init__(self, ledger: CacheLedger) -> None:
-        self.ledger = ledger
+    def __init__(self, ledger: CacheLedger, few: int) -> None:
+        self.ledger, self.few = ledger, few
         self.slots = [[-1] * ledger.slots_per_rank for _ in range(ledger.n)]
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, list[int]] = {}  # of the turns so far
@@ -54,7 +55,7 @@ class Memory:
         if ends[-1] < tokens:
             cut = next(end for end in self.ends[session] if end > tokens) - ends[-1]
             ends.append(tokens)
-            spread += -(-cut // (2 * self.ledger.n))
+            spread += self._uneven(cut)
         self._add(fork.session, self.tokens[session][:tokens], ends, spread)
 
     def shorten(self, session: int) -> None:
@@ -64,7 +65,12 @@ class Memory:
         size = self.ends[session].pop() - self.ends[session][-1]
         if size > 1:
             self.ends[session].append(len(self.tokens[session]))
-            self.spread[session] += -(-size // (2 * self.ledger.n))
+            self.spread[session] += self._uneven(size)
+
+    def _uneven(self, tokens: int) -> int:
+        """The bound on what cutting a turn of so many tokens adds."""
+        stretches = self.ledger.n * (1 if tokens <= self.few * self.ledger.n else 2)
+        return -(-tokens // stretches)
 
     def _copy(self, fork: Fork) -> None:
         for rank, (source, target) in enumerate(fork.copies):
@@ -102,15 +108,26 @@ class Memory:
             assert ledger.free_pages(rank) == ledger.pages_per_rank - len(held), "pages have leaked"
 
 
+def test_few_tokens_lie_in_a_row_and_more_are_even_work() -> None:
+    assert shares_of(2, 8, few=4).spans == ((range(4),), (range(4, 8),))
+    assert shares_of(2, 9, few=4).spans == ((range(2), range(6, 9)), (range(2, 4), range(4, 6)))
+    for n, new in ((1, 5), (4, 66), (4, 2048), (4, 2049), (3, 100_000)):
+        layout = shares_of(n, new)
+        sizes = [layout.num_tokens(rank) for rank in range(n)]
+        assert max(sizes) - min(sizes) <= 2 and layout.name == ("contiguous" if new <= FEW * n else "zigzag")
+
+
 OPERATIONS = ("open", "append", "append", "decode", "decode", "fork", "fork", "undo", "shorten", "evict", "close")
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 7), st.integers(1, 40), st.integers(0, 2**32))
-def test_thousands_of_random_operations_neither_leak_nor_corrupt(n: int, page: int, pages: int, seed: int) -> None:
+@given(st.integers(1, 5), st.integers(1, 7), st.integers(1, 40), st.integers(0, 2**32), st.sampled_from((0, 4, FEW)))
+def test_thousands_of_random_operations_neither_leak_nor_corrupt(
+    n: int, page: int, pages: int, seed: int, few: int
+) -> None:
     source = random.Random(seed)
-    ledger = CacheLedger(n, pages, page)
-    memory = Memory(ledger)
+    ledger = CacheLedger(n, pages, page, few)
+    memory = Memory(ledger, few)
     for step in range(120):
         sessions = list(memory.tokens)
         operation = source.choice(OPERATIONS)

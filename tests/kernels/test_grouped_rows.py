@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_longctx.kernels import KernelRequest, choose
+from megatron_longctx.kernels import KernelRequest, choose, grouped_rows
 from megatron_longctx.kernels.cudnn import CudnnKernel
 from megatron_longctx.kernels.flash import FlashKernel
-from megatron_longctx.kernels.grouped_rows import as_heads, as_rows, fewer_tiles
+from megatron_longctx.kernels.grouped_rows import as_heads, as_rows, worth_rows
 from megatron_longctx.kernels.interface import Block
 
 HEADS = [(8, 2), (6, 3), (4, 4), (8, 1)]
@@ -40,13 +40,16 @@ def test_there_and_back(heads: int, kv_heads: int) -> None:
 
 
 def test_where_it_pays() -> None:
-    assert [fewer_tiles(queries, 4) for queries in (1, 16, 64, 65, 100, 112, 128, 164)] == [
+    """Few queries over so many keys that the device takes longer than the host."""
+    long = 2**18
+    assert [worth_rows(queries, long, (32, 8), 128) for queries in (1, 16, 64, 65, 100, 112, 128, 164)] == [
         True, True, False, True, True, True, False, True,
     ]  # fmt: skip
-    assert not any(fewer_tiles(queries, 1) for queries in range(1, 300))
+    assert not any(worth_rows(queries, long, (8, 8), 128) for queries in range(1, 300))
+    assert [worth_rows(16, keys, (32, 8), 128) for keys in (17, 32752, 2**16, long)] == [False, False, True, True]
 
 
-def test_only_where_shapes_vary_and_nothing_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_where_shapes_vary_nothing_is_masked_and_keys_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
 
     def attend(self: FlashKernel, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,13 +57,14 @@ def test_only_where_shapes_vary_and_nothing_is_masked(monkeypatch: pytest.Monkey
         return block.q, block.q[..., 0]
 
     monkeypatch.setattr(FlashKernel, "_attend", attend)
-    q, k, v = blocks(8, 2)
-    square = q[:, :, :2]
-    for varying, causal in ((False, False), (True, False), (True, True)):
-        block = Block(q, square if causal else k, square if causal else v, causal, 0.25)
-        out, lse = FlashKernel(varying=varying)._forward(block)
+    q, k, _ = blocks(8, 2)
+    many, square = k[:1].expand(2**21, *k.shape[1:]), q[:, :, :2]
+    for varying, causal, keys in (
+        (False, False, many), (True, False, many), (True, False, k), (True, True, square),
+    ):  # fmt: skip
+        out, lse = FlashKernel(varying=varying)._forward(Block(q, keys, keys, causal, 0.25))
         assert torch.equal(out, q) and torch.equal(lse, q[..., 0])
-    assert seen == [(5, 2, 8, 16), (20, 2, 2, 16), (5, 2, 8, 16)]
+    assert seen == [(5, 2, 8, 16), (20, 2, 2, 16), (5, 2, 8, 16), (5, 2, 8, 16)]
 
 
 def test_cudnn_hands_on_that_shapes_vary() -> None:
@@ -74,7 +78,10 @@ def test_cudnn_hands_on_that_shapes_vary() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("queries", [1, 5, 12, 65, 100])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 1)])
-def test_flash_gives_the_same_either_way_on_a_gpu(heads: int, kv_heads: int, queries: int) -> None:
+def test_flash_gives_the_same_either_way_on_a_gpu(
+    heads: int, kv_heads: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_rows, "_LEAST_SAVED", 1.0)  # these blocks are small
     gen = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
         torch.randn(tokens, 1, count, 128, generator=gen, device="cuda", dtype=torch.bfloat16)
