@@ -154,7 +154,7 @@ class PeerTransport:
         if capacity > self._capacity or steps > self._steps:
             more = capacity > self._capacity
             steps = max(steps, 2 * self._steps) if steps > self._steps else steps
-            self._reserve(max(capacity, int(self._growth * self._capacity) if more else 0), steps)
+            self._reserve(max(capacity, int(self._growth * self._capacity) if more else 0), steps, capacity)
         return Mailbox(self, outbox, [sends for _, sends, _ in every])
 
     def begin(self, unread: Sequence[FlagOperations]) -> int:
@@ -223,8 +223,23 @@ class PeerTransport:
 
         together(self.group, check, "dividing the group by hosts", REMEDY)
 
-    def _reserve(self, capacity: int, steps: int) -> None:
-        """Memory for `capacity` bytes and the flags of `steps` steps, in place of what there is."""
+    def _reserve(self, capacity: int, steps: int, least: int | None = None) -> None:
+        """Memory for `capacity` bytes and the flags of `steps` steps, in place of what there is; for `least` bytes
+        where so many cannot be had."""
+        try:
+            self._capacity = self._take(capacity, steps)
+        except PeerMemoryError as error:
+            if least is None or least == capacity:
+                self.break_off(error)
+                raise
+            self._reserve(least, steps)
+            return
+        self._steps = steps
+        self._unread = [None, None]
+        self.generation += 1
+
+    def _take(self, capacity: int, steps: int) -> int:
+        """`capacity`, once it is there."""
         sizes = [max(1, capacity)] * 2 + [2 * steps * self.world * 2 * 4]
         what = f"setting up peer memory (2 x {capacity / 2**30:.2f} GiB on every rank)"
         try:
@@ -233,13 +248,10 @@ class PeerTransport:
             self._halves, self._flags = [], None
             make_room(self.device, sum(sizes))
             *self._halves, self._flags = share(self.group, self._sharing, self.device, sizes, what)
-        except PeerMemoryError as error:
+        except PeerMemoryError:
             self._halves, self._flags = [], None
-            self.break_off(error)
             raise
-        self._capacity, self._steps = capacity, steps
-        self._unread = [None, None]
-        self.generation += 1
+        return capacity
 
 
 class Mailbox:

@@ -212,8 +212,8 @@ class InferenceConfig:
     decode: str = "auto"
     # Replicated steps are replayed from CUDA graphs: auto (where that is possible, else it says why not) | true | false
     cuda_graphs: str = "auto"
-    # How blocks travel between context-parallel ranks, as attention.transport. 4 H200s took as long over either.
-    transport: str = "p2p"
+    # How blocks travel between context-parallel ranks, as attention.transport.
+    transport: str = "auto"
     page_tokens: int = 64
     # The cache of all context-parallel ranks together; null: data.seq_length + max_new_tokens.
     cache_tokens: int | None = None

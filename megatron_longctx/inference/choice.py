@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from ..config import CACHE_RULES, refuse
@@ -59,8 +60,8 @@ class Figures:
                 "inference.rule",
                 "simulate, algorithm_1 or algorithm_5",
                 "parallelism.cluster=NAME or a calibration",
-                "Run `megatron-longctx bench calibrate … attention.transport=p2p` with the same settings, name the "
-                "cluster, or take inference.rule=bytes or empirical.",
+                "Run `megatron-longctx bench calibrate` with the same settings (attention.transport as "
+                "inference.transport), name the cluster, or take inference.rule=bytes or empirical.",
             )
         return self.cluster
 
@@ -114,6 +115,21 @@ class Chooser:
         if mode == "auto" and self._rule in ("simulate", "algorithm_1", "algorithm_5"):
             _ = figures.flops, figures.bandwidth  # refused here rather than in the first batch
         self._decodes: dict[tuple[int, int], Decision] = {}
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """The modes that batches may be computed in."""
+        return tuple(MODES) if self.mode == "auto" else (self.mode,)
+
+    @contextmanager
+    def taking(self, mode: str) -> Iterator[None]:
+        """Inside, every batch is computed in this mode; what was decided before and afterwards knows nothing of it."""
+        before, decodes = self.mode, self._decodes
+        self.mode, self._decodes = mode, {}
+        try:
+            yield
+        finally:
+            self.mode, self._decodes = before, decodes
 
     def choose(self, batch: Batch) -> Decision:
         """The mode for `batch`. Batches of single tokens of about the same size are decided once."""

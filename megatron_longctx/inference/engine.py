@@ -62,8 +62,8 @@ class LongContextEngine:
         self._decoder.release()
 
     def warm_up(self, chunk: int | None = None) -> None:
-        """Compile kernels, compute a few tokens and forget them, so that the first prompts wait for none of it, nor for
-        ranks to connect.
+        """Compile kernels, compute a few tokens in every mode and forget them, so that the first prompts wait for none
+        of it, nor for ranks to connect.
 
         Where the kernels of all ranks plan for shapes, these are met: all that chunks of a sequence can come to, as far
         as the cache goes. With 32 query heads of 128 on 4 ranks, in chunks of 2,048 tokens: 512 queries by 8,192,
@@ -75,7 +75,9 @@ class LongContextEngine:
         """
         self._attention.compile_kernels(self.ledger.page_tokens)
         most = int(min(self._most_tokens, self.ledger.slots_per_rank * self.ledger.n))
-        run_prompts(self, most)
+        for mode in self._chooser.candidates if self.ledger.n > 1 else ("pass_kv",):  # each links other ranks
+            with self._chooser.taking(mode):
+                run_prompts(self, most)
         chunk = chunk or self.settings.prefill_chunk
         if chunk is not None:
             meet_shapes(self, chunk, most)

@@ -117,6 +117,17 @@ def _growing_ahead(rank: int) -> list[Any]:
     return [transport.generation]
 
 
+def _growing_as_far_as_it_goes(rank: int) -> list[Any]:
+    """Twice as much cannot be had on one rank; what a pass needs can."""
+    _with(Memory(limit=3 * 2**26 if rank == 1 else 2**62))
+    transport = PeerTransport(_world(), CPU, growth=2.0)
+    found = []
+    for needed in (2 * 2**26, 3 * 2**26, 3 * 2**26):
+        transport.mailbox(Outbox({}, needed, ((),)))
+        found.append((transport._capacity // 2**26, transport.generation))
+    return [*found, _error(lambda: transport.mailbox(Outbox({}, 4 * 2**26, ((),))))]
+
+
 def _more_steps(rank: int) -> list[Any]:
     """Generations and flags after passes of so many steps."""
     _with(Memory())
@@ -130,7 +141,8 @@ def _more_steps(rank: int) -> list[Any]:
 
 def _all(rank: int) -> dict[str, list[Any]]:
     found = {"sharing": _sharing(rank), "growing": _growing(rank), "broken off": _broken_off(rank)}
-    return {**found, "ahead": _growing_ahead(rank), "steps": _more_steps(rank)}
+    found |= {"ahead": _growing_ahead(rank), "as far": _growing_as_far_as_it_goes(rank)}
+    return {**found, "steps": _more_steps(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +172,14 @@ def test_memory_that_cannot_grow_is_refused_by_all_and_so_is_what_follows(ranks:
 def test_memory_may_grow_ahead_of_what_is_needed(ranks: list[dict[str, list[Any]]]) -> None:
     """64, 128, 256, 512 and 1024 MiB."""
     assert [found["ahead"] for found in ranks] == [[5], [5]]
+
+
+def test_memory_grows_as_far_as_it_goes(ranks: list[dict[str, list[Any]]]) -> None:
+    """128 MiB, then 192 where 256 cannot be had, and what cannot be had at all is refused."""
+    for found in ranks:
+        *grown, refused = found["as far"]
+        assert grown == [(2, 2), (3, 3), (3, 3)]
+        assert refused.startswith("setting up peer memory (2 x 0.25 GiB on every rank) failed on rank 1")
 
 
 def test_memory_stays_where_it_is_for_a_few_more_steps(ranks: list[dict[str, list[Any]]]) -> None:

@@ -161,3 +161,14 @@ def test_what_cannot_be_asked_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected parallelism\.cluster=NAME"):
         Chooser(Figures(HEADS), rule="algorithm_1")
     assert Chooser(Figures(HEADS)).choose(batch_with_past(2, [(4,)], [3])).rule == "bytes"
+
+
+def test_a_mode_that_is_taken_for_once_decides_nothing_else() -> None:
+    chooser, batch = Chooser(PAPER, rule="bytes"), batch_with_past(4, [(400,)], [1])
+    assert chooser.candidates == tuple(MODES) and Chooser(PAPER, mode="pass_q").candidates == ("pass_q",)
+    with chooser.taking("pass_kv"):
+        assert chooser.choose(batch).mode == "pass_kv"
+    assert chooser.choose(batch).mode == "one_hop"
+    with chooser.taking("pass_q"):
+        assert chooser.choose(batch).mode == "pass_q", "also where a batch like it was decided"
+    assert chooser.choose(batch).mode == "one_hop" and chooser.mode == "auto"

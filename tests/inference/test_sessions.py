@@ -158,13 +158,17 @@ def eviction_computes_again(engine: LongContextEngine) -> None:
 def warming_up_computes_and_leaves_nothing(engine: LongContextEngine) -> None:
     """Prompts of two lengths, on this rank's part of the tokens."""
     computed: list[int] = []
-    original = engine.model.logits
+    modes: set[str] = set()
+    original, build = engine.model.logits, engines.build
     engine.model.logits = lambda tokens, *rest: computed.append(len(tokens)) or original(tokens, *rest)  # type: ignore
+    engines.build = lambda mode, batch: modes.add(mode) or build(mode, batch)  # type: ignore[func-returns-value]
     try:
         engine.warm_up()
     finally:
         del engine.model.logits
+        engines.build = build
     assert len({count for count in computed if count > 1}) == 2
+    assert modes == (set(engine._chooser.candidates) if engine.ledger.n > 1 else {"pass_kv"})
     assert engine.ledger.used_pages() == 0 and not engine.ledger.sessions
 
 
