@@ -12,8 +12,8 @@ OURS, OTHERS = ("#22667a", "#4497ab", "#8cc5d2", "#bfe0e7"), ("#8a5a3b", "#c08a5
 
 
 def draw(data: dict[str, Any], path: Path) -> None:
-    """Per cent of one device at equal FLOPs, a panel a head configuration, a group a length. Of the kinds of another
-    package, named after a comma, the best at each length."""
+    """Per cent of one device at equal FLOPs, a panel a head configuration, a group a length, or a length and commit where
+    measurements are of several. Of the kinds of another package, named after a comma, the best of each group."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -30,18 +30,19 @@ def draw(data: dict[str, Any], path: Path) -> None:
         colours.update({name: pool[i % len(pool)] for i, name in enumerate(chosen)})
     figure, axes = plt.subplots(1, len(heads), figsize=(7 * len(heads), 4.4), squeeze=False, sharey=True)
     for panel, pair in zip(axes[0], heads, strict=True):
-        lengths = sorted({m["length"] for m in measured if m["heads"] == pair})
+        groups = list(dict.fromkeys(_group(m) for m in measured if m["heads"] == pair))
+        groups.sort(key=lambda group: group[0])
+        lengths = [length for length, _ in groups]
         width = 0.84 / len(names)
         for i, name in enumerate(names):
-            by_length = {
-                m["length"]: m["percent_of_one_device"] for m in measured if (m["heads"], m["name"]) == (pair, name)
+            found = {
+                _group(m): m["percent_of_one_device"] for m in measured if (m["heads"], m["name"]) == (pair, name)
             }
-            at = [k + (i - (len(names) - 1) / 2) * width for k, length in enumerate(lengths) if length in by_length]
-            panel.bar(
-                at, [by_length[n] for n in lengths if n in by_length], width * 0.94, color=colours[name], label=name
-            )
+            at = [k + (i - (len(names) - 1) / 2) * width for k, group in enumerate(groups) if group in found]
+            panel.bar(at, [found[g] for g in groups if g in found], width * 0.94, color=colours[name], label=name)
         panel.axhline(100, color="#888888", linewidth=0.8)
-        panel.set_xticks(range(len(lengths)), [f"{length // 1024}K" for length in lengths])
+        labels = [f"{n // 1024}K" + (f"\n{commit[:7]}" if lengths.count(n) > 1 else "") for n, commit in groups]
+        panel.set_xticks(range(len(groups)), labels)
         panel.set_xlabel("tokens of the sequence")
         panel.set_title(f"heads {pair}")
         panel.spines[["top", "right"]].set_visible(False)
@@ -55,11 +56,15 @@ def draw(data: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def _group(measurement: dict[str, Any]) -> tuple[int, str]:
+    return measurement["length"], measurement.get("commit", "")
+
+
 def _best_of_packages(measured: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    best: dict[tuple[str, int, str], dict[str, Any]] = {}
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
     for each in measured:
         name = each["name"] if each.get("ours", True) else each["name"].split(",")[0]
-        key = each["heads"], each["length"], name
+        key = each["heads"], _group(each), name
         if key not in best or best[key]["percent_of_one_device"] < each["percent_of_one_device"]:
             best[key] = {**each, "name": name}
     return list(best.values())
