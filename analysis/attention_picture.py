@@ -12,8 +12,8 @@ OURS, OTHERS = ("#22667a", "#4497ab", "#8cc5d2", "#bfe0e7"), ("#8a5a3b", "#c08a5
 
 
 def draw(data: dict[str, Any], path: Path) -> None:
-    """Per cent of one device at equal FLOPs, a panel a head configuration, a group a length, or a length and commit where
-    measurements are of several. Of the kinds of another package, named after a comma, the best of each group."""
+    """Per cent of one device at equal FLOPs, a panel a head configuration, a group a length, or a length and commit
+    where measurements are of several. Of the kinds of another package, named after a comma, the best of each group."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -35,9 +35,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
         lengths = [length for length, _ in groups]
         width = 0.84 / len(names)
         for i, name in enumerate(names):
-            found = {
-                _group(m): m["percent_of_one_device"] for m in measured if (m["heads"], m["name"]) == (pair, name)
-            }
+            found = {_group(m): m["percent_of_one_device"] for m in measured if (m["heads"], m["name"]) == (pair, name)}
             at = [k + (i - (len(names) - 1) / 2) * width for k, group in enumerate(groups) if group in found]
             panel.bar(at, [found[g] for g in groups if g in found], width * 0.94, color=colours[name], label=name)
         panel.axhline(100, color="#888888", linewidth=0.8)
