@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from ..schedules import DEFAULT_OPTIONS, SCHEDULES, PlanOptions
 from ..schedules.calibration import Calibration
 from ..schedules.cost import Workload
 from ..schedules.select import Problem, rank_modes
-from .timing import Stopwatch
+from .timing import Stopwatch, layer_seconds, settle
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k, v of this rank `[s, b, heads, d]` -> out."""
@@ -223,23 +221,11 @@ class Bench:
             torch.autograd.grad(out, (q, k, v), grad_out)
             return middle, watch.mark()
 
-        for calls in (warm_up, 2):  # passes that were timed to choose a way are looked at when they are done
-            for _ in range(calls):
-                step()
-            watch.finish()
+        settle(step, watch, warm_up)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        dist.barrier(self.group)
-        marks = [(None, watch.mark())] + [step() for _ in range(self.iterations)]
-        watch.finish()
-        rounds = [(a[1], *b) for a, b in pairwise(marks)]
-        both = statistics.median(watch.seconds(start, stop) for start, _, stop in rounds)
-        forward = statistics.median(watch.seconds(start, middle) for start, middle, _ in rounds)
-        times: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(times, (both, forward), group=self.group)
-        slowest, forward = max(times)
-        found.forward_s, found.backward_s = forward, slowest - forward
+        found.forward_s, found.backward_s = layer_seconds(step, watch, self.group, self.iterations)
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) - before
             found.peak_bytes = int(self._slowest(float(peak), 0.0)[0])
@@ -299,7 +285,7 @@ def _predict(found: Measurement, contender: Contender, case: Case, calibration: 
     candidates = [(contender.schedule, contender.options)]
     (priced,) = rank_modes(problem, calibration.cluster, calibration.costs, candidates=candidates)
     if priced.forward and priced.backward:
-        found.predicted_forward_s, found.predicted_backward_s = priced.forward.seconds, priced.backward.seconds
+        found.predicted_forward_s, found.predicted_backward_s = priced.predicted
 
 
 def table(found: Sequence[Measurement]) -> str:

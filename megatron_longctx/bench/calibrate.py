@@ -28,6 +28,7 @@ from ..schedules.cost import BACKWARD_FLOPS, GIB, Costs, KernelSample, MessageSa
 from ..topology import Cluster, Device, to_cluster
 from ..topology.measure import measure_links
 from .calibrate_host import host_operation_seconds
+from .calibrate_modes import Modes
 from .timing import median_seconds, powers_of_two
 
 _CUDA_MESSAGES = (2**16, 2**18, 2**20, 2**22, 2**23, 2**24, 2**25, 2**26, 2**27)
@@ -48,6 +49,11 @@ class Effort:
         cuda = device.type == "cuda"
         most = max_tokens or (32768 if cuda else 1024)
         return cls(most, min(most, 512 if cuda else 64), 5 if cuda else 3)
+
+    def mode_tokens(self, device: torch.device) -> tuple[int, ...]:
+        """Tokens a rank of whole passes: those that short and long sequences have, and one on CPUs."""
+        wanted = (4096, 16384) if device.type == "cuda" else (64,)
+        return tuple(tokens for tokens in wanted if tokens <= self.max_tokens) or (self.max_tokens,)
 
 
 def calibrate(
@@ -84,7 +90,11 @@ def calibrate(
             blocking=_blocking(links, workload, chosen),
             host_operation_s=host_operation_seconds(chosen_links, varying, workload, _DTYPES[workload.element_bytes]),
         )
-    facts, name = environment(), transport_name(chosen_links)
+    name = transport_name(chosen_links)
+    if cluster.nodes == 1:
+        how = Modes(group, device, workload, (kernel, name))
+        costs = replace(costs, modes=how.samples(cluster, costs, effort.mode_tokens(device)))
+    facts = environment()
     return Calibration(str(facts["device"]), chosen.name, name, cluster, replace(workload, batch=1), costs, facts)
 
 

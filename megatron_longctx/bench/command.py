@@ -321,3 +321,8 @@ def _say(found: Calibration) -> None:
         "  kernel calls up to %.1f TFLOP/s forward, %.1f backward (%d shapes); merging %.0f GiB/s",
         costs.forward_tflops, costs.backward_tflops, len(costs.kernels), costs.merge_gibps,
     )  # fmt: skip
+    for mode in costs.modes:
+        logger.info(
+            "  %s, %d tokens, %s: %.2f times what its parts come to",
+            mode.mode, mode.length, "backward" if mode.backward else "forward", mode.ratio,
+        )  # fmt: skip

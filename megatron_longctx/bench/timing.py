@@ -6,8 +6,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 class Stopwatch:
@@ -48,6 +50,33 @@ def median_seconds(work: Callable[[], object], device: torch.device, repeats: in
         marks.append(watch.mark())
     watch.finish()
     return statistics.median(watch.seconds(a, b) for a, b in pairwise(marks))
+
+
+Step = Callable[[], tuple[Any, Any]]
+"""A layer's forward and backward; the marks after each."""
+
+
+def settle(step: Step, watch: Stopwatch, warm_up: int) -> None:
+    """Steps that are not measured. Two more once those are done: what they told decides how the others go."""
+    for calls in (warm_up, 2):
+        for _ in range(calls):
+            step()
+        watch.finish()
+
+
+def layer_seconds(step: Step, watch: Stopwatch, group: dist.ProcessGroup, repeats: int) -> tuple[float, float]:
+    """Forward and backward: medians over `repeats` steps in a row, of the rank whose two together take longest."""
+    dist.barrier(group)
+    first = watch.mark()
+    marks = [(first, first)] + [step() for _ in range(repeats)]
+    watch.finish()
+    rounds = [(a[1], *b) for a, b in pairwise(marks)]
+    both = statistics.median(watch.seconds(start, stop) for start, _, stop in rounds)
+    forward = statistics.median(watch.seconds(start, middle) for start, middle, _ in rounds)
+    times: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(times, (both, forward), group=group)
+    slowest, forward = max(times)
+    return forward, slowest - forward
 
 
 def powers_of_two(first: int, last: int) -> Sequence[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..topology import Cluster, as_data, cluster_from
-from .cost import Costs, KernelSample, MessageSample, Workload
+from .cost import Costs, KernelSample, MessageSample, ModeSample, Workload
 
 _VERSION = 2
 
@@ -71,6 +71,7 @@ def load_calibration(path: Path) -> Calibration:
         costs = dict(data["costs"])
         costs["kernels"] = tuple(KernelSample(*sample) for sample in costs["kernels"])
         costs["messages"] = tuple(MessageSample(*sample) for sample in costs["messages"])
+        costs["modes"] = tuple(ModeSample(*sample) for sample in costs.get("modes", ()))
         return Calibration(
             device=data["device"],
             kernel=data["kernel"],

@@ -105,6 +105,15 @@ class MessageSample(NamedTuple):
     seconds: float
 
 
+class ModeSample(NamedTuple):
+    """What all of a mode's pass took, as a multiple of what was simulated. mode: its name with its options."""
+
+    mode: str
+    length: int
+    backward: bool
+    ratio: float
+
+
 @dataclass(frozen=True)
 class Costs:
     """What one rank's hardware and software take, from data sheets (`of_device`) or measured (`bench`).
@@ -114,7 +123,8 @@ class Costs:
     message_s: for each of them. blocking: share of the time of a message, waiting for the peer included, that is added
     to a kernel call beside it, since NCCL's kernels hold processors that the call wants. kernels: measured calls for
     the workload at hand, used instead of the rates where they are given; calls between them are interpolated.
-    messages: likewise, for messages between ranks of one node. host_operation_s: what the host takes to issue one
+    messages: likewise, for messages between ranks of one node. modes: whole passes by mode, which tell what simulating
+    their parts leaves out. host_operation_s: what the host takes to issue one
     operation of an attention pass (`host.Host`); 0 for a host that is never waited for.
     """
 
@@ -128,6 +138,7 @@ class Costs:
     host_operation_s: float = 0.0
     kernels: tuple[KernelSample, ...] = ()
     messages: tuple[MessageSample, ...] = ()
+    modes: tuple[ModeSample, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("forward_tflops", "backward_tflops", "merge_gibps"):
@@ -172,6 +183,19 @@ class Costs:
         if peers <= counts[0] or len(counts) == 1:
             return times[0]
         return _interpolate(peers, counts, times)
+
+    def correction(self, mode: str, length: int, backward: bool) -> float:
+        """What a mode's simulated pass is to be multiplied by: as measured, linear in the logarithm of the length
+        between lengths and constant beyond them. Modes that were not measured get the largest of all others', so that
+        one of those that were is taken where it comes close."""
+        own = [
+            (sample.length, sample.ratio) for sample in self.modes if (sample.mode, sample.backward) == (mode, backward)
+        ]
+        if own:
+            lengths, ratios = zip(*sorted(own), strict=True)
+            return _interpolate_log(length, lengths, ratios)
+        measured = {sample.mode for sample in self.modes if sample.backward == backward}
+        return max((self.correction(other, length, backward) for other in measured), default=1.0)
 
     @cached_property
     def _exchanges(self) -> dict[int, list[MessageSample]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,7 +36,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mode with its simulated passes, or the reason why it cannot run."""
+    """A mode with its simulated passes, or the reason why it cannot run. corrections: what their seconds are to be
+    multiplied by, forward and backward (`Costs.correction`)."""
 
     schedule: str
     options: PlanOptions = DEFAULT_OPTIONS
@@ -43,6 +45,7 @@ class Candidate:
     backward: Simulation | None = None
     reason: str = ""
     published_bytes: int = 0
+    corrections: tuple[float, float] = (1.0, 1.0)
 
     @property
     def name(self) -> str:
@@ -53,9 +56,16 @@ class Candidate:
         return f"{self.schedule} ({', '.join(said)})" if said else self.schedule
 
     @property
+    def predicted(self) -> tuple[float, float]:
+        """Seconds, forward and backward."""
+        if self.forward is None or self.backward is None:
+            return math.inf, math.inf
+        return self.forward.seconds * self.corrections[0], self.backward.seconds * self.corrections[1]
+
+    @property
     def seconds(self) -> float:
         """Forward and backward."""
-        return self.forward.seconds + self.backward.seconds if self.forward and self.backward else float("inf")
+        return sum(self.predicted)
 
     @property
     def peak_bytes(self) -> int:
@@ -118,8 +128,9 @@ def table(ranking: Sequence[Candidate]) -> str:
         exposed = max(forward.exposed_s) + max(backward.exposed_s)
         total = (forward.seconds + backward.seconds) * forward.plan.n
         idle = 1 - (sum(forward.compute_s) + sum(backward.compute_s)) / total
+        times = " ".join(f"{seconds * 1e3:>7.3f} ms" for seconds in candidate.predicted)
         lines.append(
-            f"  {candidate.name:<36} {forward.seconds * 1e3:>7.3f} ms {backward.seconds * 1e3:>7.3f} ms "
+            f"  {candidate.name:<36} {times} "
             f"{exposed * 1e3:>7.3f} ms {idle:>6.1%} {candidate.peak_bytes / GIB:>6.2f} GiB"
         )
     return "\n".join(lines)
@@ -163,4 +174,6 @@ def _price(
     most = max(forward.peak_bytes, backward.peak_bytes) + published
     if problem.max_bytes is not None and most > problem.max_bytes:
         raise ValueError(f"needs {most / GIB:.2f} GiB of {problem.max_bytes / GIB:.2f} GiB")
-    return Candidate(schedule, options, forward, backward, published_bytes=published)
+    found = Candidate(schedule, options, forward, backward, published_bytes=published)
+    corrections = [costs.correction(found.name, problem.length, backward) for backward in (False, True)]
+    return replace(found, corrections=(corrections[0], corrections[1]))

@@ -16,6 +16,7 @@ from megatron_longctx.bench import attention
 from megatron_longctx.bench.attention import Measurement, Setting, choices, table
 from megatron_longctx.bench.command import Where, cases, start
 from megatron_longctx.bench.ring_package import RING
+from megatron_longctx.schedules import SCHEDULES
 from megatron_longctx.schedules.calibration import load_calibration
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.topology import load_cluster
@@ -38,6 +39,10 @@ def test_calibrate_leaves_what_auto_goes_by(cache: Path, tmp_path: Path) -> None
     assert costs.forward_tflops > 0 and costs.merge_gibps > 0 and 0 <= costs.blocking <= 1
     assert {(s.causal, s.backward, s.parts) for s in costs.kernels} >= {(True, False, 1), (False, True, 2)}
     assert all(sample.seconds > 0 for sample in (*costs.kernels, *costs.messages))
+    # Whole passes of what is close to the fastest by simulation, which may be one mode.
+    assert {sample.length for sample in costs.modes} == {2 * 64} and all(sample.ratio > 0 for sample in costs.modes)
+    assert {sample.backward for sample in costs.modes} == {False, True}
+    assert {sample.mode.split(" (")[0] for sample in costs.modes} <= set(SCHEDULES)
 
 
 def test_attention_measures_predicts_and_checks(tmp_path: Path) -> None:

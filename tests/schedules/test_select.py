@@ -15,7 +15,7 @@ from megatron_longctx.schedules.calibration import (
     load_calibration,
     save_calibration,
 )
-from megatron_longctx.schedules.cost import KernelSample, MessageSample
+from megatron_longctx.schedules.cost import KernelSample, MessageSample, ModeSample
 from megatron_longctx.schedules.draw_timeline import draw_modes, draw_timeline
 from megatron_longctx.schedules.select import Problem, rank_modes, select, table
 from megatron_longctx.topology import Cluster, Mesh, Network, load_cluster
@@ -104,7 +104,8 @@ def test_pictures_of_a_time_line_and_of_all_modes(tmp_path: Path) -> None:
 @pytest.fixture
 def calibration() -> Calibration:
     kernels = (KernelSample(64, 64, True, False, 1, 1e-3), KernelSample(64, 128, False, True, 2, 2e-3))
-    costs = Costs(1.0, 2.0, kernels=kernels, messages=(MessageSample(8, 1, 1e-5),))
+    modes = (ModeSample("zigzag", 4096, True, 1.1),)
+    costs = Costs(1.0, 2.0, kernels=kernels, messages=(MessageSample(8, 1, 1e-5),), modes=modes)
     cluster = Cluster("two", 2, 4, Mesh(100.0), Network(1, 1.0))
     return Calibration("NVIDIA H200", "cudnn", "peer", cluster, GQA, costs, {"date": "2026-01-01"})
 
@@ -116,6 +117,39 @@ def test_a_calibration_is_read_back_as_written(tmp_path: Path, calibration: Cali
     assert load_calibration(path) == calibration
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     assert calibration_path("NVIDIA H200", 8, replace(GQA, batch=4), "peer", tmp_path / "cache") == path
+
+
+def test_a_calibration_from_before_modes_were_measured_serves(tmp_path: Path, calibration: Calibration) -> None:
+    path = tmp_path / "old.json"
+    save_calibration(calibration, path)
+    data = json.loads(path.read_text())
+    del data["costs"]["modes"], data["costs"]["host_operation_s"]
+    path.write_text(json.dumps(data))
+    assert load_calibration(path) == replace(calibration, costs=replace(calibration.costs, modes=()))
+
+
+def test_whole_passes_that_were_measured_decide() -> None:
+    """Between their lengths too, and against modes that were not measured."""
+    problem, cluster = Problem(4, 4 * 4096, GQA), load_cluster("h200_x8").resized(4)
+    first, second, *rest = (candidate for candidate in rank_modes(problem, cluster, FAST) if not candidate.reason)
+
+    def ranked(length: int, *samples: ModeSample) -> list[str]:
+        problem = Problem(4, length, GQA)
+        return names(rank_modes(problem, cluster, replace(FAST, modes=samples)))
+
+    def both(mode: str, length: int, ratio: float) -> list[ModeSample]:
+        return [ModeSample(mode, length, backward, ratio) for backward in (False, True)]
+
+    short, long = problem.length, 4 * problem.length
+    slow = [*both(first.name, short, 2.0), *both(first.name, long, 1.0)]
+    assert ranked(short, *slow, *both(second.name, short, 1.0))[0] == second.name
+    assert ranked(short, *both(first.name, short, 2.0))[0] == first.name, "others were not measured"
+    costs = replace(FAST, modes=tuple(slow))
+    assert costs.correction(first.name, short, False) == 2.0 and costs.correction(first.name, 100 * long, True) == 1.0
+    assert costs.correction(first.name, 2 * short, True) == pytest.approx(1.5)
+    assert costs.correction(rest[0].name, short, True) == 2.0 and FAST.correction("zigzag", 8, True) == 1.0
+    (found,) = rank_modes(problem, cluster, costs, candidates=[(first.schedule, first.options)])
+    assert found.seconds == pytest.approx(2 * first.seconds)
 
 
 def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
