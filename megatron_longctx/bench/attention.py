@@ -286,6 +286,7 @@ def _predict(found: Measurement, contender: Contender, case: Case, calibration: 
     (priced,) = rank_modes(problem, calibration.cluster, calibration.costs, candidates=candidates)
     if priced.forward and priced.backward:
         found.predicted_forward_s, found.predicted_backward_s = priced.predicted
+        found.for_auto |= any(sample.mode == priced.name for sample in calibration.costs.modes)
 
 
 def table(found: Sequence[Measurement]) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ..attention import ContextParallelAttention
 from ..schedules import Workload
 from ..schedules.cost import Costs, ModeSample
-from ..schedules.select import Candidate, Problem, rank_modes
+from ..schedules.select import Candidate, Problem, all_modes, rank_modes
 from ..topology import Cluster
 from .timing import Stopwatch, layer_seconds, settle
 
@@ -40,7 +40,8 @@ class Modes:
         n, found = dist.get_world_size(self.group), []
         for each in tokens:
             problem = Problem(n, n * each, self.workload, keep_received="auto")
-            ranking = [candidate for candidate in rank_modes(problem, cluster, costs) if not candidate.reason]
+            every = rank_modes(problem, cluster, costs, candidates=list(all_modes(problem, cluster)))
+            ranking = [candidate for candidate in every if not candidate.reason]
             close = [candidate for candidate in ranking[:_MOST] if candidate.seconds <= _CLOSE * ranking[0].seconds]
             for candidate in close:
                 took = self._seconds(candidate, problem.length)

@@ -86,14 +86,23 @@ def rank_modes(
     Args:
         cluster: of `problem.n` ranks.
         costs: None for what the cluster's device says.
-        candidates: modes with their options; None for all there are.
+        candidates: modes with their options; None for all there are, but for exchanges of heads in chunks within a
+            node, unless they were measured (`Costs.modes`).
 
     Raises:
         ValueError: a cluster of another size, or without the figures that are needed.
     """
     costs = costs or Costs.of_device(cluster.device)
     found = []
-    for schedule, options in candidates if candidates is not None else _candidates(problem, cluster):
+    if candidates is None:
+        measured = {sample.mode for sample in costs.modes}
+        candidates = [
+            (schedule, options)
+            for schedule, options in all_modes(problem, cluster)
+            # On one node chunks gain about as much as they cost, though they are priced as if they gained.
+            if cluster.nodes > 1 or options.head_chunks == 1 or Candidate(schedule, options).name in measured
+        ]
+    for schedule, options in candidates:
         try:
             found.append(_price(schedule, options, problem, cluster, costs, timeline))
         except ValueError as error:
@@ -136,15 +145,14 @@ def table(ranking: Sequence[Candidate]) -> str:
     return "\n".join(lines)
 
 
-def _candidates(problem: Problem, cluster: Cluster) -> Iterator[tuple[str, PlanOptions]]:
-    """Modes with the options that may matter: group sizes, and buffer bounds where memory is bounded."""
+def all_modes(problem: Problem, cluster: Cluster) -> Iterator[tuple[str, PlanOptions]]:
+    """Modes with the options that may matter: group sizes, chunks, and buffer bounds where memory is bounded."""
     n, options = problem.n, problem.options
     for schedule in SCHEDULES:
         if schedule == "usp":
             yield from ((schedule, replace(options, inner_size=k)) for k in range(2, n) if n % k == 0)
         elif schedule == "ulysses":
-            # On one node chunks gained nothing (measured, docs/schedules.md), though they are priced as if they did.
-            two = cluster.nodes > 1 and problem.workload.num_kv_heads % (2 * n) == 0
+            two = n > 1 and problem.workload.num_kv_heads % (2 * n) == 0
             yield from ((schedule, replace(options, head_chunks=k)) for k in ((1, 2) if two else (1,)))
         elif schedule == "double_ring":
             sizes = {cluster.ranks_per_node, options.inner(n)} - {n}

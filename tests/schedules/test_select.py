@@ -17,7 +17,7 @@ from megatron_longctx.schedules.calibration import (
 )
 from megatron_longctx.schedules.cost import KernelSample, MessageSample, ModeSample
 from megatron_longctx.schedules.draw_timeline import draw_modes, draw_timeline
-from megatron_longctx.schedules.select import Problem, rank_modes, select, table
+from megatron_longctx.schedules.select import Problem, all_modes, rank_modes, select, table
 from megatron_longctx.topology import Cluster, Mesh, Network, load_cluster
 
 GQA = Workload(32, 8, 128)
@@ -65,7 +65,7 @@ def test_a_memory_bound_is_kept_by_smaller_buffers() -> None:
         select(Problem(8, 2**17, GQA, max_bytes=2**20), cluster)
 
 
-def test_chunks_of_the_heads_are_considered_between_nodes_where_they_divide_them() -> None:
+def test_chunks_of_the_heads_are_considered_between_nodes_or_as_measured() -> None:
     chunked = "ulysses (head_chunks=2)"
     for kv_heads, cluster, considered in (
         (32, Cluster("two", 2, 4, Mesh(100.0), Network(4, 10.0)), True),
@@ -76,6 +76,11 @@ def test_chunks_of_the_heads_are_considered_between_nodes_where_they_divide_them
         by_name = {candidate.name: candidate.seconds for candidate in ranking}
         assert (chunked in by_name) is considered
         assert not considered or by_name[chunked] < by_name["ulysses"]
+    # Within a node they are where they were measured.
+    one, problem = Cluster("one", 1, 8, Mesh(10.0)), Problem(8, 8 * 4096, Workload(32, 32, 128))
+    costs = replace(FAST, modes=tuple(ModeSample(chunked, 8 * 4096, backward, 3.0) for backward in (False, True)))
+    assert chunked in names(rank_modes(problem, one, costs))
+    assert chunked in names(rank_modes(problem, one, FAST, candidates=list(all_modes(problem, one))))
 
 
 def test_modes_of_one_rank_and_of_a_prime_number_of_ranks() -> None:
