@@ -362,7 +362,7 @@ def _run(
 def _are_few(tokens: Sequence[int], most: int) -> bool:
     """Whether passes over so many tokens of each rank may be replayed: all ranks find the same, since they take one way
     together."""
-    return 0 < min(tokens) and max(tokens) <= most
+    return min(tokens) > 0 and max(tokens) <= most
 
 
 def _eager(inputs: Tensors, make: Callable[[Tensors], Any], results: Callable[[Any], Tensors]) -> Tensors:

@@ -1,9 +1,12 @@
-"""Messages over peer memory: senders publish, receivers pull through the copy engine, and no processor is taken.
+"""Messages over peer memory: senders publish, and receivers pull just the rows that they need.
 
 What a pass sends lies in memory that its peers can read (symmetric memory). A sender sets a flag with the receiver once
-its data is complete; the receiver's stream waits for the flag, copies just the rows it needs, and sets a flag back.
-There are two such memories, used by passes in turn, so that a pass never waits for the readers of the one before it.
-Figures and the traps this avoids: every message of a NCCL ring takes processors from the kernels beside it.
+its data is complete; the receiver waits for the flag, reads, and sets a flag back. There are two such memories, used by
+passes in turn, so that a pass never waits for the readers of the one before it.
+
+Beside kernels, messages are copied on a stream of their own by the copy engine, which takes no processor from them, as
+every message of a NCCL ring does (`start`, `wait`). Where nothing is computed meanwhile, the caller's stream waits and
+its kernels read them (`meet`, `read`).
 """
 
 from __future__ import annotations
@@ -243,7 +246,8 @@ class PeerTransport:
 
 
 class Mailbox:
-    """One kind of pass over peer memory: `begin`, fill the regions, `start` and `wait` step by step."""
+    """One kind of pass over peer memory: `begin`, fill the regions, then step by step `start` and `wait`, or `meet` and
+    `read`."""
 
     def __init__(self, transport: PeerTransport, outbox: Outbox, sends: Sequence[Sequence[Sequence[Sent]]]) -> None:
         self._transport, self._outbox = transport, outbox
@@ -333,7 +337,7 @@ class Mailbox:
             )
 
     def meets(self, step: int) -> bool:
-        """Whether `meet` serves: nothing has to be copied or waited for before the step's messages can be read."""
+        """Whether `meet` serves: nothing has to be copied, nor be read by others, before the step's messages are."""
         return step not in self._outbox.awaits and not any(message.passed for message in self._outbox.sends[step])
 
     def meet(self, step: int, receives: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
@@ -344,6 +348,9 @@ class Mailbox:
         """
         here, turn = torch.cuda.current_stream(self._transport.device), self._turn
         come, sources, _ = self._arrivals[turn][step]
+        if self._started:
+            # A graph may run all streams through one queue: what peers wait for before they send must come first.
+            here.wait_stream(self._transport.signals)
         self._ready[turn][step][0].issue(here)
         come.issue(here)
         messages = dict(sources)
