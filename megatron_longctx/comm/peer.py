@@ -25,7 +25,7 @@ from ..schedules.publishing import Batch, place
 from .flags import FlagOperations
 from .hosts import Hosts
 from .p2p import Exchange
-from .symmetric import REMEDY, finish, make_room, share
+from .symmetric import finish, make_room, remedy_by, share
 from .together import PeerMemoryError, together
 
 _ALIGNMENT = 256
@@ -110,20 +110,29 @@ class PeerTransport:
         hosts: who can read whose memory; None for all each other's. Others than these get no messages here.
         growth: where more memory is needed, take at least so many times what there was: for passes that need a little
             more every time. If it is above 1, 64 MiB are taken at first, else 1 MiB.
+        key: the setting that chose it, for messages.
 
     Raises:
         PeerMemoryError: symmetric memory cannot be set up; raised by all ranks alike.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, hosts: Hosts | None = None, growth: float = 1.0
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        hosts: Hosts | None = None,
+        growth: float = 1.0,
+        key: str = "attention.transport",
     ) -> None:
-        self.group, self.device, self._growth = group, device, growth
+        self.group, self.device, self._growth, self._key = group, device, growth, key
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.peers = tuple(range(self.world)) if hosts is None else hosts.of(self.rank)
         self._broken: str | None = None
         self.stream, self.signals, self._sharing = together(
-            group, lambda: (_stream(device), _stream(device), self._sharing_group()), "setting up peer memory", REMEDY
+            group,
+            lambda: (_stream(device), _stream(device), self._sharing_group()),
+            "setting up peer memory",
+            remedy_by(key),
         )
         if hosts is not None:
             self._check_groups()
@@ -195,7 +204,7 @@ class PeerTransport:
         if broken is not None:
             raise PeerMemoryError(
                 f"attention over peer memory was broken off before ({broken}): ranks would wait for messages that "
-                "never come. Start the job again from its checkpoint, or choose attention.transport=p2p."
+                f"never come. Start the job again, training from its checkpoint, or choose {self._key}=p2p."
             )
 
     def _sharing_group(self) -> dist.ProcessGroup | None:
@@ -224,18 +233,19 @@ class PeerTransport:
             if any(names[peer] != names[self.rank] for peer in self.peers):
                 raise RuntimeError("the ranks of a host have made different numbers of process groups")
 
-        together(self.group, check, "dividing the group by hosts", REMEDY)
+        together(self.group, check, "dividing the group by hosts", remedy_by(self._key))
 
     def _reserve(self, capacity: int, steps: int) -> None:
         """Memory for `capacity` bytes and the flags of `steps` steps, in place of what there is."""
         sizes = [max(1, capacity)] * 2 + [2 * steps * self.world * 2 * 4]
         what = f"setting up peer memory (2 x {capacity / 2**30:.2f} GiB on every rank)"
+        remedy = remedy_by(self._key)
         try:
-            together(self.group, lambda: finish(self.device), what, REMEDY)
+            together(self.group, lambda: finish(self.device), what, remedy)
             # Nobody reads what is given back here.
             self._halves, self._flags = [], None
             make_room(self.device, sum(sizes))
-            *self._halves, self._flags = share(self.group, self._sharing, self.device, sizes, what)
+            *self._halves, self._flags = share(self.group, self._sharing, self.device, sizes, what, remedy)
         except PeerMemoryError as error:
             self._halves, self._flags = [], None
             self.break_off(error)
