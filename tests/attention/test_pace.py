@@ -18,7 +18,7 @@ from megatron_longctx.attention.replay import Replay, _Captured
 from megatron_longctx.comm import BufferPool, MixedTransport, PeerTransport
 from megatron_longctx.schedules import build_plan
 
-FIRST, TIMED, CAPTURED = 8, 8, 2
+FIRST, TIMED, CAPTURED = 8, 8, 3
 AS_IT_IS = FIRST + TIMED
 """Passes before the first replay."""
 
@@ -240,6 +240,27 @@ def test_graphs_are_held_only_where_they_are_faster(
     assert held[AS_IT_IS + CAPTURED - 1 : SETTLED] == [(2, 4)] * (TIMED + 1)
     assert held[SETTLED:] == [(2, 4) if stays else (0, 0)] * 20
     assert len(graphs) == 2 and Run.begun == SETTLED + 20, "the memories took turns in every pass, either way"
+
+
+def test_what_graphs_read_goes_through_a_pass_as_it_is_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the very tensors that they read, which may lie otherwise than those given: copies are planned then. What
+    such a pass gives may be its inputs, and stays as it was."""
+    ran: list[tuple[str, Tensor]] = []
+    monkeypatch.setattr(Run, "device", Device(1.0, 2.0), raising=False)
+    monkeypatch.setattr(Run, "run", lambda self: (self.begin(), ran.append(("as it is", self.inputs[0]))))
+
+    def capture(self: Replay, run: Run, generation: int) -> _Captured:
+        ran.append(("captured", run.inputs[0]))
+        graph = Graph(run)
+        return _Captured(graph, graph.results, generation, run)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Replay, "_capture", capture)
+    kind = Replay(Run, lambda run: run.inputs, torch.device("cpu"), None)
+    given = [torch.full((3, 4), float(number)).t() for number in range(3)]
+    found = [kind._replay((x,))[0] for x in given]
+    assert [way for way, _ in ran] == ["as it is", "captured", "captured"]
+    assert all(x is ran[0][1] and x.is_contiguous() for _, x in ran)
+    assert torch.equal(found[0], given[0]) and torch.equal(found[1], given[1] + 1)
 
 
 class Spin:
