@@ -152,7 +152,6 @@ class _Pass(ABC):
     def _pull(self, post: Post, t: int, step: ProgramStep) -> None:
         """Receive a step's messages where nothing is computed meanwhile: all at once, and own rows with them."""
         assert self._slots is not None
-        self._sends(step)
         receives = self._slots.receives(t)
         with self._waiting():
             sources = post.meet(t, receives)
@@ -163,7 +162,6 @@ class _Pass(ABC):
     def _finish_there(self, post: Post, t: int, step: ProgramStep) -> None:
         """Finish the results with what the last messages bring, read where the senders have it."""
         assert self._slots is not None
-        self._sends(step)
         with self._waiting():
             fields = iter(post.meet(t, self._slots.receives(t)))
             for block, place, _ in step.receives:
