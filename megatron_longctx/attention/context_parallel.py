@@ -23,7 +23,8 @@ from ..schedules import (
     keeping,
     keeps_received,
 )
-from .executor import BackwardPass, Engine, ForwardPass
+from .engine import Engine
+from .executor import BackwardPass, ForwardPass
 from .int8 import Int8ForwardPass
 from .pace import SETTLED
 from .program import Program, programs

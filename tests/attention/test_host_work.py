@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_longctx.attention import accumulate
-from megatron_longctx.attention.executor import BackwardPass, Engine, ForwardPass
+from megatron_longctx.attention.engine import Engine
+from megatron_longctx.attention.executor import BackwardPass, ForwardPass
 from megatron_longctx.attention.program import Program, compile_program, programs
 from megatron_longctx.comm import BufferPool, Exchange, Outbox, PeerTransport
 from megatron_longctx.inference.ledger import CacheLedger

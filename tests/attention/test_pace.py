@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention, context_parallel
-from megatron_longctx.attention.executor import Engine
+from megatron_longctx.attention.engine import Engine
 from megatron_longctx.attention.pace import SETTLED, Pace
 from megatron_longctx.attention.program import programs
 from megatron_longctx.attention.replay import Replay, _Captured
