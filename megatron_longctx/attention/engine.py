@@ -38,7 +38,7 @@ class Messages(NamedTuple):
 class Engine:
     """What programs run on.
 
-    transport: None for a group of one rank. graph_tokens: passes over at most so many tokens of a rank may be
+    transport: None for a group of one rank. graph_tokens: passes over at most so many tokens of every rank may be
     replayed from CUDA graphs. clock: measures the waiting for messages. kinds, replays: by program and shapes, once
     made.
     """

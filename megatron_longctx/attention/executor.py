@@ -147,8 +147,10 @@ class _Pass(ABC):
             yield
             return
         clock.start()
-        yield
-        clock.stop()
+        try:
+            yield
+        finally:
+            clock.stop()
 
     @abstractmethod
     def finish(self) -> None:
