@@ -337,6 +337,8 @@ PLANS: dict[str, Any] = {
     "tangled": tangled_plan(12),
     "one-sided": one_sided_plan(8),
     "ulysses": build_plan("ulysses", 6, 75),
+    "ulysses, ranks without tokens": build_plan("ulysses", 6, 4),
+    "usp, ranks without tokens": build_plan("usp", 6, 4, options=PlanOptions(inner_size=2)),
     "ulysses, chunks": build_plan("ulysses", 5, 75, options=PlanOptions(head_chunks=2)),
     "ulysses, kept": keeping(build_plan("ulysses", 6, 75)),
     "usp, kept": keeping(build_plan("usp", 6, 75, options=PlanOptions(inner_size=2))),
