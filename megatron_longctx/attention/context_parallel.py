@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,8 @@ from ..schedules import (
     keeping,
     keeps_received,
 )
-from .executor import BackwardPass, Engine, ForwardPass
+from .engine import Engine
+from .executor import BackwardPass, ForwardPass
 from .int8 import Int8ForwardPass
 from .pace import SETTLED
 from .program import Program, programs
@@ -52,8 +53,8 @@ class ContextParallelAttention:
         options: what the schedule may be told besides.
         deterministic: ask for kernels whose results are bit-identical from run to run.
         transport: auto, peer or p2p (see `comm.choose_transport`).
-        graph_tokens: over peer memory, calls with at most so many tokens a rank are tried as they are and replayed from
-            CUDA graphs, and the faster way stays (see `pace`).
+        graph_tokens: over peer memory, calls with at most so many tokens on every rank are tried as they are and
+            replayed from CUDA graphs, and the faster way stays (see `pace`).
         kv_int8: in calls with `inference`, keys and values travel, and are attended, as 8-bit integers with a scale for
             every token and head. One rank alone sends nothing and stays exact.
         keep_received: auto, true or false: whether calls that will be differentiated keep what they have received, so
@@ -200,9 +201,9 @@ class ContextParallelAttention:
         way held. Asked after the first call, which knows how messages go.
         """
         layout = self.layout(length)
-        fewest = min(layout.num_tokens(rank) for rank in range(self.world))
+        short = _are_few([layout.num_tokens(rank) for rank in range(self.world)], self._graph_tokens)
         peers = any(isinstance(transport, PeerTransport) for transport, _ in self._links.values())
-        return SETTLED if peers and fewest <= self._graph_tokens else 2
+        return SETTLED if peers and short else 2
 
     def _prepare(
         self, q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool, keep: bool = False
@@ -346,7 +347,7 @@ def _run(
     try:
         key = (id(program), how, tuple((x.shape, x.dtype) for x in inputs))
         known = key in engine.replays
-        short = 0 < program.num_tokens <= engine.graph_tokens and (known or len(engine.replays) < _MOST_REPLAYS)
+        short = _are_few(program.tokens, engine.graph_tokens) and (known or len(engine.replays) < _MOST_REPLAYS)
         if not short or isinstance(transport, MixedTransport):
             return _eager(inputs, make, results)
         if not known:
@@ -357,6 +358,12 @@ def _run(
     except BaseException as error:
         transport.break_off(error)
         raise
+
+
+def _are_few(tokens: Sequence[int], most: int) -> bool:
+    """Whether passes over so many tokens of each rank may be replayed: all ranks find the same, since they take one way
+    together."""
+    return min(tokens) > 0 and max(tokens) <= most
 
 
 def _eager(inputs: Tensors, make: Callable[[Tensors], Any], results: Callable[[Any], Tensors]) -> Tensors:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from ..comm import BufferPool, Exchange, MixedTransport, PeerTransport, Transport, WaitClock
-from ..kernels import AttentionKernel
-from ..kernels.moves import Mover, Pair
+from ..comm import Exchange, MixedTransport, PeerTransport
+from ..kernels.moves import Pair
 from ..schedules import ALL_HEADS, RESULTS, Block, Heads, Kind
 from .accumulate import MergedOutput, Sum
+from .engine import Engine, Messages, PassKind
 from .mixed_post import post_over
 from .outgoing import Outgoing, Part, Routes
 from .pack import Field, Packer
@@ -24,41 +21,6 @@ from .post import DirectPost, Fields, Post
 from .program import HOME, Away, Call, Place, Program, ProgramStep, Receive
 from .shapes import Like, Shapes, like
 from .slots import Slots, part, rows
-
-
-@dataclass
-class PassKind:
-    """What all passes of a program over inputs of the same shapes share; nothing here holds the program."""
-
-    shapes: Shapes
-    messages: Messages | None = None  # made when first needed
-    mover: Mover = field(default_factory=Mover)
-
-
-class Messages(NamedTuple):
-    """How such passes hand over what they send."""
-
-    post: Post
-    packer: Packer
-    routes: Routes
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What programs run on.
-
-    transport: None for a group of one rank. graph_tokens: passes over at most so many tokens of a rank may be
-    replayed from CUDA graphs. clock: measures the waiting for messages. kinds, replays: by program and shapes, once
-    made.
-    """
-
-    kernel: AttentionKernel
-    transport: Transport | None
-    pool: BufferPool
-    graph_tokens: int = 0
-    clock: WaitClock | None = None
-    kinds: WeakKeyDictionary[Program, dict[Hashable, PassKind]] = field(default_factory=WeakKeyDictionary)
-    replays: dict[Hashable, tuple[Program, Any]] = field(default_factory=dict)
 
 
 class _Pass(ABC):
@@ -152,7 +114,6 @@ class _Pass(ABC):
     def _pull(self, post: Post, t: int, step: ProgramStep) -> None:
         """Receive a step's messages where nothing is computed meanwhile: all at once, and own rows with them."""
         assert self._slots is not None
-        self._sends(step)
         receives = self._slots.receives(t)
         with self._waiting():
             sources = post.meet(t, receives)
@@ -163,7 +124,6 @@ class _Pass(ABC):
     def _finish_there(self, post: Post, t: int, step: ProgramStep) -> None:
         """Finish the results with what the last messages bring, read where the senders have it."""
         assert self._slots is not None
-        self._sends(step)
         with self._waiting():
             fields = iter(post.meet(t, self._slots.receives(t)))
             for block, place, _ in step.receives:
@@ -187,8 +147,10 @@ class _Pass(ABC):
             yield
             return
         clock.start()
-        yield
-        clock.stop()
+        try:
+            yield
+        finally:
+            clock.stop()
 
     @abstractmethod
     def finish(self) -> None:

@@ -23,7 +23,7 @@ Times = tuple[float, float]
 _PHASES = (
     (8, False, False),  # kernels are chosen and compiled, memory is set up, and the host gets ahead again
     (8, False, True),  # before any replay: behind replays the device has work left, which hides what launches take
-    (2, True, False),  # captured, once for each of the two memories that peers read
+    (3, True, False),  # prepared, and captured once for each of the two memories that peers read
     (8, True, True),
 )
 """Passes, whether they are replayed, and whether they are timed."""

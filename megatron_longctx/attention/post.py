@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Exchange, Mailbox, Outbox, OutboxBuilder, P2PTransport, Sent
-from ..comm.peer import aligned
+from ..comm.outbox import aligned
 from ..schedules import Block, Kind
 from ..schedules.publishing import Batch
 from .program import HOME, Program, Send

@@ -123,16 +123,21 @@ class ProgramStep(NamedTuple):
 class Program:
     """One rank's whole pass. Programs are told apart by identity.
 
-    outgoing: the results it sends, numbered. cached: where its own keys and values are a cache, the rows from the first
-    to the last that it sends; None where they are as many as its tokens.
+    tokens: how many every rank has. outgoing: the results it sends, numbered. cached: where its own keys and values are
+    a cache, the rows from the first to the last that it sends; None where they are as many as its tokens.
     """
 
     steps: tuple[ProgramStep, ...]
     slots: tuple[Slot, ...]
     rank: int
-    num_tokens: int
+    tokens: tuple[int, ...]
     outgoing: tuple[Block, ...] = ()
     cached: range | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """This rank's."""
+        return self.tokens[self.rank]
 
     def published(self, kind: Kind) -> range:
         """Those rows of this rank's own tensors of a kind that are put where messages take them from."""
@@ -266,12 +271,12 @@ def compile_program(plan: Plan, rank: int) -> Program:
             num_kept += calls[-1].num_kept
         steps.append(ProgramStep(tuple(sends), tuple(receives), waits_for, tuple(calls), copies))
     blocks = tuple(block for block, _ in outgoing.number)
-    num_tokens, cached = plan.layout.num_tokens(rank), None
-    if plan.num_slots(Kind.KV, rank) != num_tokens:
+    tokens, cached = tuple(map(plan.layout.num_tokens, range(plan.n))), None
+    if plan.num_slots(Kind.KV, rank) != tokens[rank]:
         own = (send.place for step in steps for send in step.sends if send.place and send.place.slot == HOME)
         rows = [(place.start, place.stop) for place in own if place.kind is Kind.KV]
         cached = range(min(rows)[0], max(stop for _, stop in rows)) if rows else range(0)
-    return Program(tuple(steps), tuple(slots), rank, num_tokens, blocks, cached)
+    return Program(tuple(steps), tuple(slots), rank, tokens, blocks, cached)
 
 
 class _Outgoing:

@@ -82,8 +82,7 @@ class Replay:
 
     def _replay(self, inputs: Tensors) -> Tensors:
         if not self._inputs:
-            with torch.inference_mode(False):  # they outlive this call
-                self._inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
+            return self._prepare(inputs)
         torch._foreach_copy_(self._inputs, inputs)
         run = self._make(self._inputs)
         post = run.post()
@@ -93,6 +92,15 @@ class Replay:
             captured = self._captured[turn] = self._capture(run, post.generation)
         captured.graph.replay()
         return tuple(x.clone() for x in captured.results)
+
+    def _prepare(self, inputs: Tensors) -> Tensors:
+        """A pass as it is over the inputs that graphs will read, which may lie otherwise than those given: what copies
+        them is planned here, since it cannot be while a stream is captured (`kernels.moves`)."""
+        with torch.inference_mode(False):  # they outlive this call
+            self._inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
+        torch._foreach_copy_(self._inputs, inputs)
+        # Results may be inputs, which the next pass overwrites.
+        return tuple(x.clone() for x in self._eager(self._inputs))
 
     def _capture(self, run: Any, generation: int) -> _Captured:
         graph = torch.cuda.CUDAGraph()

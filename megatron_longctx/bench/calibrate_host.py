@@ -8,7 +8,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from ..attention.executor import Engine, ForwardPass
+from ..attention.engine import Engine
+from ..attention.executor import ForwardPass
 from ..attention.program import compile_program
 from ..comm import BufferPool, Transport
 from ..inference.ledger import CacheLedger

@@ -9,8 +9,9 @@ from .buffers import BufferPool
 from .choose import Transport, choose_transport, transport_name
 from .collect import from_first, gather_over, sum_over
 from .mixed import MixedTransport
+from .outbox import Outbox, OutboxBuilder, Sent
 from .p2p import Exchange, P2PTransport
-from .peer import Mailbox, Outbox, OutboxBuilder, PeerTransport, Sent
+from .peer import Mailbox, PeerTransport
 from .together import PeerMemoryError
 from .waiting import WaitClock
 

@@ -42,9 +42,9 @@ def choose_transport(
     reason = hosts.reason
     try:
         if reason is None:
-            return PeerTransport(group, device, growth=growth)
+            return PeerTransport(group, device, growth=growth, key=key)
         if name == "auto" and hosts.any_peers:
-            transport = MixedTransport(group, device, hosts, growth)
+            transport = MixedTransport(group, device, hosts, growth, key)
             if dist.get_rank(group) == 0:
                 logger.info(
                     "attention's messages go through peer memory within hosts (ranks %s) and point to point between "

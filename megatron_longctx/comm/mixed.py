@@ -17,14 +17,21 @@ class MixedTransport:
         group: the process group; all its ranks construct the transport together.
         device: this rank's CUDA device.
         hosts: who can read whose memory.
-        growth: see `PeerTransport`.
+        growth, key: see `PeerTransport`.
 
     Raises:
         PeerMemoryError: as for `PeerTransport`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, hosts: Hosts, growth: float = 1.0) -> None:
-        self.peers = PeerTransport(group, device, hosts, growth)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        hosts: Hosts,
+        growth: float = 1.0,
+        key: str = "attention.transport",
+    ) -> None:
+        self.peers = PeerTransport(group, device, hosts, growth, key)
         self.messages = P2PTransport(group, device)
         self.group, self.device = group, device
         self.rank, self.world = self.messages.rank, self.messages.world

@@ -1,9 +1,12 @@
-"""Messages over peer memory: senders publish, receivers pull through the copy engine, and no processor is taken.
+"""Messages over peer memory: senders publish, and receivers pull just the rows that they need.
 
 What a pass sends lies in memory that its peers can read (symmetric memory). A sender sets a flag with the receiver once
-its data is complete; the receiver's stream waits for the flag, copies just the rows it needs, and sets a flag back.
-There are two such memories, used by passes in turn, so that a pass never waits for the readers of the one before it.
-Figures and the traps this avoids: every message of a NCCL ring takes processors from the kernels beside it.
+its data is complete; the receiver waits for the flag, reads, and sets a flag back. There are two such memories, used by
+passes in turn, so that a pass never waits for the readers of the one before it.
+
+Beside kernels, messages are copied on a stream of their own by the copy engine, which takes no processor from them, as
+every message of a NCCL ring does (`start`, `wait`). Where nothing is computed meanwhile, the caller's stream waits and
+its kernels read them (`meet`, `read`).
 """
 
 from __future__ import annotations
@@ -11,91 +14,24 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..schedules.publishing import Batch, place
 from .flags import FlagOperations
 from .hosts import Hosts
+from .outbox import Outbox, Sent
 from .p2p import Exchange
-from .symmetric import REMEDY, finish, make_room, share
+from .symmetric import finish, make_room, remedy_by, share
 from .together import PeerMemoryError, together
 
-_ALIGNMENT = 256
 _READY, _DONE = 0, 1
 _STEPS = 64
 """Steps that there are flags for at first, a few bytes each: memory is not made anew for a plan of some more."""
 _LEAST, _LEAST_GROWING = 2**20, 2**26
 """Bytes at first, and where passes are to need more and more."""
-
-
-class Sent(NamedTuple):
-    """A message: `num_bytes` from `offset` of the sender's memory on, for rank `peer` of the group. `passed`: it is
-    copied there when it is sent, since it has come from another rank; anything else was published before."""
-
-    peer: int
-    offset: int
-    num_bytes: int
-    passed: bool = False
-
-
-@dataclass(frozen=True)
-class Outbox:
-    """Where all that a pass sends lies in the sender's memory: offsets of named regions, messages by step. `adjacent`:
-    by region, the one that follows it without a gap. `awaits`: by step, earlier ones that must have been read before
-    it starts, since their memory is used again."""
-
-    regions: dict[Hashable, int]
-    num_bytes: int
-    sends: tuple[tuple[Sent, ...], ...]
-    adjacent: dict[Hashable, Hashable] = field(default_factory=dict)
-    awaits: dict[int, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass
-class OutboxBuilder:
-    """Lays regions out one after the other."""
-
-    regions: dict[Hashable, int] = field(default_factory=dict)
-    num_bytes: int = 0
-    _adjacent: dict[Hashable, Hashable] = field(default_factory=dict)
-    _full: Hashable = None
-    _awaits: dict[int, tuple[int, ...]] = field(default_factory=dict)
-
-    def region(self, name: Hashable, num_bytes: int) -> int:
-        """The offset of a region that stays; it is new or known by its name."""
-        if name not in self.regions:
-            self.regions[name] = self.num_bytes
-            if self._full is not None:
-                self._adjacent[self._full] = name
-            self.num_bytes += aligned(num_bytes)
-            self._full = name if num_bytes % _ALIGNMENT == 0 else None
-        return self.regions[name]
-
-    def passing(self, batches: Sequence[tuple[Batch, Sequence[tuple[Hashable, int]]]]) -> None:
-        """Lay out, behind all regions so far, those that are read in one step only: the names and bytes of each batch
-        side by side, the batches where others are no longer read."""
-        placement = place([batch for batch, _ in batches])
-        base = self.num_bytes
-        for offset, (_, regions) in zip(placement.offsets, batches, strict=True):
-            self.num_bytes, self._full = base + offset, None
-            for name, num_bytes in regions:
-                self.region(name, num_bytes)
-        self.num_bytes, self._full = base + placement.num_bytes, None
-        for step, awaiting in sorted(placement.awaited.items()):
-            self._awaits[awaiting] = (*self._awaits.get(awaiting, ()), step)
-
-    def build(self, sends: tuple[tuple[Sent, ...], ...]) -> Outbox:
-        return Outbox(self.regions, self.num_bytes, sends, self._adjacent, self._awaits)
-
-
-def aligned(num_bytes: int) -> int:
-    """What a region of so many bytes takes."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class PeerTransport:
@@ -107,20 +43,29 @@ class PeerTransport:
         hosts: who can read whose memory; None for all each other's. Others than these get no messages here.
         growth: where more memory is needed, take at least so many times what there was: for passes that need a little
             more every time. If it is above 1, 64 MiB are taken at first, else 1 MiB.
+        key: the setting that chose it, for messages.
 
     Raises:
         PeerMemoryError: symmetric memory cannot be set up; raised by all ranks alike.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, hosts: Hosts | None = None, growth: float = 1.0
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        hosts: Hosts | None = None,
+        growth: float = 1.0,
+        key: str = "attention.transport",
     ) -> None:
-        self.group, self.device, self._growth = group, device, growth
+        self.group, self.device, self._growth, self._key = group, device, growth, key
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.peers = tuple(range(self.world)) if hosts is None else hosts.of(self.rank)
         self._broken: str | None = None
         self.stream, self.signals, self._sharing = together(
-            group, lambda: (_stream(device), _stream(device), self._sharing_group()), "setting up peer memory", REMEDY
+            group,
+            lambda: (_stream(device), _stream(device), self._sharing_group()),
+            "setting up peer memory",
+            remedy_by(key),
         )
         if hosts is not None:
             self._check_groups()
@@ -192,7 +137,7 @@ class PeerTransport:
         if broken is not None:
             raise PeerMemoryError(
                 f"attention over peer memory was broken off before ({broken}): ranks would wait for messages that "
-                "never come. Start the job again from its checkpoint, or choose attention.transport=p2p."
+                f"never come. Start the job again, training from its checkpoint, or choose {self._key}=p2p."
             )
 
     def _sharing_group(self) -> dist.ProcessGroup | None:
@@ -221,7 +166,7 @@ class PeerTransport:
             if any(names[peer] != names[self.rank] for peer in self.peers):
                 raise RuntimeError("the ranks of a host have made different numbers of process groups")
 
-        together(self.group, check, "dividing the group by hosts", REMEDY)
+        together(self.group, check, "dividing the group by hosts", remedy_by(self._key))
 
     def _reserve(self, capacity: int, steps: int, least: int | None = None) -> None:
         """Memory for `capacity` bytes and the flags of `steps` steps, in place of what there is; for `least` bytes
@@ -242,12 +187,13 @@ class PeerTransport:
         """`capacity`, once it is there."""
         sizes = [max(1, capacity)] * 2 + [2 * steps * self.world * 2 * 4]
         what = f"setting up peer memory (2 x {capacity / 2**30:.2f} GiB on every rank)"
+        remedy = remedy_by(self._key)
         try:
-            together(self.group, lambda: finish(self.device), what, REMEDY)
+            together(self.group, lambda: finish(self.device), what, remedy)
             # Nobody reads what is given back here.
             self._halves, self._flags = [], None
             make_room(self.device, sum(sizes))
-            *self._halves, self._flags = share(self.group, self._sharing, self.device, sizes, what)
+            *self._halves, self._flags = share(self.group, self._sharing, self.device, sizes, what, remedy)
         except PeerMemoryError:
             self._halves, self._flags = [], None
             raise
@@ -255,7 +201,8 @@ class PeerTransport:
 
 
 class Mailbox:
-    """One kind of pass over peer memory: `begin`, fill the regions, `start` and `wait` step by step."""
+    """One kind of pass over peer memory: `begin`, fill the regions, then step by step `start` and `wait`, or `meet` and
+    `read`."""
 
     def __init__(self, transport: PeerTransport, outbox: Outbox, sends: Sequence[Sequence[Sequence[Sent]]]) -> None:
         self._transport, self._outbox = transport, outbox
@@ -345,7 +292,7 @@ class Mailbox:
             )
 
     def meets(self, step: int) -> bool:
-        """Whether `meet` serves: nothing has to be copied or waited for before the step's messages can be read."""
+        """Whether `meet` serves: nothing has to be copied, nor be read by others, before the step's messages are."""
         return step not in self._outbox.awaits and not any(message.passed for message in self._outbox.sends[step])
 
     def meet(self, step: int, receives: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
@@ -356,6 +303,9 @@ class Mailbox:
         """
         here, turn = torch.cuda.current_stream(self._transport.device), self._turn
         come, sources, _ = self._arrivals[turn][step]
+        if self._started:
+            # A graph may run all streams through one queue: what peers wait for before they send must come first.
+            here.wait_stream(self._transport.signals)
         self._ready[turn][step][0].issue(here)
         come.issue(here)
         messages = dict(sources)

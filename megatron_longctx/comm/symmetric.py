@@ -12,13 +12,16 @@ from torch import Tensor
 
 from .together import together
 
-REMEDY = (
-    "Choose attention.transport=p2p, which needs none, or let ranks send less: shorter sequences, more "
-    "context-parallel ranks, another parallelism.schedule."
-)
-
 _SPARE = 2**28
 """Bytes of a device that are left free beside symmetric memory: for its rounding, for NCCL, for kernels' code."""
+
+
+def remedy_by(key: str) -> str:
+    """What helps where attention's memory is refused. key: the setting that chose peer memory."""
+    return (
+        f"Choose {key}=p2p, which needs none, or let ranks send less: shorter sequences, more context-parallel ranks, "
+        "another parallelism.schedule."
+    )
 
 
 def share(
@@ -27,7 +30,7 @@ def share(
     device: torch.device,
     sizes: Sequence[int],
     what: str = "setting up peer memory",
-    remedy: str = REMEDY,
+    remedy: str = remedy_by("attention.transport"),
 ) -> list[Any]:
     """Zeroed memory of `sizes` bytes, shared among the ranks of `sharing`: a handle each, or None without `sharing`.
 

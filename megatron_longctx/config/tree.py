@@ -100,8 +100,8 @@ class AttentionConfig:
     # How blocks travel: peer (pulled out of peers' memory by the copy engine), p2p (batched messages of NCCL or gloo),
     # auto (peer where all ranks of the group can, both where only some can, else p2p, saying which and why)
     transport: str = "auto"
-    # Over peer memory, attention with at most so many tokens a rank is tried as it is and replayed from CUDA graphs,
-    # and the faster way stays; 0: never replayed
+    # Over peer memory, attention with at most so many tokens on every rank is tried as it is and replayed from CUDA
+    # graphs, and the faster way stays; 0: never replayed
     graph_tokens: int = 4096
     # In inference keys and values travel between context-parallel ranks as 8-bit integers, with a scale for every token
     # and head: half the bytes of bf16, and not exact. Training is not touched.

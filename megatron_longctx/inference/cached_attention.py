@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention.executor import Engine, ForwardPass
+from ..attention.engine import Engine
+from ..attention.executor import ForwardPass
 from ..attention.program import Program, compile_program
 from ..comm import BufferPool, MixedTransport, PeerTransport, choose_transport, gather_over
 from ..config import refuse

@@ -23,10 +23,12 @@ MOST_BASES = 16
 """Different memories of one launch: what a kernel's arguments hold."""
 
 Pair = tuple[Tensor, Tensor]
-"""(into, source): of one shape and dtype, any strides."""
+"""(into, source): of one shape, any strides. The kernel takes those of one dtype."""
 
 _MOST_WORDS = 256
 _MOST_PLANS = 8
+_MOST_COUNTED = 2**31 - 2**12
+"""Words of a copy: the kernel counts them in 32 bits, up to the end of its last tile."""
 
 
 class Entry(NamedTuple):
@@ -64,6 +66,7 @@ class Mover:
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, list[_Plan]] = {}
+        self._in_graphs: dict[int, _Plan] = {}  # whose tables are read whenever a graph is replayed
 
     @no_grad
     def move(self, key: Hashable, pairs: Sequence[Pair]) -> None:
@@ -86,10 +89,13 @@ class Mover:
         strides = tuple([x.stride() for x in tensors])
         aligned = tuple([pointer % 16 for pointer in pointers])
         known = self._plans.setdefault(key, [])
+        captured = torch.cuda.is_current_stream_capturing()
         for plan in known:
             if plan.strides == strides and plan.aligned == aligned and _fits(plan, pointers):
+                if captured:
+                    self._in_graphs[id(plan)] = plan
                 return plan
-        if torch.cuda.is_current_stream_capturing():
+        if captured:
             return None  # its table could not be brought to the device
         plan = _Plan(strides, aligned, *_launches(pairs, tensors[0].device))
         known[:] = [plan, *known[: _MOST_PLANS - 1]]
@@ -97,9 +103,9 @@ class Mover:
 
 
 def copy(into: Tensor, source: Tensor) -> None:
-    """`into.copy_(source)` of tensors of one shape and dtype, in the widest words that fit both: torch's kernel for
-    strided tensors moves an element at a time, and small ones at a third of the memory's speed."""
-    if not (into.is_contiguous() and source.is_contiguous()):
+    """`into.copy_(source)` of tensors of one shape, in the widest words that fit both: torch's kernel for strided
+    tensors moves an element at a time, and small ones at a third of the memory's speed."""
+    if into.dtype == source.dtype and not (into.is_contiguous() and source.is_contiguous()):
         for word in (torch.complex128, torch.int64):
             if word.itemsize > into.element_size() and _holds(into, word) and _holds(source, word):
                 into, source = into.view(word), source.view(word)
@@ -109,6 +115,8 @@ def copy(into: Tensor, source: Tensor) -> None:
 
 def entry(into: Tensor, source: Tensor) -> Entry | None:
     """How the kernel copies a pair; None where it cannot."""
+    if into.dtype != source.dtype:
+        return None
     size = into.element_size()
     dims = [dim for dim in zip(into.shape, into.stride(), source.stride(), strict=True) if dim[0] != 1]
     merged: list[tuple[int, int, int]] = []
@@ -126,6 +134,8 @@ def entry(into: Tensor, source: Tensor) -> Entry | None:
         *outer, (n, _, _) = merged
         merged = [(m, d * size // 8, s * size // 8) for m, d, s in outer] + [(n * size // 8, 1, 1)]
     sizes, to, of = zip(*([(1, 0, 0)] * (3 - len(merged)) + merged), strict=True)
+    if math.prod(sizes) > _MOST_COUNTED:
+        return None
     return Entry(wide, sizes, to, of)
 
 

@@ -83,3 +83,31 @@ def tangled_plan(length: int) -> Plan:
         Step((Move(result, 0, 2),), idle),
     )
     return seal(Plan("tangled", layout, True, steps))
+
+
+def one_sided_plan(length: int) -> Plan:
+    """A full plan of 2 ranks in which rank 0 sends in step 1 and receives nothing, and nothing is computed in step 2,
+    which exchanges results.
+
+    Raises:
+        ValueError: ranks with fewer than 2 tokens, or with different numbers of them.
+    """
+    layout = contiguous(2, length)
+    c = length // 2
+    if length % 2 or c < 2:
+        raise ValueError(f"length={length}: expected a multiple of 2, 4 or more.")
+    left, right = kv(0, 0, c - 1), kv(0, c - 1, c)
+    q = [queries(rank, 0, c) for rank in range(2)]
+    steps = (
+        Step((Move(q[0], 0, 1), Move(q[1], 1, 0)), ((), ())),
+        Step(
+            (Move(right, 0, 1),),
+            (
+                (Attend((q[0],), (kv(0, 0, c),), False), Attend((q[1],), (left,), False)),
+                (Attend((q[1],), (kv(1, 0, c),), False), Attend((q[0],), (kv(1, 0, c),), False)),
+            ),
+        ),
+        Step((Move(out(0, 0, c, 1), 1, 0), Move(out(1, 0, c, 0), 0, 1)), ((), ())),
+        Step((), ((), (Attend((q[1],), (right,), False),))),
+    )
+    return seal(Plan("one-sided", layout, False, steps))

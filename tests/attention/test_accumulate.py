@@ -200,3 +200,49 @@ def test_some_heads_alone_leave_the_others_empty():
     found, found_lse = output.finish()
     assert (found[:, :, 3] == 0).all() and (found_lse[:, :, 3] == -torch.inf).all()
     assert all(torch.equal(found[:, :, heads], out) for heads, out, _ in parts)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [4, 0, 3, 1, 2]])
+def test_what_takes_copies_only_is_finished_by_them(order):
+    """And by nothing else: lent memory is read by the copies."""
+    like = torch.empty(5, 2, len(order), 4, dtype=torch.bfloat16)
+    output, total, parts = MergedOutput(like), Sum(like), tiles(order)
+    for heads, out, lse in parts:
+        output.add(0, out, lse, heads, borrowed=True)
+        total.add(0, out, heads, borrowed=True)
+    for into, source in (*output.place(), *total.place()):
+        into.copy_(source)
+    wanted = [(heads, out.clone(), lse.clone()) for heads, out, lse in parts]
+    for _, out, lse in parts:
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+    found, found_lse = output.finish()
+    for heads, out, lse in wanted:
+        assert torch.equal(found[:, :, heads], out) and torch.equal(found_lse[:, :, heads], lse)
+        assert torch.equal(total.finish()[:, :, heads], out)
+    assert output.finish()[0] is found and not output.place() and not total.place(), "once"
+
+
+@pytest.mark.parametrize("why", ["overlap", "of some tokens", "a head is missing", "in fp32", "alone"])
+def test_what_takes_more_than_copies_is_not_placed(why):
+    like = torch.empty(5, 2, 3, 4, dtype=torch.bfloat16)
+    output, total, parts = MergedOutput(like), Sum(like), tiles([0, 1, 2])
+    if why == "overlap":
+        parts.append(parts[0])
+    elif why == "of some tokens":
+        parts[1] = (parts[1][0], *(field[:4] for field in parts[1][1:]))
+    elif why == "a head is missing":
+        parts.pop()
+    elif why == "in fp32":
+        parts[1] = parts[1][0], parts[1][1].float(), parts[1][2]
+    else:
+        parts = [(slice(0, 3), torch.cat([part[1] for part in parts], 2), torch.cat([part[2] for part in parts], 2))]
+    for heads, out, lse in parts:
+        output.add(0, out, lse, heads)
+        total.add(0, out, heads)
+    assert not output.place() and not total.place()
+    summed = torch.zeros(5, 2, 3, 4)
+    for heads, out, _ in parts:
+        summed[: len(out), :, heads] += out
+    torch.testing.assert_close(total.finish(), summed.bfloat16())
+    assert (output.finish()[0] is parts[0][1]) == (why == "alone")

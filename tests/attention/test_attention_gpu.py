@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention, replay
 from megatron_longctx.attention.context_parallel import Attend
-from megatron_longctx.attention.executor import Engine
+from megatron_longctx.attention.engine import Engine
 from megatron_longctx.attention.pace import SETTLED
 from megatron_longctx.attention.program import programs
 from megatron_longctx.comm import BufferPool, P2PTransport

@@ -19,7 +19,7 @@ def _transport(mixed: bool) -> Any:
     peers = PeerTransport.__new__(PeerTransport)
     peers.group = dist.group.WORLD  # type: ignore[assignment]
     peers.rank, peers.world, peers.device, peers.peers = dist.get_rank(), dist.get_world_size(), CPU, (0, 1)
-    peers._broken = None
+    peers._broken, peers._key = None, "inference.transport"
     if not mixed:
         return peers
     transport = MixedTransport.__new__(MixedTransport)
@@ -46,3 +46,4 @@ def test_the_pass_after_a_failed_one_is_refused(mixed: bool) -> None:
     for first, second in run_distributed(_calls, 2, mixed):
         assert first.startswith("AttributeError")
         assert second.startswith(PeerMemoryError.__name__) and "broken off before (AttributeError" in second
+        assert "choose inference.transport=p2p" in second, "the setting that this transport comes from"

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.attention.context_parallel import Attend
-from megatron_longctx.attention.executor import Engine
+from megatron_longctx.attention.engine import Engine
 from megatron_longctx.attention.program import programs
 from megatron_longctx.comm import BufferPool, P2PTransport
 from megatron_longctx.kernels import KernelRequest, choose
 from megatron_longctx.layout import build_layout
 from megatron_longctx.schedules import SCHEDULES, Plan, PlanOptions, verify
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.plans import helper_plan, tangled_plan
+from megatron_longctx.testing.plans import helper_plan, one_sided_plan, tangled_plan
 from megatron_longctx.testing.references import dense_attention, kernel_attention, random_qkv, shard, unshard
 from megatron_longctx.testing.tolerances import assert_as_good_as, relative_error
 
@@ -266,9 +266,12 @@ def _run(rank: int, n: int) -> dict[str, Any]:
 
 
 def hand_made(n: int) -> list[tuple[Plan, Case]]:
-    plans = {2: [helper_plan(2, 8), helper_plan(2, 37)], 3: [helper_plan(3, 35), tangled_plan(12), tangled_plan(36)]}
+    plans = {
+        2: [helper_plan(2, 8), helper_plan(2, 37), one_sided_plan(10)],
+        3: [helper_plan(3, 35), tangled_plan(12), tangled_plan(36)],
+    }
     return [
-        (plan, Case("", plan.layout.length, True, heads, 2, kernel, dtype))
+        (plan, Case("", plan.layout.length, plan.causal, heads, 2, kernel, dtype))
         for plan in plans.get(n, [])
         for heads in HEADS
         for kernel, dtype in (("reference", torch.float64), ("cpu", torch.float32), ("cpu", torch.bfloat16))

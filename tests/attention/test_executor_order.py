@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_longctx.attention.executor import BackwardPass, Engine, ForwardPass
+from megatron_longctx.attention.engine import Engine
+from megatron_longctx.attention.executor import BackwardPass, ForwardPass
 from megatron_longctx.attention.program import programs
 from megatron_longctx.comm import BufferPool, Exchange
 from megatron_longctx.kernels import AttentionKernel

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_longctx.attention import accumulate
-from megatron_longctx.attention.executor import BackwardPass, Engine, ForwardPass
+from megatron_longctx.attention.engine import Engine
+from megatron_longctx.attention.executor import BackwardPass, ForwardPass
 from megatron_longctx.attention.program import Program, compile_program, programs
 from megatron_longctx.comm import BufferPool, Exchange, Outbox, PeerTransport
 from megatron_longctx.inference.ledger import CacheLedger
@@ -156,6 +157,42 @@ def test_what_is_waited_for_at_once_is_copied_at_once(schedule: str, n: int, mon
         assert forward.met == backward.met == 3 * 2, "in three layers, what comes first and what goes back last"
     else:
         assert (forward.met, backward.met) == (0, 3), "the results that end backward"
+
+
+def addresses(x: Tensor) -> set[int]:
+    """Of all elements."""
+    at = torch.zeros(x.shape, dtype=torch.int64)
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        at += (torch.arange(size) * stride).view(-1, *[1] * (x.ndim - dim - 1))
+    return set((x.data_ptr() + x.element_size() * at).view(-1).tolist())
+
+
+@pytest.mark.parametrize("over_peers", [False, True])
+@pytest.mark.parametrize("mode", [*MODES, ("ulysses", 8, 2, False), ("helper", 4, 1, False)], ids=str)
+def test_what_is_copied_together_may_be_copied_in_any_order(
+    mode: tuple[str, int, int, bool], over_peers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel makes all copies beside each other: none writes what another one reads or writes."""
+    several = 0
+
+    def move(_: Mover, key: Any, pairs: Any) -> None:
+        nonlocal several
+        several += len(pairs) > 1
+        written: set[int] = set()
+        for into, source in pairs:
+            assert into.shape == source.shape and into.dtype == source.dtype, key
+            targets = addresses(into)
+            assert len(targets) == into.numel() and not targets & written, key
+            written |= targets
+        assert not any(addresses(source) & written for _, source in pairs), key
+
+    monkeypatch.setattr(Mover, "move", move)
+    schedule, n, chunks, keep = mode
+    plan = build_plan(schedule, n, 8 * n, True, PlanOptions(inner_size=2, head_chunks=chunks))
+    on = Engine(NoAttention(), Peers(), BufferPool(CPU)) if over_peers else engine()
+    for rank in (0, n - 1):
+        attend(programs(keeping(plan) if keep else plan, rank), on, 8)
+    assert several or schedule not in ("ulysses", "usp")
 
 
 PREFILLS = {

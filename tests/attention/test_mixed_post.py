@@ -150,15 +150,23 @@ def _mixed(rank: int) -> list[str]:
         for schedule in SCHEDULES:
             attention = ContextParallelAttention(group, schedule=schedule, kernel="reference", options=OPTIONS)
             attention._links[torch.device("cpu")] = (transport, BufferPool(torch.device("cpu")))
-            for length in (32, 35):
-                whole = random_qkv(length, 1, 8, 4, 8, torch.float64, seed=length)
+            # Two sequences, ranks that share a head of the keys, and ranks without tokens.
+            for length, batch, kv_heads in (
+                (32, 1, 4),
+                (35, 1, 4),
+                *(((21, 2, 2), (3, 2, 2)) if hosts == ONE_HOST else ()),
+            ):
+                whole = random_qkv(length, batch, 8, kv_heads, 8, torch.float64, seed=length)
                 truth = dense_attention(*whole, True)
                 layout = attention.layout(length)
                 *leaves, grad_out = (shard(x, layout, rank) for x in whole)
                 for _ in range(2):
                     three = [x.detach().requires_grad_() for x in leaves]
                     out = attention(*three, length=length)
+                    first = torch.autograd.grad(out, three, grad_out, retain_graph=True)
                     found = (out.detach(), *torch.autograd.grad(out, three, grad_out))
+                    if not all(map(torch.equal, first, found[1:])):
+                        wrong.append(f"rank {rank}, {hosts}, {schedule}, {length}: another backward is another")
                     for name, value in zip(("out", "dq", "dk", "dv"), found, strict=True):
                         error = relative_error(value, shard(truth[name], layout, rank))
                         if not error < 1e-12:

@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.attention import ContextParallelAttention, context_parallel
+from megatron_longctx.attention.engine import Engine
 from megatron_longctx.attention.pace import SETTLED, Pace
+from megatron_longctx.attention.program import programs
 from megatron_longctx.attention.replay import Replay, _Captured
 from megatron_longctx.comm import BufferPool, MixedTransport, PeerTransport
+from megatron_longctx.schedules import build_plan
 
-FIRST, TIMED, CAPTURED = 8, 8, 2
+FIRST, TIMED, CAPTURED = 8, 8, 3
 AS_IT_IS = FIRST + TIMED
 """Passes before the first replay."""
 
@@ -239,6 +242,27 @@ def test_graphs_are_held_only_where_they_are_faster(
     assert len(graphs) == 2 and Run.begun == SETTLED + 20, "the memories took turns in every pass, either way"
 
 
+def test_what_graphs_read_goes_through_a_pass_as_it_is_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the very tensors that they read, which may lie otherwise than those given: copies are planned then. What
+    such a pass gives may be its inputs, and stays as it was."""
+    ran: list[tuple[str, Tensor]] = []
+    monkeypatch.setattr(Run, "device", Device(1.0, 2.0), raising=False)
+    monkeypatch.setattr(Run, "run", lambda self: (self.begin(), ran.append(("as it is", self.inputs[0]))))
+
+    def capture(self: Replay, run: Run, generation: int) -> _Captured:
+        ran.append(("captured", run.inputs[0]))
+        graph = Graph(run)
+        return _Captured(graph, graph.results, generation, run)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Replay, "_capture", capture)
+    kind = Replay(Run, lambda run: run.inputs, torch.device("cpu"), None)
+    given = [torch.full((3, 4), float(number)).t() for number in range(3)]
+    found = [kind._replay((x,))[0] for x in given]
+    assert [way for way, _ in ran] == ["as it is", "captured", "captured"]
+    assert all(x is ran[0][1] and x.is_contiguous() for _, x in ran)
+    assert torch.equal(found[0], given[0]) and torch.equal(found[1], given[1] + 1)
+
+
 class Spin:
     """A pass that keeps a GPU busy for so many cycles: as it is, and captured. It is its own post."""
 
@@ -293,7 +317,7 @@ def test_a_gpu_takes_the_faster_way_and_gives_memory_back(
     ("transport", "length", "calls"),
     [
         (PeerTransport, 4 * 4096, SETTLED),
-        (PeerTransport, 4 * 4096 + 3, SETTLED),  # some rank has no more than 4,096
+        (PeerTransport, 4 * 4096 + 3, 2),  # some rank has more than 4,096
         (PeerTransport, 4 * 4097, 2),
         (MixedTransport, 4 * 4096, 2),
         (None, 4 * 4096, 2),
@@ -306,3 +330,26 @@ def test_calls_that_may_be_replayed_are_measured_once_they_have_settled(
     attention.world, cpu = 4, torch.device("cpu")
     attention._links[cpu] = (None if transport is None else object.__new__(transport), BufferPool(cpu))
     assert attention.warm_up_calls(length) == calls
+
+
+def test_all_ranks_try_both_ways_or_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever each of them holds: they would wait for each other to say which way is faster. With many lengths, too,
+    of which only so many may be replayed."""
+    ways: list[str] = []
+    monkeypatch.setattr(context_parallel, "Replay", lambda *_: lambda inputs: (ways.append("both"), inputs)[1])
+    monkeypatch.setattr(context_parallel, "_eager", lambda inputs, *_: (ways.append("eager"), inputs)[1])
+    transport = object.__new__(PeerTransport)
+    transport.group = None  # type: ignore[assignment]
+    lengths = [*range(1, 40), *range(1, 40)]
+    pairs = {length: [programs(build_plan("zigzag", 4, length), rank) for rank in range(4)] for length in lengths}
+    found = []
+    for rank in range(4):
+        ways.clear()
+        engine = Engine(None, transport, BufferPool(torch.device("cpu")), graph_tokens=6)  # type: ignore[arg-type]
+        for length in lengths:
+            program, _ = pairs[length][rank]
+            x = torch.zeros(program.num_tokens, 1, 1, 8)
+            context_parallel._run(program, engine, (), (x, x, x), lambda _: None, lambda _: ())
+        found.append(list(ways))
+    assert found[0] == found[1] == found[2] == found[3]
+    assert found[0].count("both") == 2 * 16, "those of 8 to 23 tokens"

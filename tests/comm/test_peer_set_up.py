@@ -89,7 +89,7 @@ def _sharing(rank: int) -> list[Any]:
 
 def _growing(rank: int) -> list[Any]:
     _with(Memory(limit=2**30 if rank == 1 else 2**62))
-    transport = PeerTransport(_world(), CPU)
+    transport = PeerTransport(_world(), CPU, key="inference.transport")
     transport.mailbox(Outbox({}, 2**20, ((),)))
     found = [transport.generation]
     transport.mailbox(Outbox({}, 2**21 if rank == 0 else 0, ((),)))
@@ -167,6 +167,7 @@ def test_memory_that_cannot_grow_is_refused_by_all_and_so_is_what_follows(ranks:
     assert one == other and one[:2] == [1, 2]
     assert one[2].startswith("setting up peer memory (2 x 4.00 GiB on every rank) failed on rank 1 of the group's 2")
     assert all("broken off before" in said and "2 x 4.00 GiB" in said for said in one[3:])
+    assert all("hoose inference.transport=p2p" in said for said in one[2:]), "the setting that it comes from"
 
 
 def test_memory_may_grow_ahead_of_what_is_needed(ranks: list[dict[str, list[Any]]]) -> None:

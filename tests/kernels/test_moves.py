@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import random
 import subprocess
 import sys
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_longctx.kernels import moves
-from megatron_longctx.kernels.moves import MOST_BASES, Mover, Pair, copy, entry, launches
+from megatron_longctx.kernels.moves import MOST_BASES, Launch, Mover, Pair, columns, copy, entry, launches
 
 SIZES = st.integers(1, 24)
 
@@ -83,6 +87,99 @@ def test_one_launch_takes_what_it_can_and_names_the_rest() -> None:
     assert [len(launch.pairs) for launch in found] == [MOST_BASES // 2] * 2 and not left
 
 
+def by_the_table(launch: Launch, bases: Sequence[int], memory: dict[int, np.ndarray]) -> None:
+    """What the kernel does with a launch, at the addresses that it works out. memory: by address, the bytes there."""
+
+    def words(address: int, offsets: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        start = max(base for base in memory if base <= address)
+        places = address - start + offsets * size
+        assert not places.size or 0 <= places.min() <= places.max() <= len(memory[start]) - size, "outside its memory"
+        return memory[start], places[:, None] + np.arange(size)
+
+    cols = columns(launch.entries)
+    for of, of_bytes, to, to_bytes, wide, n0, n1, n2, d0, d1, d2, s0, s1, s2, *_ in moves.rows(launch):
+        assert n0 * n1 * n2 < 2**31, "counted in 32 bits"
+        i = np.arange(n0 * n1 * n2)
+        if wide:
+            assert not (bases[of] + of_bytes) % 16 and not (bases[to] + to_bytes) % 16 and not n2 % cols
+            assert not d0 % 2 and not d1 % 2 and not s0 % 2 and not s1 % 2, "rows begin at multiples of 16 bytes"
+            row, col = i // cols, i % cols
+            last, rest = row % (n2 // cols) * cols + col, row // (n2 // cols)
+            d2 = s2 = 1
+        else:
+            last, rest = i % n2, i // n2
+        outer, inner = rest // n1, rest % n1
+        size = 8 if wide else 4
+        source, at = words(bases[of] + of_bytes, outer * s0 + inner * s1 + last * s2, size)
+        into, there = words(bases[to] + to_bytes, outer * d0 + inner * d1 + last * d2, size)
+        into[there] = source[at]
+
+
+@st.composite
+def several_pairs(draw: st.DrawFn) -> list[Pair]:
+    """Parts of a few memories: targets beside each other in theirs, sources in any order of dimensions, some of them
+    one row again and again."""
+    pairs = []
+    source_memory = torch.arange(4 * 2**16, dtype=torch.int32).view(torch.uint8)
+    for dtype in draw(
+        st.lists(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]), max_size=3)
+    ):
+        count = draw(st.integers(1, 6))
+        sizes = [draw(st.integers(0 if draw(st.integers(0, 9)) == 0 else 1, 6)) for _ in range(3)]
+        sizes.append(draw(st.sampled_from([1, 3, 4, 8, 16, 24, 64])))
+        order = draw(st.permutations(range(4)))
+        margin = draw(st.sampled_from([0, 1, 8]))
+        into = torch.zeros(count, *[sizes[dim] for dim in order[:-1]], sizes[order[-1]] + margin, dtype=dtype)
+        start = draw(st.sampled_from([0, 8, 16, 128]))
+        step = draw(st.sampled_from([1, 1, 1, 2]))
+        for part in into:
+            source = source_memory[start:].view(dtype)
+            shape = [size + draw(st.sampled_from([0, 0, 2])) for size in sizes]
+            part = part[..., : sizes[order[-1]]]
+            source = source[: step * math.prod(shape)].view(*shape[:-1], step * shape[-1])
+            source = source[tuple(slice(size) for size in sizes[:-1])][..., : step * sizes[-1] : step]
+            if draw(st.integers(0, 4)) == 0 and sizes[0]:
+                source = source[:1].expand(sizes)
+            pairs.append((part, source.permute(*order)))
+    return pairs
+
+
+@settings(max_examples=200, deadline=None)
+@given(several_pairs(), st.randoms())
+def test_tables_say_where_everything_lies(pairs: list[Pair], shuffled: random.Random) -> None:
+    """What the kernel reads in a table copies the same as torch, and nothing beside it; with what is left over."""
+    shuffled.shuffle(pairs)
+    memories = {x.untyped_storage().data_ptr(): x.untyped_storage() for pair in pairs for x in pair if x.numel()}
+    memory = {
+        address: torch.tensor([], dtype=torch.uint8).set_(storage).numpy() for address, storage in memories.items()
+    }
+    found, left = launches(pairs)
+    for launch in found:
+        by_the_table(launch, [pairs[lead // 2][lead % 2].data_ptr() for lead in launch.leads], memory)
+    for number in left:
+        copy(*pairs[number])
+    taken = [number for launch in found for number in launch.pairs]
+    assert sorted([*taken, *left]) == [number for number, (into, _) in enumerate(pairs) if into.numel()]
+    after = {address: content.copy() for address, content in memory.items()}
+    targets = {into.untyped_storage().data_ptr() for into, _ in pairs if into.numel()}
+    for address in targets:
+        memory[address][:] = 0
+    for into, source in pairs:
+        into.copy_(source)
+    assert all(np.array_equal(content, after[address]) for address, content in memory.items())
+
+
+def test_what_the_kernel_cannot_copy_is_left() -> None:
+    """Another dtype, and more words than 32 bits count."""
+    converted = torch.zeros(8, 8, dtype=torch.bfloat16), torch.ones(8, 8)
+    assert launches([converted]) == ([], [0])
+    copy(*converted)
+    assert torch.equal(converted[0], torch.ones(8, 8, dtype=torch.bfloat16))
+    one = torch.zeros(4)
+    assert entry(one[:1].expand(2**31 - 2**12, 1), one[:1].expand(2**31 - 2**12, 1)) is not None
+    assert entry(one[:1].expand(2**31, 1), one[:1].expand(2**31, 1)) is None
+
+
 def test_what_lies_side_by_side_is_one_row() -> None:
     whole = torch.zeros(6, 2, 4, 8), torch.zeros(6, 2, 4, 8)
     found = entry(*whole)
@@ -111,6 +208,28 @@ def test_a_plan_serves_what_lies_alike_and_nothing_else(monkeypatch: pytest.Monk
     assert mover._plan("pack", one) is first
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert mover._plan("new", one) is None, "a table cannot be made while a stream is captured"
+
+
+def test_tables_are_held_for_graphs_that_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others come after: a graph that is replayed reads the memory where its table was."""
+    monkeypatch.setattr(moves, "_launches", lambda pairs, device: (((launches(pairs)[0][0], torch.zeros(1)),), ()))
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    mover = Mover()
+
+    def table(gap: int) -> weakref.ref[Tensor]:
+        source = torch.zeros(4, 8 + gap)[:, :8]
+        plan = mover._plan("pack", [(torch.zeros(4, 8), source), (torch.zeros(4, 8), torch.zeros(4, 8))])
+        assert plan is not None
+        return weakref.ref(plan.launches[0][1])
+
+    dropped, held = table(8), table(4)
+    capturing = True
+    assert table(4)() is held()
+    capturing = False
+    for gap in range(12, 52, 4):
+        table(gap)
+    assert len(mover._plans["pack"]) == 8 and dropped() is None and held() is not None
 
 
 def test_distances_within_a_memory_are_checked() -> None:
