@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_bench(bench: _Verb) -> None:
     verbs = bench.add_subparsers(dest="what", required=True, metavar="what")
-    calibrate = verbs.add_parser("calibrate", help="measure links, kernels and modes for the configured model, and keep them")
+    calibrate = verbs.add_parser("calibrate", help="measure links, kernels and modes for a model, and keep them")
     links = verbs.add_parser("links", help="measure the links between this host's ranks, and write a cluster file")
     attention = verbs.add_parser("attention", help="time the modes beside each other and beside what was predicted")
     for verb in (calibrate, links, attention):
