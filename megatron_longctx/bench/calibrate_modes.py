@@ -42,8 +42,13 @@ class Modes:
             problem = Problem(n, n * each, self.workload, keep_received="auto")
             every = rank_modes(problem, cluster, costs, candidates=list(all_modes(problem, cluster)))
             ranking = [candidate for candidate in every if not candidate.reason]
-            close = [candidate for candidate in ranking[:_MOST] if candidate.seconds <= _CLOSE * ranking[0].seconds]
-            for candidate in close:
+            close = [
+                candidate.name for candidate in ranking[:_MOST] if candidate.seconds <= _CLOSE * ranking[0].seconds
+            ]
+            names: list[Any] = [None] * n
+            dist.all_gather_object(names, close, group=self.group)
+            by_name = {candidate.name: candidate for candidate in ranking}
+            for candidate in map(by_name.__getitem__, names[0]):  # the same on all ranks, whatever each has found
                 took = self._seconds(candidate, problem.length)
                 found += [
                     ModeSample(candidate.name, problem.length, bool(way), seconds / simulated)
