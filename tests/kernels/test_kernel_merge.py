@@ -1,15 +1,12 @@
 """Merging partial attention: values, edge cases, and the fused kernel under Triton's interpreter."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_longctx.kernels import merge_into, merge_into_torch
+from tests.kernels.interpreter import run_interpreted
 
 
 def partial(lse_value, seed=0, s=3, dtype=torch.float32):
@@ -110,11 +107,7 @@ def compare_fused_with_torch() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_fused_kernel_equals_torch_under_the_interpreter():
-    # The switch is read while triton is imported, so it needs a fresh process.
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(__file__)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import random
-import subprocess
-import sys
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +17,7 @@ from torch import Tensor
 
 from megatron_longctx.kernels import moves
 from megatron_longctx.kernels.moves import MOST_BASES, Launch, Mover, Pair, columns, copy, entry, launches
+from tests.kernels.interpreter import run_interpreted
 
 SIZES = st.integers(1, 24)
 
@@ -283,11 +280,7 @@ def move_in_the_interpreter() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernel_copies_the_same_under_the_interpreter() -> None:
-    # The switch is read while triton is imported, so it needs a fresh process.
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(__file__)
 
 
 @pytest.mark.gpu

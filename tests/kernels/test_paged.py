@@ -2,10 +2,6 @@
 
 import importlib.util
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +14,7 @@ from megatron_longctx.kernels.paged import (
     merge_ranks,
     merge_ranks_torch,
 )
+from tests.kernels.interpreter import run_interpreted
 
 COUNTS = (0, 1, 37, 128, 5)
 ERRORS = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -143,11 +140,7 @@ def compare_fused_with_torch() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_fused_kernels_equal_the_definition_under_the_interpreter():
-    # The switch is read while triton is imported, so it needs a fresh process.
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(__file__)
 
 
 @pytest.mark.parametrize(("dtype", "page"), [("bf16", 64), ("bf16", 4), ("fp32", 64)])

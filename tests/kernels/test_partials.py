@@ -2,10 +2,6 @@
 
 import importlib.util
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +9,7 @@ import torch
 
 from megatron_longctx.kernels import MOST_PARTIALS, Partial, merge, merge_partials, sum_partials
 from megatron_longctx.kernels import partials as way
+from tests.kernels.interpreter import run_interpreted
 
 S, B, H, D = 9, 2, 4, 8
 
@@ -105,11 +102,7 @@ def compare_fused_with_torch() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_fused_kernel_equals_the_definition_under_the_interpreter():
-    # The switch is read while triton is imported, so it needs a fresh process.
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(__file__)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,6 @@
 
 import importlib.util
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +17,7 @@ from megatron_longctx.kernels.quantize import (
     requantize_sum,
     sum_quantized,
 )
+from tests.kernels.interpreter import run_interpreted
 
 FORMS = [
     QuantFormat(bits, group_size, symmetric, range_dtype)
@@ -236,11 +233,7 @@ def compare_fused_with_torch() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_fused_kernels_equal_torch_under_the_interpreter():
-    # The switch is read while triton is imported, so it needs a fresh process.
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(__file__)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,6 @@
 
 import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 
 from megatron_longctx.kernels import quantize_kv
 from megatron_longctx.kernels.quantize_kv import packed_shape
+from tests.kernels.interpreter import run_interpreted
 
 SHAPES = [(7, 2, 3, 64), (33, 1, 2, 128), (5, 1, 1, 72), (3, 2, 1, 4)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,11 +59,7 @@ def compare(device: str) -> int:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_fused_kernels_equal_torch_under_the_interpreter():
-    # The switch is read while triton is imported, so it needs a fresh process.
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(__file__)
 
 
 def test_kernels_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

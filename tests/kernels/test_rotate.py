@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.kernels.rotate import rotate, rotate_torch
+from tests.kernels.interpreter import run_interpreted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ((1, 1, 2, 4, 16, 8), (5, 2, 3, 1, 20, 6), (3, 1, 8, 4, 128, 64), (7, 3, 5, 3, 24, 1))
@@ -54,11 +52,7 @@ def compare(device: str) -> int:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_fused_kernel_equals_torch_under_the_interpreter() -> None:
-    # The switch is read while triton is imported, so it needs a fresh process.
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(__file__)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
