@@ -41,8 +41,8 @@ def post_over(transport: PeerTransport | MixedTransport, program: Program, row_b
     peers = transport.peers.peers
     outbox = outbox_of(program, row_bytes, peers)
     near = PeerPost(transport.peers.mailbox(outbox), outbox)
-    met = {send.peer for step in program.steps for send in step.sends}
-    if met.union(receive.peer for step in program.steps for receive in step.receives) <= set(peers):
+    others = {send.peer for step in program.steps for send in step.sends}
+    if others.union(receive.peer for step in program.steps for receive in step.receives) <= set(peers):
         return near
     return MixedPost(near, DirectPost(transport.messages), peers, crossings(program, peers))
 

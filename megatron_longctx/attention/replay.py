@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm import from_all
 from .executor import BackwardPass, ForwardPass
-from .pace import Pace, Times, timed_mark
+from .pace import Pace, timed_mark
 
 Tensors = tuple[Tensor, ...]
 Pass = ForwardPass | BackwardPass
@@ -63,7 +64,7 @@ class Replay:
         group: dist.ProcessGroup | None,
     ) -> None:
         self._make, self._results = make, results
-        self._pace = Pace(partial(timed_mark, device), partial(_of_every_rank, group))
+        self._pace = Pace(partial(timed_mark, device), partial(from_all, group))
         self._inputs: Tensors = ()
         self._captured: dict[int, _Captured] = {}  # by the half of the transport's memory in use
 
@@ -109,11 +110,3 @@ class Replay:
             results = self._results(run)
             run.post().join()
         return _Captured(graph, results, generation, run)
-
-
-def _of_every_rank(group: dist.ProcessGroup | None, times: Times) -> list[Times]:
-    if group is None:
-        return [times]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, times, group=group)
-    return found

@@ -18,7 +18,7 @@ from ..schedules import DEFAULT_OPTIONS, SCHEDULES, PlanOptions
 from ..schedules.calibration import Calibration
 from ..schedules.cost import Workload
 from ..schedules.select import Problem, rank_modes
-from .timing import Stopwatch, layer_seconds, settle
+from .timing import Stopwatch, layer_seconds, layer_step, settle
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k, v of this rank `[s, b, heads, d]` -> out."""
@@ -211,16 +211,9 @@ class Bench:
         return found
 
     def _time(self, found: Measurement, call: Call, inputs: Sequence[Tensor], warm_up: int = 2) -> None:
-        *leaves, grad_out = inputs
-        q, k, v = (x.detach().requires_grad_() for x in leaves)
+        *qkv, grad_out = inputs
         watch = Stopwatch(self.device)
-
-        def step() -> tuple[Any, Any]:
-            out = call(q, k, v)
-            middle = watch.mark()
-            torch.autograd.grad(out, (q, k, v), grad_out)
-            return middle, watch.mark()
-
+        step = layer_step(call, qkv, grad_out, watch)
         settle(step, watch, warm_up)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -92,7 +92,7 @@ def calibrate(
         )
     name = transport_name(chosen_links)
     if cluster.nodes == 1:
-        how = Modes(group, device, workload, (kernel, name))
+        how = Modes(group, device, workload, _DTYPES[workload.element_bytes], (kernel, name))
         costs = replace(costs, modes=how.samples(cluster, costs, effort.mode_tokens(device)))
     facts = environment()
     return Calibration(str(facts["device"]), chosen.name, name, cluster, replace(workload, batch=1), costs, facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,22 +14,22 @@ from ..schedules import Workload
 from ..schedules.cost import Costs, ModeSample
 from ..schedules.select import Candidate, Problem, all_modes, rank_modes
 from ..topology import Cluster
-from .timing import Stopwatch, layer_seconds, settle
+from .timing import Stopwatch, layer_seconds, layer_step, settle
 
 _CLOSE = 1.3
 """Modes are measured that are simulated to take at most so many times what the fastest takes."""
 _MOST = 8
 _REPEATS = 6
-_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 @dataclass(frozen=True)
 class Modes:
-    """What passes run on. choice: kernel and transport."""
+    """What passes run on. dtype: of q, k and v. choice: kernel and transport."""
 
     group: dist.ProcessGroup
     device: torch.device
     workload: Workload
+    dtype: torch.dtype
     choice: tuple[str, str]
 
     def samples(self, cluster: Cluster, costs: Costs, tokens: tuple[int, ...]) -> tuple[ModeSample, ...]:
@@ -63,20 +64,12 @@ class Modes:
             self.group, schedule=candidate.schedule, options=candidate.options, kernel=kernel, transport=transport
         )
         tokens, work = attention.layout(length).num_tokens(attention.rank), self.workload
-        dtype = _DTYPES[work.element_bytes]
-
-        def random(heads: int) -> torch.Tensor:
-            return torch.randn(tokens, work.batch, heads, work.head_dim, device=self.device).to(dtype)
-
-        q, k, v = (random(heads).requires_grad_() for heads in (work.num_heads, work.num_kv_heads, work.num_kv_heads))
-        grad_out, watch = random(work.num_heads), Stopwatch(self.device)
-
-        def step() -> tuple[Any, Any]:
-            out = attention(q, k, v, length=length)
-            middle = watch.mark()
-            torch.autograd.grad(out, (q, k, v), grad_out)
-            return middle, watch.mark()
-
+        q, k, v, grad_out = (
+            torch.randn(tokens, work.batch, heads, work.head_dim, device=self.device).to(self.dtype)
+            for heads in (work.num_heads, work.num_kv_heads, work.num_kv_heads, work.num_heads)
+        )
+        watch = Stopwatch(self.device)
+        step = layer_step(partial(attention, length=length), (q, k, v), grad_out, watch)
         step()
         settle(step, watch, attention.warm_up_calls(length))
         return layer_seconds(step, watch, self.group, _REPEATS)

@@ -56,6 +56,21 @@ Step = Callable[[], tuple[Any, Any]]
 """A layer's forward and backward; the marks after each."""
 
 
+def layer_step(
+    call: Callable[..., torch.Tensor], qkv: Sequence[torch.Tensor], grad_out: torch.Tensor, watch: Stopwatch
+) -> Step:
+    """A layer's attention over q, k and v, and its gradients."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+
+    def step() -> tuple[Any, Any]:
+        out = call(*leaves)
+        middle = watch.mark()
+        torch.autograd.grad(out, leaves, grad_out)
+        return middle, watch.mark()
+
+    return step
+
+
 def settle(step: Step, watch: Stopwatch, warm_up: int) -> None:
     """Steps that are not measured. Two more once those are done: what they told decides how the others go."""
     for calls in (warm_up, 2):

@@ -7,7 +7,7 @@ them. `BufferPool` lends the memory in which messages land; `WaitClock` measures
 
 from .buffers import BufferPool
 from .choose import Transport, choose_transport, transport_name
-from .collect import from_first, gather_over, sum_over
+from .collect import from_all, from_first, gather_over, sum_over
 from .mixed import MixedTransport
 from .outbox import Outbox, OutboxBuilder, Sent
 from .p2p import Exchange, P2PTransport
@@ -29,6 +29,7 @@ __all__ = [
     "Transport",
     "WaitClock",
     "choose_transport",
+    "from_all",
     "from_first",
     "gather_over",
     "sum_over",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
@@ -28,3 +32,12 @@ def from_first(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
     if group is not None and dist.get_world_size(group) > 1:
         dist.broadcast(values, group=group, group_src=0)
     return values
+
+
+def from_all(group: dist.ProcessGroup | None, value: T) -> list[T]:
+    """What every rank gives, by rank; its own alone where there is no group. Collective; the host waits."""
+    if group is None:
+        return [value]
+    found: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
