@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..comm import Exchange, MixedTransport, PeerTransport
+from ..comm import Exchange, Mailbox, MixedTransport, PeerTransport
 from ..kernels.moves import Pair
 from ..schedules import ALL_HEADS, RESULTS, Block, Heads, Kind
 from .accumulate import MergedOutput, Sum
@@ -82,8 +82,8 @@ class _Pass(ABC):
         for t, step in enumerate(self._program.steps):
             if exchange is not None:
                 self._wait(post, exchange)
-            at_once = self._program.waits_at_once[t] and post.meets(t)
-            if not at_once:
+            mailbox = post.meeting(t) if self._program.waits_at_once[t] else None
+            if mailbox is None:
                 after = (packed, marks[step.after]) if step.after >= 0 else (packed,)
                 exchange = post.start(t, self._sends(step), slots.receives(t), after)
             if t < last:
@@ -94,12 +94,12 @@ class _Pass(ABC):
             self._merge(arrived)
             self.settle(self._program.results_last[t])
             arrived = step.receives
-            if at_once:
+            if mailbox is not None:
                 exchange = None
                 if t == last and self._program.ends_with_results:
-                    self._finish_there(post, t, step)
+                    self._finish_there(mailbox, t, step)
                     return
-                self._pull(post, t, step)
+                self._pull(mailbox, t, step)
                 packed = transport.now()  # what has come may be passed on
             else:
                 self._move(("own", t), self._own_copies(step))
@@ -111,25 +111,25 @@ class _Pass(ABC):
             self._wait(post, exchange)
         self._merge(arrived)
 
-    def _pull(self, post: Post, t: int, step: ProgramStep) -> None:
+    def _pull(self, mailbox: Mailbox, t: int, step: ProgramStep) -> None:
         """Receive a step's messages where nothing is computed meanwhile: all at once, and own rows with them."""
         assert self._slots is not None
         receives = self._slots.receives(t)
         with self._waiting():
-            sources = post.meet(t, receives)
+            sources = mailbox.meet(t, receives)
             into = (tensor for tensor, _ in receives)
             self._move(("pull", t), [*zip(into, sources, strict=True), *self._own_copies(step)])
-        post.read(t)
+        mailbox.read(t)
 
-    def _finish_there(self, post: Post, t: int, step: ProgramStep) -> None:
+    def _finish_there(self, mailbox: Mailbox, t: int, step: ProgramStep) -> None:
         """Finish the results with what the last messages bring, read where the senders have it."""
         assert self._slots is not None
         with self._waiting():
-            fields = iter(post.meet(t, self._slots.receives(t)))
+            fields = iter(mailbox.meet(t, self._slots.receives(t)))
             for block, place, _ in step.receives:
                 self.merge(block, tuple(next(fields) for _ in self.rows(place)))
             self.finish()
-        post.read(t)
+        mailbox.read(t)
 
     def _wait(self, post: Post, exchange: Exchange) -> None:
         with self._waiting():

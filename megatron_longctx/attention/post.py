@@ -52,18 +52,9 @@ class Post(ABC):
     def wait(self, exchange: Exchange) -> None:
         """Make the caller's stream wait until the messages are in."""
 
-    def meets(self, step: int) -> bool:
-        """Whether `meet` may be called in place of `start` and `wait`."""
-        return False
-
-    def meet(self, step: int, receives: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
-        """Exchange a step's messages on the caller's stream: what this rank receives lies where the senders have it,
-        and may be read there until `read` is called."""
-        raise NotImplementedError
-
-    def read(self, step: int) -> None:
-        """What `meet` gave has been read."""
-        raise NotImplementedError
+    def meeting(self, step: int) -> Mailbox | None:
+        """Where a step's messages may be met and read, in place of `start` and `wait`; None where they may not."""
+        return None
 
 
 class DirectPost(Post):
@@ -128,14 +119,8 @@ class PeerPost(Post):
     def wait(self, exchange: Exchange) -> None:
         self._mailbox.wait(exchange)
 
-    def meets(self, step: int) -> bool:
-        return self._mailbox.meets(step)
-
-    def meet(self, step: int, receives: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
-        return self._mailbox.meet(step, receives)
-
-    def read(self, step: int) -> None:
-        self._mailbox.read(step)
+    def meeting(self, step: int) -> Mailbox | None:
+        return self._mailbox if self._mailbox.meets(step) else None
 
 
 def outbox_of(

@@ -239,10 +239,11 @@ class Rank:
                 for block, place, source in step.receives
                 for field in range(len(ROWS[block.kind]))
             ]
-            if self.meets(post, program, t):
-                for (into, _), source in zip(receives, post.meet(t, receives), strict=True):
+            mailbox = self.meeting(post, program, t)
+            if mailbox is not None:
+                for (into, _), source in zip(receives, mailbox.meet(t, receives), strict=True):
                     into.copy_(source)
-                post.read(t)
+                mailbox.read(t)
                 exchange, begin = None, self.caller.record_event()
                 self.met += 1
             else:
@@ -265,16 +266,15 @@ class Rank:
 
     def check_join(self, program: Program, post: PeerPost) -> None:
         """A capture refuses to wait for streams that have no part in it."""
-        started = [t for t, step in enumerate(program.steps) if not self.meets(post, program, t)]
+        started = [t for t, step in enumerate(program.steps) if self.meeting(post, program, t) is None]
         used = any(program.steps[t].sends or program.steps[t].receives for t in started)
         before = len(self.caller.queue)
         post.join()
         assert (len(self.caller.queue) > before) == used
 
     @staticmethod
-    def meets(post: Any, program: Program, t: int) -> bool:
-        found: bool = program.waits_at_once[t] and post.meets(t)
-        return found
+    def meeting(post: Any, program: Program, t: int) -> Any:
+        return post.meeting(t) if program.waits_at_once[t] else None
 
     @staticmethod
     def room(post: Any, name: Any, block: Block, field: int) -> Bytes:

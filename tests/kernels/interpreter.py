@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run_interpreted(file: str) -> None:
-    """Run a file's `__main__` with Triton's interpreter: switched on while triton is imported, it needs a new process."""
+    """Run a file's `__main__` with Triton's interpreter: it is switched on by the import of triton."""
     root = Path(__file__).parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=300, check=False)
