@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_longctx.attention.engine import Engine
 from megatron_longctx.attention.executor import BackwardPass, ForwardPass
-from megatron_longctx.attention.program import programs
+from megatron_longctx.attention.post import DirectPost
+from megatron_longctx.attention.program import HOME, programs
 from megatron_longctx.comm import BufferPool, Exchange
 from megatron_longctx.kernels import AttentionKernel
 from megatron_longctx.schedules import ALL_HEADS, SCHEDULES, Block, Kind, PlanOptions, build_plan
@@ -235,3 +236,34 @@ def test_buffers_for_the_results_of_chunks_are_used_again():
     last = programs(build_plan("ulysses", 2, 16, True, PlanOptions(head_chunks=4)), 0)[0].results_last
     assert not all(last) and last[-1]
     assert all(programs(build_plan("ulysses", 4, 16), 0)[0].results_last)
+
+
+class Meeting:
+    """Messages that lie with their senders, and are noted when they have been read."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def meet(self, step, receives):
+        return [torch.full_like(tensor, 0.5) for tensor, _ in receives]
+
+    def read(self, step):
+        self.events.append(f"read {step}")
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_what_was_met_is_there_before_it_is_passed_on(backward, monkeypatch):
+    """USP exchanges heads at once, then sends around what it got: those messages wait for a mark after the reading."""
+    plan = build_plan("usp", 4, 16, True, PlanOptions(inner_size=2))
+
+    def meeting(post, step):
+        return Meeting(post._transport.events) if step == 0 else None
+
+    monkeypatch.setattr(DirectPost, "meeting", meeting)
+    for rank in range(plan.n):
+        events, transport, program = run(plan, rank, backward)
+        assert program.waits_at_once[0] and len(transport.started) == len(program.steps) - 1
+        passes = [send for send in program.steps[1].sends if send.place is not None and send.place.slot != HOME]
+        assert passes, "nothing is passed on"
+        (_, _, after) = transport.started[0]
+        assert events.index(f"mark {after[0]}") > events.index("read 0")
