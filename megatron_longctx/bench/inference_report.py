@@ -56,7 +56,7 @@ def as_data(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> dict[str
                 "seconds": {mode: {**percentiles(s), "all": s} for mode, s in m.seconds.items()},
                 "unseen_seconds": m.unseen,
                 "taken": m.taken,
-                "predicted_attention_s": m.predicted,
+                "predicted_layer_s": m.predicted,
             }
             for m in first
         ],

@@ -12,17 +12,45 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from ..config import CACHE_RULES, refuse
+from ..kernels.planned import PlannedShapes
 from ..schedules import Attend, Costs, Workload
-from ..schedules.host import Host
+from ..schedules.host import num_operations
 from ..schedules.simulate import simulate
 from ..topology import Cluster
 from .pieces import pieces
 from .plan import MODES, Batch, build
 
 logger = logging.getLogger(__name__)
+
+_REST_OF_LAYER = 6
+"""What the host takes for the rest of a layer, in operations of an attention pass. This and the share below order the
+modes of 24 measured prompts of 66 to 131,072 tokens best (2 and 4 H200s, docs/inference.md)."""
+_NOT_HIDDEN = 0.05
+"""Share of the faster of host and device that a layer takes besides: neither hides the other wholly."""
+_LEFT_OVER = 1.8
+"""How much longer calls take that are none of the planned shapes: they go to FlashAttention-2, which does 330 TFLOP/s
+on an H200 where cuDNN does 600."""
+
+
+@dataclass(frozen=True)
+class _PiecedCosts(Costs):
+    """Of whole calls that are cut into pieces of `shapes`."""
+
+    shapes: PlannedShapes | None = None
+
+    def call_seconds(self, attend: Attend, workload: Workload, backward: bool) -> float:
+        pairs = left_over = 0
+        assert self.shapes is not None
+        for piece in pieces(attend.num_queries, attend.num_keys, attend.causal, self.shapes):
+            queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
+            count = queries * (queries + 1) // 2 if piece.causal else queries * keys
+            pairs += count
+            left_over += count * (not self.shapes.has(queries, keys, piece.causal))
+        seconds = super().call_seconds(attend, workload, backward)
+        return seconds * (1 + (_LEFT_OVER - 1) * left_over / max(pairs, 1))
 
 
 @dataclass(frozen=True)
@@ -40,6 +68,7 @@ class Figures:
     cluster: Cluster | None = None
     costs: Costs | None = None
     empirical: tuple[float, float, float] = (-1.059, 1.145, 12.112)
+    _by_shapes: dict[PlannedShapes | None, Costs] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def flops(self) -> float:
@@ -49,12 +78,12 @@ class Figures:
     @property
     def bandwidth(self) -> float:
         """Bytes per second of the slowest link between neighbours of the ring."""
-        cluster = self._cluster
+        cluster = self.known_cluster
         n = cluster.n
         return min(cluster.route(r, (r + 1) % n).gibps for r in range(n)) * 2**30
 
     @property
-    def _cluster(self) -> Cluster:
+    def known_cluster(self) -> Cluster:
         if self.cluster is None:
             raise refuse(
                 "inference.rule",
@@ -67,12 +96,21 @@ class Figures:
 
     @property
     def _costs(self) -> Costs:
-        return self.costs or Costs.of_device(self._cluster.device)
+        return self.costs or Costs.of_device(self.known_cluster.device)
+
+    def costs_of(self, shapes: PlannedShapes | None) -> Costs:
+        """The same, where large calls are cut into pieces of `shapes`."""
+        if shapes not in self._by_shapes:
+            costs = self._costs
+            known = {each.name: getattr(costs, each.name) for each in fields(costs)}
+            self._by_shapes[shapes] = costs if shapes is None else _PiecedCosts(**known, shapes=shapes)
+        return self._by_shapes[shapes]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A mode, and what it was chosen by. seconds: predicted time of one layer's attention, by mode."""
+    """A mode, and what it was chosen by. seconds: predicted time of one layer, by mode: what attention takes on the
+    device, or what the host takes to issue the layer, whichever is longer."""
 
     mode: str
     rule: str
@@ -159,30 +197,27 @@ class Chooser:
         return Decision(mode, self._rule, *facts, inputs=inputs)
 
     def _simulated(self, batch: Batch) -> tuple[str, dict[str, float]]:
-        """The mode, and the seconds of all, with what their hosts take.
+        """The mode, and the seconds that a layer takes in each.
 
-        Of whole calls: every mode cuts the same ones alike, and pieces would be priced as merging one by one in the
-        modes that merge at home, as copied in those that merge before they send. The host issues the pieces.
-
-        A host's pace is known roughly: of modes within one of its operations of the fastest, the one that would be
-        fastest if the device never waited for it.
+        The host issues layer after layer and never waits for the device, nor the device for it while there is work
+        left: in the long run a layer takes as long as the slower of them. So what hides on the device behind a slow
+        host, as the travels of a long cache do behind a short prompt, costs next to nothing.
         """
         figures, shapes = self._figures, batch.shapes
-        cluster, costs = figures._cluster, figures._costs
-        batch = replace(batch, shapes=None) if shapes is not None else batch
+        costs = figures.costs_of(shapes)
+        whole = replace(batch, shapes=None) if shapes is not None else batch  # pieces are priced and issued, not merged
 
         def calls(attend: Attend) -> int:
             return sum(1 for _ in pieces(attend.num_queries, attend.num_keys, attend.causal, shapes))
 
-        def seconds_of(mode: str, host: Host | None) -> float:
-            return simulate(build(mode, batch), cluster, figures.workload, costs, host=host).seconds
+        def seconds_of(mode: str) -> float:
+            plan = build(mode, whole)
+            device_s = simulate(plan, figures.known_cluster, figures.workload, costs).seconds
+            host_s = costs.host_operation_s * (_REST_OF_LAYER + num_operations(plan, calls))
+            return max(device_s, host_s) + _NOT_HIDDEN * min(device_s, host_s)
 
-        operation_s = costs.host_operation_s
-        seconds = {mode: seconds_of(mode, Host(operation_s, calls) if operation_s else None) for mode in self._modes}
-        close = [mode for mode in seconds if seconds[mode] <= min(seconds.values()) + operation_s]
-        if operation_s and len(close) > 1:
-            return min(close, key=lambda mode: seconds_of(mode, None)), seconds
-        return min(close, key=lambda mode: seconds[mode]), seconds
+        seconds = {mode: seconds_of(mode) for mode in self._modes}
+        return min(seconds, key=seconds.__getitem__), seconds
 
 
 def bytes_rule(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:

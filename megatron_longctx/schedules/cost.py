@@ -124,8 +124,8 @@ class Costs:
     to a kernel call beside it, since NCCL's kernels hold processors that the call wants. kernels: measured calls for
     the workload at hand, used instead of the rates where they are given; calls between them are interpolated.
     messages: likewise, for messages between ranks of one node. modes: whole passes by mode, which tell what simulating
-    their parts leaves out. host_operation_s: what the host takes to issue one
-    operation of an attention pass (`host.Host`); 0 for a host that is never waited for.
+    their parts leaves out. host_operation_s: what the host takes to issue one operation of an attention pass
+    (`host.num_operations`); 0 for a host that is never waited for.
     """
 
     forward_tflops: float
@@ -149,9 +149,7 @@ class Costs:
     def of_device(cls, device: Device) -> Costs:
         """What a cluster description says of its processor; its backward is taken for 0.87 as fast, as cuDNN's is.
 
-        No description tells the host's pace: 0.2 ms an operation, the rest of a layer in it, are derived from times to
-        first token of 66 to 6,554 new tokens among 131,072 on 4 H200s (32 layers, NCCL). Those with `one_hop`, where
-        the device waits for the host, took 2.97 to 9.37 ms a layer of 15 to 51 operations.
+        No description tells the host's pace: 0.15 ms an operation is what `bench calibrate` found on a host of H200s.
 
         Raises:
             ValueError: the description does not say.
@@ -159,7 +157,7 @@ class Costs:
         if device.kernel_tflops is None:
             expected = "peak_tflops and efficiency"
             raise refuse("device", device.name or "unnamed", expected, "Add them to the cluster file, or calibrate.")
-        return cls(device.kernel_tflops, 0.87 * device.kernel_tflops, host_operation_s=2e-4)
+        return cls(device.kernel_tflops, 0.87 * device.kernel_tflops, host_operation_s=1.5e-4)
 
     def call_seconds(self, attend: Attend, workload: Workload, backward: bool) -> float:
         """Time of one kernel call."""

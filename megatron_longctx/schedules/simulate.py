@@ -15,7 +15,6 @@ from typing import NamedTuple
 from ..config import refuse
 from ..topology import Cluster, Resource, Route
 from .cost import GIB, Costs, Workload
-from .host import Host, HostLane
 from .plan import RESULTS, Attend, Block, Heads, Kind, Move, Plan
 from .residency import Stay, assign, collector_paused, stays
 
@@ -68,7 +67,6 @@ def simulate(
     costs: Costs | None = None,
     *,
     timeline: bool = False,
-    host: Host | None = None,
 ) -> Simulation:
     """Price a forward or backward plan.
 
@@ -76,7 +74,6 @@ def simulate(
         cluster: of as many ranks as the plan's, or more; rank r of the plan is its rank r.
         costs: None for what `cluster.device` says.
         timeline: also record what every rank does when.
-        host: that issues a forward plan: nothing starts earlier than it lets it. None for one that is never late.
 
     Raises:
         ValueError: a cluster with fewer ranks, or without the figures that are needed.
@@ -84,7 +81,7 @@ def simulate(
     if cluster.n < plan.n:
         raise refuse("cluster", f"{cluster.name} of {cluster.n} ranks", f"{plan.n} or more", "Use cluster.resized().")
     with collector_paused():
-        return _Run(plan, cluster, workload, costs or Costs.of_device(cluster.device), timeline, host).result()
+        return _Run(plan, cluster, workload, costs or Costs.of_device(cluster.device), timeline).result()
 
 
 class _Sized(NamedTuple):
@@ -97,9 +94,7 @@ class _Sized(NamedTuple):
 
 
 class _Run:
-    def __init__(
-        self, plan: Plan, cluster: Cluster, workload: Workload, costs: Costs, timeline: bool, host: Host | None
-    ) -> None:
+    def __init__(self, plan: Plan, cluster: Cluster, workload: Workload, costs: Costs, timeline: bool) -> None:
         self.plan, self.cluster, self.workload, self.costs = plan, cluster, workload, costs
         n = plan.n
         self.compute = [0.0] * n  # when each rank's compute lane is free
@@ -107,7 +102,6 @@ class _Run:
         self.busy = [0.0] * n
         self.exposed = [0.0] * n
         self.blocked = [0.0] * n  # until when a message of this step holds processors of a rank
-        self.host = HostLane(n, host) if host is not None else None
         self.used: dict[Resource, float] = {}  # seconds at full rate
         self.spans: list[Span] | None = [] if timeline else None
         self._routes: dict[tuple[int, int], Route] = {}
@@ -138,8 +132,6 @@ class _Run:
                 max(self.transfer[rank], marks[after[rank]][rank] if after[rank] >= 0 else begin[rank])
                 for rank in range(n)
             ]
-            if self.host is not None:
-                ready = list(map(max, ready, self.host.messages(step.moves)))
             done = self._exchange(step.moves, ready, t)
             self.blocked = [late if late > early else 0.0 for early, late in zip(self.transfer, done, strict=True)]
             for rank in range(n):
@@ -156,8 +148,6 @@ class _Run:
         for rank in range(n):
             self._wait(rank, len(steps))
             self._merge(rank, arrived[rank], len(steps))
-            if self.host is not None:
-                self.compute[rank] = max(self.compute[rank], self.host.last(rank))
         return self._simulation()
 
     def _simulation(self) -> Simulation:
@@ -206,8 +196,6 @@ class _Run:
         if key not in self._calls:
             self._calls[key] = self.costs.call_seconds(attend, self.workload, self.plan.backward)
         seconds = self._calls[key]
-        if self.host is not None:
-            self.compute[rank] = max(self.compute[rank], self.host.call(rank, attend))
         beside = min(seconds, max(0.0, self.blocked[rank] - self.compute[rank]))
         self._work(rank, seconds + self.costs.blocking * beside, label, t, min(homes))
         size = 0 if self._single[rank] else self._copied_bytes(attend, rank)

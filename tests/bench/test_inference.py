@@ -46,7 +46,7 @@ def test_it_measures_rings_beside_rules_and_decodes(tmp_path: Path) -> None:
         assert set(m["taken"]) == (set(RULES) if m["context_parallel_size"] == 2 else set())
     fresh, warm = data["first_token"][2:]
     assert fresh["taken"]["simulate"] == "pass_kv" and warm["taken"]["simulate"] == "pass_q"
-    assert warm["predicted_attention_s"]["pass_q"] < warm["predicted_attention_s"]["pass_kv"]
+    assert warm["predicted_layer_s"]["pass_q"] < warm["predicted_layer_s"]["pass_kv"]
     assert [(m["context_parallel_size"], m["batch"]) for m in data["decode"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert all(m["mode"] == "replicated" and 0 < m["p50"] <= m["p99"] for m in data["decode"])
     assert all(m["attention_s"] > 0 and m["read_bytes_per_rank"] > 0 for m in data["decode"])
@@ -66,8 +66,8 @@ def test_the_simulator_may_take_one_hop_where_it_is_measured(tmp_path: Path) -> 
     assert cli.main(["bench", "inference", *SETTINGS, *words.split(), "--out", str(out)]) == 0
     data = json.loads(out.read_text())
     (m,) = data["first_token"]
-    assert set(m["seconds"]) == set(m["predicted_attention_s"]) == {"pass_kv", "pass_q", "one_hop"}
-    assert m["taken"]["simulate"] == min(m["predicted_attention_s"], key=m["predicted_attention_s"].__getitem__)
+    assert set(m["seconds"]) == set(m["predicted_layer_s"]) == {"pass_kv", "pass_q", "one_hop"}
+    assert m["taken"]["simulate"] == min(m["predicted_layer_s"], key=m["predicted_layer_s"].__getitem__)
     assert {row["rule"]: len(row["modes"]) for row in data["rules"]} == dict.fromkeys(RULES, 2) | {"simulate": 3}
 
 
