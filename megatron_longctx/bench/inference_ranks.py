@@ -6,6 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -27,6 +28,8 @@ from .timing import median_seconds
 
 RINGS = ("pass_kv", "pass_q")
 RULES = tuple(rule for rule in CACHE_RULES if rule != "auto")
+REPLICATED = "replicated"
+"""Short prompts as the engine computes them where no mode is named (`inference.decode`); no rule is asked then."""
 _WARM_UP = 3
 
 
@@ -41,7 +44,8 @@ class Sweep:
         iterations: of every time to first token.
         tokens: decoded by every sequence while the clock runs.
         decode_only: no first tokens.
-        modes: whose first tokens are measured, of `inference.plan.MODES`; a rank alone has the first of them.
+        modes: whose first tokens are measured, of `inference.plan.MODES`; a rank alone has the first of them. Prompts
+            that the engine takes otherwise are measured so as well (`REPLICATED`).
     """
 
     lengths: tuple[int, ...]
@@ -89,9 +93,14 @@ class FirstToken:
     def length(self) -> int:
         return self.cached + self.new
 
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Those of plans."""
+        return tuple(mode for mode in self.seconds if mode != REPLICATED)
+
     def choices(self, rule: str) -> tuple[str, ...]:
         """The measured modes that a rule can take: of the paper's rules the two rings, of `simulate` any."""
-        return tuple(self.seconds) if rule == "simulate" else RINGS
+        return self.modes if rule == "simulate" else RINGS
 
 
 @dataclass
@@ -114,19 +123,15 @@ class Decoded:
     read_bytes: int
 
 
-class _Pinned(Chooser):
-    """Takes what it is told; else what the settings choose."""
+class _Remembering(Chooser):
+    """Knows what it was asked last, and what it said."""
 
     def __init__(self, figures: Figures, mode: str, rule: str) -> None:
         super().__init__(figures, mode, rule)
-        self.forced: str | None = None
         self.latest: tuple[Batch, str] | None = None
 
     def choose(self, batch: Batch) -> Decision:
         decision = super().choose(batch)
-        if self.forced is not None:
-            facts = (batch.new, batch.cached, len(batch.turns), batch.n)
-            decision = Decision(self.forced, "forced", *facts)
         self.latest = (batch, decision.mode)
         return decision
 
@@ -190,7 +195,7 @@ class _Rig:
         self._device = engine.model.attention.device
         self._figures = agreed_figures(config, self._device)
         rule = config.inference.rule if self._n > 1 else "bytes"
-        self._chooser = _Pinned(self._figures, config.inference.mode, rule)
+        self._chooser = _Remembering(self._figures, config.inference.mode, rule)
         self._modes = sweep.modes if self._n > 1 else sweep.modes[:1]
         self._ledger = _Rewindable(self._n, pages_per_rank(config), config.inference.page_tokens)
         settings = EngineSettings(decode=engine.settings.decode)
@@ -245,14 +250,14 @@ class _Rig:
     def _first_token(self, session: Session, new: int) -> FirstToken:
         found = FirstToken(self._n, len(session.tokens), new)
         prompt = self._prompt(new)
-        times: dict[str, list[float]] = {mode: [] for mode in self._modes}
+        ways = [*self._modes, *([REPLICATED] if self._engine.replicates(new) else [])]
+        times: dict[str, list[float]] = {way: [] for way in ways}
         self._ledger.keep()
         for _ in range(1 + self._sweep.iterations):
-            for mode in self._modes:  # in turns, so that a slow moment of the machine meets all of them
-                self._chooser.forced = mode
-                times[mode].append(self._seconds_to_first(session, prompt))
+            for way in ways:  # in turns, so that a slow moment of the machine meets all of them
+                with nullcontext() if way == REPLICATED else self._chooser.taking(way):
+                    times[way].append(self._seconds_to_first(session, prompt))
                 self._ledger.rewind([session])
-        self._chooser.forced = None
         slowest = {mode: self._slowest(seconds) for mode, seconds in times.items()}
         found.seconds = {mode: seconds[1:] for mode, seconds in slowest.items()}
         found.unseen = {mode: seconds[0] for mode, seconds in slowest.items()}

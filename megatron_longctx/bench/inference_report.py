@@ -33,7 +33,7 @@ def shares(found: Sequence[FirstToken]) -> list[dict[str, Any]]:
     for rule in RULES if cases else ():
         slower, slower_of_all = (
             [medians(m)[m.taken[rule]] / min(medians(m)[mode] for mode in modes) - 1 for m, modes in pairs]
-            for pairs in ([(m, m.choices(rule)) for m in cases], [(m, tuple(m.seconds)) for m in cases])
+            for pairs in ([(m, m.choices(rule)) for m in cases], [(m, m.modes) for m in cases])
         )
         right = sum(loss <= TIE for loss in slower)
         row: dict[str, Any] = {"rule": rule, "modes": sorted({mode for m in cases for mode in m.choices(rule)})}

@@ -206,9 +206,10 @@ class InferenceConfig:
     # a calibration (`bench calibrate` with attention.transport as `transport` below) or else parallelism.cluster says
     # how ranks are linked, else bytes.
     rule: str = "auto"
-    # How batches of single new tokens are computed. replicated: the whole model for all of them on every rank, but
-    # attention by each rank over what it holds of the cache, with one exchange of partial results a layer. plan: as any
-    # other batch, by `mode`. auto: replicated up to 128 sequences, unless `mode` names a way.
+    # How few new tokens are computed: single ones of several sequences, and prompts of up to 128 tokens together.
+    # replicated: the whole model for all of them on every rank, but attention by each rank over what it holds of the
+    # cache, with one exchange of partial results a layer. plan: as any other batch, by `mode`. auto: replicated, prompts
+    # only where CUDA graphs can be; unless `mode` names a way.
     decode: str = "auto"
     # Replicated steps are replayed from CUDA graphs: auto (where that is possible, else it says why not) | true | false
     cuda_graphs: str = "auto"

@@ -46,10 +46,10 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class Rows:
-    """Single new tokens of several sequences, which all ranks compute alike.
+    """New tokens of several sequences, which all ranks compute alike.
 
     Attributes:
-        pages: what this rank holds of each sequence, its new token included where that is stored here.
+        pages: what this rank holds of each row's sequence up to its token, that included where it is stored here.
         slots: int64 `[B]`, where the new keys and values are stored; `CachedAttention.nowhere` if on another rank.
     """
 
@@ -60,7 +60,7 @@ class Rows:
 class CachedAttention:
     """The tensors of one rank's cache, and the executor that attends over all ranks' caches.
 
-    `begin` takes the plan of a batch, or `begin_rows` a batch of single tokens; then every layer is called once, in
+    `begin` takes the plan of a batch, or `begin_rows` few tokens; then every layer is called once, in
     order.
 
     Args:

@@ -1,16 +1,21 @@
-"""Decode: one new token of each of several sequences, through the whole model in one replayed CUDA graph.
+"""Few new tokens, through the whole model in one replayed CUDA graph: one of each of several sequences (decode), or
+short prompts.
 
 Hidden states of so few tokens are cheap next to the model's weights, which a rank reads whatever it computes. So every
 rank computes all of them: nothing is gathered before attention, and each layer has one exchange, of what every rank has
 found in its own part of the cache. ("Context Parallelism for Scalable Million-Token Inference", Algorithm 4, passes
 queries around a ring and results back instead.)
+
+A token is a row. A layer stores keys and values of all rows before it attends, and a row sees as many of its sequence's
+as there are up to it. Rows of a prompt lie side by side, so that keys are read once for several.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -20,14 +25,14 @@ from torch import Tensor
 from ..attention.replay import capturing
 from ..comm import from_first
 from ..config import CUDA_GRAPHS, DECODES, refuse
-from ..kernels.paged import DTYPES, Pages, fused_kernels
+from ..kernels.paged import DTYPES, Pages, fused_kernels, most_together
 from .cached_attention import CachedAttention, CachedModel, Rows
 from .ledger import CacheLedger, Turn, slots_of
 
 logger = logging.getLogger(__name__)
 
 MOST_ROWS = 128
-"""Most sequences of one step. With more the model's matrix products take longer than reading its weights does, on an
+"""Most rows of one step. With more the model's matrix products take longer than reading its weights does, on an
 H100 or H200 in bf16, and computing them on every rank no longer comes free."""
 NOT_FINITE = -1
 _EAGER = 2
@@ -66,10 +71,10 @@ class _Captured(NamedTuple):
 
 
 class Decoder:
-    """Runs batches of single tokens, or leaves them to plans.
+    """Runs batches of single tokens and of short prompts, or leaves them to plans.
 
-    Batches are padded to a power of two, so that there are 8 graphs at most; they share their memory. Missing rows have
-    no tokens, and their keys and values go nowhere.
+    Rows are padded to a power of two, so that there are 8 graphs at most of single tokens, and as many of prompts. They
+    share their memory. Missing rows have no tokens, and their keys and values go nowhere.
 
     Args:
         mode: `inference.mode`, which `decode=auto` goes by.
@@ -86,7 +91,10 @@ class Decoder:
         elif settings.decode == "replicated":
             self._most = float("inf")  # in several steps
         self._graphs = self._most > 0 and _use_graphs(settings.cuda_graphs, self._attention)
-        self._captured: dict[int, _Captured] = {}
+        # Without graphs the host's work counts, which plans divide among the ranks as far as it is computing.
+        self._prompts = self._graphs or settings.decode == "replicated"
+        self._together = most_together(self._attention.shape.num_heads, self._attention.shape.num_kv_heads)
+        self._captured: dict[tuple[int, int], _Captured] = {}
         self._tables = _Tables(self._attention.device, ledger.pages_per_rank if self._most else 0)
         why = f"inference.decode={settings.decode}" + (f", inference.mode={mode}" if settings.decode == "auto" else "")
         logger.info("decode: %s (%s)", self.name, why)
@@ -98,14 +106,24 @@ class Decoder:
             return "by plans"
         return "replicated, CUDA graphs" if self._graphs else "replicated"
 
-    def takes(self, turns: Sequence[Turn]) -> bool:
-        return len(turns) <= self._most and all(turn.new == 1 for turn in turns)
+    @property
+    def most_prompt(self) -> int:
+        """Tokens of a prompt that it takes alone; 0 if it takes none."""
+        return MOST_ROWS if self._prompts else 0
 
-    def __call__(self, turns: Sequence[Turn], tokens: Sequence[int]) -> list[Next]:
-        """One step of the model over every turn's new token. Collective over the ranks, which all know all turns."""
+    def takes(self, turns: Sequence[Turn]) -> bool:
+        """Single tokens; or prompts, if all their rows fit into one step."""
+        if _are_single(turns):
+            return len(turns) <= self._most
+        return sum(-(-turn.new // self._together) for turn in turns) * self._together <= self.most_prompt
+
+    def __call__(self, turns: Sequence[Turn], texts: Sequence[Sequence[int]]) -> list[Next]:
+        """One step of the model over every turn's new tokens. Collective over the ranks, which all know all turns."""
+        if not _are_single(turns):
+            return self._step(turns, texts, self._together)
         found: list[Next] = []
         for start in range(0, len(turns), MOST_ROWS):
-            found += self._step(turns[start : start + MOST_ROWS], tokens[start : start + MOST_ROWS])
+            found += self._step(turns[start : start + MOST_ROWS], texts[start : start + MOST_ROWS], 1)
         return found
 
     def release(self) -> None:
@@ -114,65 +132,78 @@ class Decoder:
             torch.cuda.synchronize(self._attention.device)
         self._captured.clear()
 
-    def _step(self, turns: Sequence[Turn], tokens: Sequence[int]) -> list[Next]:
-        size = 1 << (len(turns) - 1).bit_length()
+    def _step(self, turns: Sequence[Turn], texts: Sequence[Sequence[int]], together: int) -> list[Next]:
+        rows: list[tuple[int, int, int, int]] = []
+        last = []
+        for turn, text in zip(turns, texts, strict=True):
+            first = len(rows)
+            rows += self._rows(turn, text)
+            last.append(len(rows) - 1)
+            rows += [(0, 0, self._attention.nowhere, 0)] * (-len(rows) % together)
+            pages = self._ledger.pages(turn.session, self._attention.rank)
+            for place in range(first // together, len(rows) // together):
+                self._tables.hold(place, pages)
+        size = 1 << (len(rows) - 1).bit_length()
         numbers = self._tables.staging(size)
         numbers.zero_()
         numbers[_SLOT] = self._attention.nowhere
-        rows = [(token, turn.cached, *self._place(turn)) for token, turn in zip(tokens, turns, strict=True)]
-        numbers[:, : len(turns)] = torch.tensor(rows).t()
+        numbers[:, : len(rows)] = torch.tensor(rows).t()
         self._tables.send(size)
-        for row, turn in enumerate(turns):
-            self._tables.hold(row, self._ledger.pages(turn.session, self._attention.rank))
-        logits, ids = self._replay(size) if self._graphs else self._compute(size)
-        likeliest = ids.tolist()[: len(turns)]
+        logits, ids = self._replay(size, together) if self._graphs else self._compute(size, together)
+        found = ids.tolist()
+        likeliest = [found[row] for row in last]
         if self._attention.rank:  # one rank's are enough, and the same numbers for all that is drawn from them
             return [Next(None, token) for token in likeliest]
-        kept = logits[: len(turns)].clone()  # a replay writes where the last one did
+        kept = logits[: len(last)].clone() if together == 1 else logits[last]  # a replay writes where the last one did
         return [Next(row, token) for row, token in zip(kept, likeliest, strict=True)]
 
-    def _place(self, turn: Turn) -> tuple[int, int]:
-        """Where this rank stores the turn's token, and how many tokens it then has; the books may be further on."""
+    def _rows(self, turn: Turn, text: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """Of each new token itself, its position, where this rank stores it, and how many of the sequence's tokens this
+        rank has up to there; the books may be further on."""
         rank = self._attention.rank
-        new, held = slots_of(turn.new_runs[rank]), sum(map(len, turn.cached_runs[rank]))
-        return (new[0], held + 1) if new else (self._attention.nowhere, held)
+        here, slots = set(chain.from_iterable(turn.new_spans(rank))), iter(slots_of(turn.new_runs[rank]))
+        held = sum(map(len, turn.cached_runs[rank]))
+        for i, token in enumerate(text):
+            held += i in here
+            yield token, turn.cached + i, next(slots) if i in here else self._attention.nowhere, held
 
     @torch.no_grad()
-    def _compute(self, size: int) -> tuple[Tensor, Tensor]:
+    def _compute(self, size: int, together: int) -> tuple[Tensor, Tensor]:
         """Logits `[size, vocabulary]`, and the likeliest tokens as the first rank has them."""
         numbers = self._tables.numbers(size)
-        pages = Pages(self._tables.pages[:size], numbers[_COUNT], self._ledger.page_tokens)
+        pages = Pages(self._tables.pages[: size // together], numbers[_COUNT], self._ledger.page_tokens, together)
         self._attention.begin_rows(Rows(pages, numbers[_SLOT]))
         logits = self._model.logits(numbers[_TOKEN], numbers[_POSITION], self._tables.order[:size])
         ids = torch.where(torch.isfinite(logits).all(-1), logits.argmax(-1), NOT_FINITE)
         return logits, from_first(self._attention.group, ids)
 
-    def _replay(self, size: int) -> tuple[Tensor, Tensor]:
-        if size not in self._captured:
-            self._captured[size] = self._capture(size)
-        captured = self._captured[size]
+    def _replay(self, size: int, together: int) -> tuple[Tensor, Tensor]:
+        kind = size, together
+        if kind not in self._captured:
+            self._captured[kind] = self._capture(*kind)
+        captured = self._captured[kind]
         captured.graph.replay()
         return captured.logits, captured.ids
 
-    def _capture(self, size: int) -> _Captured:
+    def _capture(self, size: int, together: int) -> _Captured:
         """A step stores and computes the same however often it runs, so this batch's own serves to warm up."""
-        logger.info("decode: capturing a step of %d sequences", size)
+        logger.info("decode: capturing a step of %d rows, up to %d of them of one prompt", size, together)
         aside, now = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(now)
         with torch.cuda.stream(aside):
             for _ in range(_EAGER):
-                self._compute(size)
+                self._compute(size, together)
         now.wait_stream(aside)
         torch.cuda.synchronize(self._attention.device)
         graph = torch.cuda.CUDAGraph()
         pool = next((captured.graph.pool() for captured in self._captured.values()), None)
         with capturing(graph, pool):
-            logits, ids = self._compute(size)
+            logits, ids = self._compute(size, together)
         return _Captured(graph, logits, ids)
 
 
 class _Tables:
-    """What a step reads, in memory that stays: its numbers, and the pages of its rows."""
+    """What a step reads, in memory that stays: its numbers, and the pages of its rows, or of several together."""
 
     def __init__(self, device: torch.device, pages: int) -> None:
         with torch.inference_mode(False):  # they outlive the call
@@ -183,7 +214,7 @@ class _Tables:
         self._held: list[list[int]] = [[] for _ in range(MOST_ROWS)]
 
     def numbers(self, size: int) -> Tensor:
-        """int64 `[4, size]` on the device: by row its token, position, slot, and number of tokens on this rank."""
+        """int64 `[4, size]` on the device: by row its token, position, slot, and how many tokens it sees here."""
         return self._numbers[: 4 * size].view(4, size)
 
     def staging(self, size: int) -> Tensor:
@@ -193,14 +224,18 @@ class _Tables:
     def send(self, size: int) -> None:
         self._numbers[: 4 * size].copy_(self._staging[: 4 * size], non_blocking=True)
 
-    def hold(self, row: int, pages: Sequence[int]) -> None:
+    def hold(self, place: int, pages: Sequence[int]) -> None:
         """See that a row of the table names these pages."""
-        held = self._held[row]
+        held = self._held[place]
         if held == pages:
             return
         same = len(held) if held == pages[: len(held)] else 0
-        self.pages[row, same : len(pages)] = torch.tensor(pages[same:], dtype=torch.int32, device=self.pages.device)
-        self._held[row] = list(pages)
+        self.pages[place, same : len(pages)] = torch.tensor(pages[same:], dtype=torch.int32, device=self.pages.device)
+        self._held[place] = list(pages)
+
+
+def _are_single(turns: Sequence[Turn]) -> bool:
+    return all(turn.new == 1 for turn in turns)
 
 
 def _use_graphs(wanted: str, attention: CachedAttention) -> bool:

@@ -24,7 +24,7 @@ from .plan import Batch, build
 from .sampling import Sampling, sample
 from .session import Generation, Session
 from .settings import EngineSettings
-from .warm_up import meet_shapes, run_prompts
+from .warm_up import meet_rows, meet_shapes, run_prompts
 
 __all__ = ["CachedModel", "EngineSettings", "Generation", "LongContextEngine", "Session"]
 
@@ -57,6 +57,10 @@ class LongContextEngine:
         """How batches of single tokens are computed."""
         return self._decoder.name
 
+    def replicates(self, new: int) -> bool:
+        """Whether a prompt of so many tokens, given alone, is computed as decode is: by every rank."""
+        return self._chooser.mode == "auto" and not self.settings.exact and 1 < new <= self._decoder.most_prompt
+
     def release(self) -> None:
         """Let go of what refers to process groups; call it before they are destroyed. Sessions can still go on."""
         self._decoder.release()
@@ -78,6 +82,8 @@ class LongContextEngine:
         for mode in self._chooser.candidates if self.ledger.n > 1 else ("pass_kv",):  # each links other ranks
             with self._chooser.taking(mode):
                 run_prompts(self, most)
+        if self._chooser.mode == "auto":
+            meet_rows(self, self._decoder.most_prompt, most)
         chunk = chunk or self.settings.prefill_chunk
         if chunk is not None:
             meet_shapes(self, chunk, most)
@@ -346,8 +352,11 @@ class LongContextEngine:
     ) -> dict[Session, Next]:
         """One pass of the model; what is known of the next token of sessions that end in it. single: it may go through
         the decoder, whose results depend on where a session's pages lie."""
-        if single and self._decoder.takes(turns):
-            decoded = self._decoder(turns, [text[0] for text in texts])
+        free = self._chooser.mode == "auto" or all(
+            turn.new == 1 for turn in turns
+        )  # a mode that is named is for prompts
+        if single and free and self._decoder.takes(turns):
+            decoded = self._decoder(turns, texts)
             return {session: found for session, found, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
         batch = Batch(self.ledger.n, self.ledger.slots_per_rank, turns, self.settings.exact, self._attention.shapes)

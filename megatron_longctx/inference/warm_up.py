@@ -35,6 +35,22 @@ def run_prompts(engine: LongContextEngine, most: int) -> None:
             session.close()
 
 
+def meet_rows(engine: LongContextEngine, most_rows: int, most: int) -> None:
+    """Prompts of all sizes that the decoder has graphs of.
+
+    Args:
+        most_rows: tokens of the longest. most: tokens that a sequence can have.
+    """
+    length = min(most_rows, most, engine.ledger.slots_per_rank)
+    while length > 1:
+        session = engine.open()
+        try:
+            session.append([0] * length)
+        finally:
+            session.close()
+        length //= 2
+
+
 def meet_shapes(engine: LongContextEngine, chunk: int, most: int) -> None:
     """Chunks of prompts over a cache that is taken for filled, whatever lies there, where all ranks' kernels plan.
 

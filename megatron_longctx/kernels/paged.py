@@ -1,6 +1,7 @@
-"""Attention of single queries over a paged cache (decode), and the merge of what several ranks have found.
+"""Attention of few queries over a paged cache, and the merge of what several ranks have found: decode, short prompts.
 
-Sequence b's tokens lie in the pages that its row of a table names, in order; a page is `page_tokens` slots.
+A sequence's tokens lie in the pages that its row of a table names, in order; a page is `page_tokens` slots. Of these a
+query sees the first, as many as it says: a causal mask.
 Shapes are static and lengths are read on the device, so that calls can be captured in CUDA graphs and replayed with
 other tables. Results are partial: over the keys in these pages alone, to be merged by their lse.
 """
@@ -26,17 +27,30 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Pages:
-    """Where the keys of `B` sequences lie.
+    """Where the keys of `B` queries lie.
 
     Attributes:
-        table: `[B, P]` int32, numbers of pages; entries past a sequence's last page may be anything.
-        counts: `[B]` int32 or int64, tokens of each sequence, at most `P * page_tokens`.
+        table: `[B / together, P]` int32, numbers of pages; entries past a sequence's last page may be anything.
+        counts: `[B]` int32 or int64, tokens that each query sees, at most `P * page_tokens`; 0 for one that is none.
         page_tokens: slots of a page.
+        together: neighbouring queries that are of one sequence, a power of two; 1 for decode.
     """
 
     table: Tensor
     counts: Tensor
     page_tokens: int
+    together: int = 1
+
+
+_TILE = 64
+"""Queries x heads of a KV head that a program of the fused kernel can take without running out of registers."""
+_MOST_TOGETHER = 16
+
+
+def most_together(num_heads: int, num_kv_heads: int) -> int:
+    """Neighbouring queries of one sequence that are best attended together."""
+    group = 1 << (num_heads // num_kv_heads - 1).bit_length()
+    return min(_MOST_TOGETHER, max(1, _TILE // group))
 
 
 class PackedPartials:
@@ -63,7 +77,7 @@ class PackedPartials:
 
 @torch.no_grad()
 def attend_pages(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
-    """Every query over all keys of its own sequence.
+    """Every query over the keys that it sees of its own sequence.
 
     Keys are split among as many programs as the device has room for (Flash-Decoding), whatever the lengths: the split
     depends on the shapes alone.
@@ -76,7 +90,7 @@ def attend_pages(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packed
         scale: factor of the scores before the softmax.
 
     Returns:
-        out and natural-log lse in fp32 (fp64 for fp64 q). A sequence without tokens: out 0, lse -inf.
+        out and natural-log lse in fp32 (fp64 for fp64 q). A query that sees no tokens: out 0, lse -inf.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -111,7 +125,7 @@ def attend_pages_torch(q: Tensor, cache: Tensor, pages: Pages, scale: float, fou
             found.out[row] = 0
             found.lse[row] = -torch.inf
             continue
-        used = pages.table[row, : -(-count // pages.page_tokens)].tolist()
+        used = pages.table[row // pages.together, : -(-count // pages.page_tokens)].tolist()
         k, v = _tokens(cache, used, pages.page_tokens)[:count].to(found.flat.dtype).permute(1, 2, 0, 3)  # [g, t, d]
         queries = q[row].to(found.flat.dtype).view(kv_heads, heads // kv_heads, -1)
         scores = queries @ k.transpose(1, 2) * scale
@@ -152,10 +166,14 @@ def _check(q: Tensor, cache: Tensor, pages: Pages) -> None:
             f"q {tuple(q.shape)}, cache {tuple(cache.shape)}: expected q [B, h, d] and a cache [slots, 2, g, d], g a "
             "divisor of h."
         )
-    if pages.table.ndim != 2 or pages.table.shape[0] != rows or pages.counts.shape != (rows,) or pages.page_tokens < 1:
+    together = pages.together
+    if together < 1 or together & (together - 1) or rows % together:
+        raise ValueError(f"together={together}: expected a power of two that divides the {rows} queries.")
+    of_table, of_counts = tuple(pages.table.shape), tuple(pages.counts.shape)
+    if len(of_table) != 2 or of_table[0] != rows // together or of_counts != (rows,) or pages.page_tokens < 1:
         raise ValueError(
-            f"table {tuple(pages.table.shape)}, counts {tuple(pages.counts.shape)}, {pages.page_tokens} tokens a page: "
-            f"expected [{rows}, P], [{rows}] and 1 or more."
+            f"table {of_table}, counts {of_counts}, {pages.page_tokens} tokens a page: "
+            f"expected [{rows // together}, P], [{rows}] and 1 or more."
         )
     if q.dtype != cache.dtype or q.stride(-1) != 1 or cache.stride(-1) != 1:
         raise ValueError(

@@ -1,8 +1,9 @@
 """The functions of `paged` as fused kernels. Arguments are not checked: call `paged`.
 
-A program handles one share of one sequence's keys for the query heads of one KV head, so that keys and values are read
-once. Shares of a sequence are merged by a second kernel, in order. KV heads are the grid's fastest dimension: the heads
-of a token are neighbours in memory, and programs that run at the same time read neighbours.
+A program handles one share of one sequence's keys for the query heads of one KV head, of all queries that lie together,
+so that keys and values are read once for these. Shares of a sequence are merged by a second kernel, in order. KV heads
+are the grid's fastest dimension: the heads of a token are neighbours in memory, and programs that run at the same time
+read neighbours.
 """
 
 from __future__ import annotations
@@ -42,28 +43,33 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     q, cache, table, counts, out, lse, scale, splits, group, head_dim,
     q_row, q_head, slot_stride, value_stride, kv_head_stride, table_stride,
     out_split, out_row, lse_split, lse_row,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
+    PAGE: tl.constexpr, TOGETHER: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
-    row = tl.program_id(2)
-    count = tl.load(counts + row).to(tl.int32)
+    place = tl.arange(0, TOGETHER * HEADS)
+    row = tl.program_id(2) * TOGETHER + place // HEADS
+    head = place % HEADS
+    if TOGETHER > 1:
+        count = tl.load(counts + row).to(tl.int32)
+        longest = tl.max(count, 0)
+    else:
+        longest = tl.load(counts + tl.program_id(2)).to(tl.int32)
     # Shares are whole blocks, so that blocks lie inside a page wherever pages are whole blocks.
-    share = tl.cdiv(tl.cdiv(count, splits), KEYS) * KEYS
+    share = tl.cdiv(tl.cdiv(longest, splits), KEYS) * KEYS
     first = split * share
-    stop = tl.minimum(first + share, count)
-    head = tl.arange(0, ROWS)
+    stop = tl.minimum(first + share, longest)
     col = tl.arange(0, COLS)
     key = tl.arange(0, KEYS)
     real = head < group
     heads = kv_head * group + head
-    at_q = q + row.to(tl.int64) * q_row + heads[:, None] * q_head + col[None, :]
+    at_q = q + (row.to(tl.int64) * q_row + heads * q_head)[:, None] + col[None, :]
     queries = tl.load(at_q, mask=real[:, None] & (col < head_dim)[None, :], other=0.0)
     factor = scale * 1.4426950408889634  # log2(e): powers of 2 are what the hardware has
-    most = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
-    weights = tl.zeros((ROWS,), dtype=tl.float32)
-    total = tl.zeros((ROWS, COLS), dtype=tl.float32)
-    pages = table + row.to(tl.int64) * table_stride
+    most = tl.full((TOGETHER * HEADS,), -float("inf"), dtype=tl.float32)
+    weights = tl.zeros((TOGETHER * HEADS,), dtype=tl.float32)
+    total = tl.zeros((TOGETHER * HEADS, COLS), dtype=tl.float32)
+    pages = table + tl.program_id(2).to(tl.int64) * table_stride
     base = cache + kv_head.to(tl.int64) * kv_head_stride
     for start in range(first, stop, KEYS):
         token = start + key
@@ -80,20 +86,24 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         keys = tl.load(at, mask=there, other=0.0)
         values = tl.load(at + value_stride, mask=there, other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * factor
-        scores = tl.where(inside[None, :], scores, -float("inf"))
-        # Every block has a key inside, so the maximum is a number.
-        larger = tl.maximum(most, tl.max(scores, 1))
-        shrink = tl.exp2(most - larger)
-        weight = tl.exp2(scores - larger[:, None])
+        if TOGETHER > 1:  # a query may see fewer keys than those beside it, of some blocks none
+            scores = tl.where(inside[None, :] & (token[None, :] < count[:, None]), scores, -float("inf"))
+            larger = tl.maximum(most, tl.max(scores, 1))
+            origin = tl.where(larger == -float("inf"), 0.0, larger)
+        else:  # every block has a key inside, so the maximum is a number
+            scores = tl.where(inside[None, :], scores, -float("inf"))
+            larger = tl.maximum(most, tl.max(scores, 1))
+            origin = larger
+        shrink = tl.exp2(most - origin)
+        weight = tl.exp2(scores - origin[:, None])
         weights = weights * shrink + tl.sum(weight, 1)
         total = total * shrink[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
         most = larger
-    empty = first >= stop
+    empty = weights == 0.0  # NaN where the inputs are, so only where no key is
     divisor = tl.where(empty, 1.0, weights)
     found = tl.where(empty, -float("inf"), (tl.where(empty, 0.0, most) + tl.log2(divisor)) * 0.6931471805599453)
-    at_out = out + split.to(tl.int64) * out_split + row.to(tl.int64) * out_row
-    at_out += heads[:, None] * head_dim + col[None, :]
-    tl.store(at_out, total / divisor[:, None], mask=real[:, None] & (col < head_dim)[None, :])
+    at_out = (split.to(tl.int64) * out_split + row.to(tl.int64) * out_row + heads * head_dim)[:, None] + col[None, :]
+    tl.store(out + at_out, total / divisor[:, None], mask=real[:, None] & (col < head_dim)[None, :])
     tl.store(lse + split.to(tl.int64) * lse_split + row.to(tl.int64) * lse_row + heads, found, mask=real)
 
 
@@ -133,19 +143,21 @@ def attend_pages_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float, fo
     """See `paged.attend_pages`. q's heads may have any strides."""
     rows, heads, head_dim = q.shape
     kv_heads = cache.shape[2]
-    splits = num_splits(rows * kv_heads, q.device)
+    together, group = pages.together, heads // kv_heads
+    splits = num_splits(rows // together * kv_heads, q.device)
     parts = PackedPartials.like(q, (splits,)) if splits > 1 else PackedPartials(found.flat[None], rows, heads, head_dim)
     cols = max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
     constants = {
         "PAGE": pages.page_tokens,
-        "ROWS": max(_LEAST_ROWS, triton.next_power_of_2(heads // kv_heads)),
+        "TOGETHER": together,
+        "HEADS": max(-(-_LEAST_ROWS // together), triton.next_power_of_2(group)),
         "COLS": cols,
         "KEYS": max(_LEAST_ROWS, min(64, _KEY_BYTES // (cols * cache.element_size()))),
     }
     # The launch goes to the current device, which need not be the tensors'. A CPU tensor's index, -1, changes nothing.
     with torch.cuda.device(q.get_device()):
-        _attend_kernel[(kv_heads, splits, rows)](
-            q, cache, pages.table, pages.counts, parts.out, parts.lse, scale, splits, heads // kv_heads, head_dim,
+        _attend_kernel[(kv_heads, splits, rows // together)](
+            q, cache, pages.table, pages.counts, parts.out, parts.lse, scale, splits, group, head_dim,
             *row_strides(q), *row_strides(cache), pages.table.stride(0),
             *row_strides(parts.out)[:2], *parts.lse.stride()[:2], **constants, num_warps=4, num_stages=_STAGES,
         )  # fmt: skip

@@ -26,22 +26,23 @@ from tests.inference.conversations import converse, parallel
 
 
 class Recorder(Decoder):
-    """Counts the steps, by the number of rows they are padded to."""
+    """Counts the steps, by the number of rows they are padded to; those of prompts apart."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         self.sizes: dict[int, int] = {}
+        self.of_prompts: dict[int, int] = {}
 
-    def _compute(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.sizes[size] = self.sizes.get(size, 0) + 1
-        return super()._compute(size)
+    def _compute(self, size: int, together: int) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes = self.sizes if together == 1 else self.of_prompts
+        sizes[size] = sizes.get(size, 0) + 1
+        return super()._compute(size, together)
 
 
-def recorded(engine: LongContextEngine, how: str) -> dict[int, int]:
-    """Replace the engine's decoder; the sizes that it will have run."""
-    decoder = Recorder(engine.model, engine.ledger, DecodeSettings(how), "auto")
-    engine._decoder = decoder
-    return decoder.sizes
+def recorded(engine: LongContextEngine, how: str) -> Recorder:
+    """The engine's decoder from now on."""
+    engine._decoder = decoder = Recorder(engine.model, engine.ledger, DecodeSettings(how), "auto")
+    return decoder
 
 
 def tokens_of(engine: LongContextEngine, prompts: list[list[int]], counts: list[int]) -> list[tuple[int, ...]]:
@@ -69,11 +70,13 @@ def both_ways(rank: int, config: Config) -> None:
     source = random.Random(2)
     prompts = [[source.randrange(256) for _ in range(size)] for size in (1, 30, 2, 17, 5, 1)]
     counts = [6, 2, 5, 5, 1, 8]
-    sizes = recorded(engine, "replicated")
+    steps = recorded(engine, "replicated")
     found = tokens_of(engine, prompts, counts)
     # The first token of all comes from their prompts, so 5 sequences are the most that are decoded together.
-    assert set(sizes) == {8, 4, 2, 1} and sum(sizes.values()) == max(counts) - 1
-    assert recorded(engine, "plan") == {} and tokens_of(engine, prompts, counts) == found
+    assert set(steps.sizes) == {8, 4, 2, 1} and sum(steps.sizes.values()) == max(counts) - 1
+    assert steps.of_prompts == {128: 1}, "16 + 32 + 16 + 32 + 16 + 16 rows"
+    steps = recorded(engine, "plan")
+    assert tokens_of(engine, prompts, counts) == found and not steps.sizes and not steps.of_prompts
 
     # Logits, over a session whose older pages came and went: what a row of the table named before does not matter.
     for how in ("replicated", "plan", "replicated"):
@@ -87,14 +90,30 @@ def both_ways(rank: int, config: Config) -> None:
             session.close()
             fresh.close()
 
+    # Turns over what is cached, prompts alone and beside single tokens. A mode that is named is for prompts.
+    logits = []
+    for how, mode in (("replicated", "auto"), ("plan", "auto"), ("replicated", "pass_q")):
+        steps = recorded(engine, how)
+        sessions = first, second = engine.open(), engine.open()
+        with engine._chooser.taking(mode):
+            first.append(prompts[1][:13])
+            engine.append({first: prompts[3], second: [7]})
+            engine.append({first: [8, 9], second: prompts[1][:20]})
+            logits.append(engine.next_logits(sessions))
+        assert steps.of_prompts == ({16: 1, 64: 2} if (how, mode) == ("replicated", "auto") else {})
+        for session in sessions:
+            session.close()
+    for other in logits[1:]:
+        torch.testing.assert_close(logits[0], other, rtol=2e-5, atol=2e-5)
+
     # Prompts in chunks of one token, all placed before the first is computed, and more rows than a step takes.
     prompts, counts, found = ([*each[:1], *each[2:3]] for each in (prompts, counts, found))
     engine.settings = dataclasses.replace(engine.settings, prefill_chunk=1)
     most, decode.MOST_ROWS = decode.MOST_ROWS, 2
     try:
-        sizes = recorded(engine, "replicated")
+        steps = recorded(engine, "replicated")
         assert tokens_of(engine, prompts, counts) == found
-        assert set(sizes) == {2, 1}
+        assert set(steps.sizes) == {2, 1} and not steps.of_prompts
     finally:
         decode.MOST_ROWS = most
     groups.destroy()
@@ -139,6 +158,12 @@ def test_what_is_taken_is_what_the_settings_say() -> None:
     assert automatic.takes(one) and not automatic.takes((*one, *two))
     assert automatic.takes(most) and not automatic.takes(more)
     assert decoder(DecodeSettings("replicated"), "pass_q").takes(more)
+    # Prompts are taken where their rows, in sixteens, fit into a step. Without graphs only if that is asked for.
+    prompts = {count: ledger.append({sessions[2]: count}) for count in (2, 128, 129)}
+    replicated, plan = decoder(DecodeSettings("replicated")), decoder(DecodeSettings("plan"))
+    assert [replicated.takes(prompts[count]) for count in prompts] == [True, True, False]
+    assert replicated.takes((*prompts[2], *one)) and not replicated.takes((*prompts[128], *one))
+    assert not any(each.takes(prompts[2]) for each in (automatic, plan))
     assert not decoder(DecodeSettings(), "pass_q").takes(one) and not decoder(DecodeSettings("plan")).takes(one)
 
 

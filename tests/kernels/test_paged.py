@@ -13,30 +13,35 @@ from megatron_longctx.kernels.paged import (
     attend_pages_torch,
     merge_ranks,
     merge_ranks_torch,
+    most_together,
 )
 from tests.kernels.interpreter import run_interpreted
 
 COUNTS = (0, 1, 37, 128, 5)
+TOGETHER = {2: (0, 1, 37, 36, 0, 0, 128, 5), 4: (36, 37, 38, 0, 5, 128, 1, 130), 16: (*range(120, 133), 0, 0, 0)}
+"""By how many queries of a sequence lie side by side: what each sees."""
 ERRORS = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-def case(heads, kv_heads, head_dim, page_tokens, dtype, counts=COUNTS, device="cpu", seed=0):
+def case(heads, kv_heads, head_dim, page_tokens, dtype, counts=COUNTS, device="cpu", seed=0, together=1):
     """Queries, a cache with NaN wherever no token is, and shuffled pages; the cache is the front of a larger one."""
     gen = torch.Generator().manual_seed(seed)
-    needed = [-(-count // page_tokens) for count in counts]
+    of_sequences = [counts[i : i + together] for i in range(0, len(counts), together)]
+    needed = [-(-max(seen) // page_tokens) for seen in of_sequences]
     order = torch.randperm(sum(needed) + 3, generator=gen)
-    table = torch.full((len(counts), max(needed) + 1), 2**30, dtype=torch.int32)
+    table = torch.full((len(needed), max(needed) + 1), 2**30, dtype=torch.int32)
     slots = []
-    for row, (count, pages) in enumerate(zip(counts, needed, strict=True)):
+    for row, (seen, pages) in enumerate(zip(of_sequences, needed, strict=True)):
         mine = order[sum(needed[:row]) :][:pages]
         table[row, :pages] = mine.int()
-        slots.append((mine[:, None] * page_tokens + torch.arange(page_tokens)).flatten()[:count])
+        whole = (mine[:, None] * page_tokens + torch.arange(page_tokens)).flatten()
+        slots += [whole[:count] for count in seen]
     cache = torch.full(((len(order) + 1) * page_tokens, 2, kv_heads, head_dim), torch.nan, dtype=dtype)
     for mine in slots:
         cache[mine] = torch.randn(len(mine), 2, kv_heads, head_dim, generator=gen).to(dtype)
     # As a layer gives them: rows of queries, keys and values together.
     q = torch.randn(len(counts), heads + 2 * kv_heads, head_dim, generator=gen).to(dtype)[:, :heads]
-    pages = Pages(table.to(device), torch.tensor(counts, device=device), page_tokens)
+    pages = Pages(table.to(device), torch.tensor(counts, device=device), page_tokens, together)
     return q.to(device), cache.to(device), pages, slots
 
 
@@ -70,6 +75,19 @@ def test_sequences_attend_their_own_pages(heads, kv_heads, dtype):
         found = attend_pages(q, cache, pages, 0.3)
         compare(found, q, cache, slots, 0.3)
         assert found.flat.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("together", TOGETHER)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_queries_of_one_sequence_see_what_each_says(together, dtype):
+    for heads, kv_heads in ((4, 4), (6, 1)):
+        q, cache, pages, slots = case(heads, kv_heads, 20, 16, dtype, TOGETHER[together], together=together)
+        compare(attend_pages(q, cache, pages, 0.3), q, cache, slots, 0.3)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "most"), [(32, 8, 16), (8, 8, 16), (6, 1, 8), (64, 1, 1), (128, 1, 1)])
+def test_queries_together_fill_a_program(heads, kv_heads, most):
+    assert most_together(heads, kv_heads) == most
 
 
 def ranks_of(n, head_dim, dtype, seed=0):
@@ -109,6 +127,9 @@ def test_shapes_that_do_not_fit_are_refused():
         (q.double(), cache, pages),
         (q, cache, Pages(pages.table[:2], pages.counts, 4)),
         (q, cache, Pages(pages.table, pages.counts, 0)),
+        (q, cache, Pages(pages.table, pages.counts, 4, 3)),
+        (q, cache, Pages(pages.table, pages.counts, 4, 2)),
+        (q[:4], cache, Pages(pages.table[:1], pages.counts[:4], 4, 2)),
     ):
         with pytest.raises(ValueError, match="expected"):
             attend_pages(*bad, 1.0)
@@ -120,8 +141,11 @@ def compare_fused_with_torch() -> None:
 
     shapes = [(8, 2, 64, 64), (4, 4, 16, 4), (6, 1, 20, 32), (40, 1, 128, 128), (2, 2, 8, 48)]
     # Not bf16: the interpreter multiplies its bits as integers.
-    for shape, dtype in itertools.product(shapes, (torch.float32, torch.float16)):
-        q, cache, pages, slots = case(*shape, dtype)
+    together = {1: COUNTS, **TOGETHER}
+    cases = [(*each, 1) for each in itertools.product(shapes, (torch.float32, torch.float16))]
+    cases += [(shape, torch.float32, beside) for shape, beside in itertools.product(shapes[1:3], TOGETHER)]
+    for shape, dtype, beside in cases:
+        q, cache, pages, slots = case(*shape, dtype, together[beside], together=beside)
         for processors in (1, 40):  # one share, merged by nobody; and more shares than some sequences have tokens
             fused._processors = lambda _, count=processors: count
             found, torchs = PackedPartials.like(q), PackedPartials.like(q)
@@ -143,8 +167,10 @@ def test_fused_kernels_equal_the_definition_under_the_interpreter():
     run_interpreted(__file__)
 
 
-@pytest.mark.parametrize(("dtype", "page"), [("bf16", 64), ("bf16", 4), ("fp32", 64)])
-def test_kernels_compile_for_hopper(dtype, page, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "page", "together"), [("bf16", 64, 1), ("bf16", 4, 1), ("fp32", 64, 1), ("bf16", 64, 16)]
+)
+def test_kernels_compile_for_hopper(dtype, page, together, tmp_path, monkeypatch):
     """Triton's interpreter, which runs them on CPUs, takes more than its compiler does."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -153,7 +179,8 @@ def test_kernels_compile_for_hopper(dtype, page, tmp_path, monkeypatch):
     from megatron_longctx.kernels import paged_triton as fused
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"PAGE": page, "ROWS": 16, "COLS": 128, "KEYS": 64 if dtype == "bf16" else 32}
+    constants = {"PAGE": page, "TOGETHER": together, "HEADS": 16 if together == 1 else 4, "COLS": 128}
+    constants["KEYS"] = 64 if dtype == "bf16" else 32
     constants |= {"BLOCK": 16, "WITH_LSE": dtype == "bf16"}
     types = {"q": f"*{dtype}", "cache": f"*{dtype}", "table": "*i32", "counts": "*i64", "scale": "fp32"}
     types |= dict.fromkeys(("parts", "part_lse", "lse"), "*fp32")
@@ -186,6 +213,16 @@ def test_kernels_equal_the_definition_on_a_gpu(shape, dtype):
     kept = [mine[:count] for mine, count in zip(slots, shorter.tolist(), strict=True)]
     compare(found, q, cache, kept, 0.1)
     torch.testing.assert_close(merged, found.out.to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(32, 8, 128, 64), (8, 8, 64, 4), (64, 1, 128, 32), (16, 2, 256, 48)], ids=str)
+def test_queries_of_one_sequence_on_a_gpu(shape, dtype):
+    counts = (*range(20001, 20014), 0, 0, 0, *range(1, 17), 777, *[0] * 15)
+    q, cache, pages, slots = case(*shape, dtype, counts, "cuda", together=most_together(*shape[:2]))
+    compare(attend_pages(q, cache, pages, 0.1), q, cache, slots, 0.1)
 
 
 @pytest.mark.gpu
