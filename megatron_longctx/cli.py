@@ -299,7 +299,8 @@ def _bench(arguments: argparse.Namespace) -> None:
     elif arguments.what == "calibrate":
         config = compose_config(arguments.settings)
         where = command.Where(where.ranks, where.device, config.attention.kernel, config.attention.transport)
-        command.run_calibrate(where, Workload.of(config), arguments.max_tokens, arguments.cluster)
+        tokens = (arguments.max_tokens, arguments.cluster)
+        command.run_calibrate(where, Workload.of(config), *tokens, config.data.seq_length)
     else:
         where = command.Where(where.ranks, where.device, arguments.kernel, arguments.transport)
         lengths = arguments.lengths or ("32768,65536,131072" if where.device == "cuda" else "512,1024")

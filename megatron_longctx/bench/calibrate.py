@@ -29,7 +29,7 @@ from ..topology import Cluster, Device, to_cluster
 from ..topology.measure import measure_links
 from .calibrate_host import host_operation_seconds
 from .calibrate_modes import Modes
-from .timing import median_seconds, powers_of_two
+from .timing import powers_of_two, put_under_load, sustained_seconds
 
 _CUDA_MESSAGES = (2**16, 2**18, 2**20, 2**22, 2**23, 2**24, 2**25, 2**26, 2**27)
 _CPU_MESSAGES = (2**12, 2**16, 2**20)
@@ -38,22 +38,29 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured. max_tokens: longest kernel call with all heads; parts p go to p times as many."""
+    """How much is measured. max_tokens: longest kernel call with all heads; parts p go to p times as many. length: of
+    the sequences that a job at hand has, whose whole passes are measured too."""
 
     max_tokens: int
     min_tokens: int
     repeats: int
+    length: int | None = None
 
     @classmethod
-    def of(cls, device: torch.device, max_tokens: int | None = None) -> Effort:
+    def of(cls, device: torch.device, max_tokens: int | None = None, length: int | None = None) -> Effort:
         cuda = device.type == "cuda"
         most = max_tokens or (32768 if cuda else 1024)
-        return cls(most, min(most, 512 if cuda else 64), 5 if cuda else 3)
+        return cls(most, min(most, 512 if cuda else 64), 5 if cuda else 3, length)
 
-    def mode_tokens(self, device: torch.device) -> tuple[int, ...]:
-        """Tokens a rank of whole passes: those that short and long sequences have, and one on CPUs."""
+    def mode_lengths(self, device: torch.device, ranks: int) -> tuple[int, ...]:
+        """Tokens of the sequences whose whole passes are measured: what short and long ones have (one on CPUs), and
+        `length`, unless all of these are longer."""
         wanted = (4096, 16384) if device.type == "cuda" else (64,)
-        return tuple(tokens for tokens in wanted if tokens <= self.max_tokens) or (self.max_tokens,)
+        of_rank = [tokens for tokens in wanted if tokens <= self.max_tokens] or [self.max_tokens]
+        lengths = [ranks * tokens for tokens in of_rank]
+        if self.length is not None and self.length >= lengths[0]:
+            lengths.append(self.length)
+        return tuple(sorted(set(lengths)))
 
 
 def calibrate(
@@ -93,7 +100,7 @@ def calibrate(
     name = transport_name(chosen_links)
     if cluster.nodes == 1:
         how = Modes(group, device, workload, _DTYPES[workload.element_bytes], (kernel, name))
-        costs = replace(costs, modes=how.samples(cluster, costs, effort.mode_tokens(device)))
+        costs = replace(costs, modes=how.samples(cluster, costs, effort.mode_lengths(device, cluster.n)))
     facts = environment()
     return Calibration(str(facts["device"]), chosen.name, name, cluster, replace(workload, batch=1), costs, facts)
 
@@ -162,7 +169,7 @@ class _Exchanges:
         (self._mailbox if isinstance(self._links, PeerTransport) else self._links).wait(exchange)
 
     def seconds(self, beside: Callable[[], object] | None = None) -> float:
-        """Of an exchange, alone or with something issued after its start."""
+        """Of an exchange, alone or with something issued after its start, which also loads the device before."""
 
         def once() -> None:
             exchange = self.start()
@@ -170,7 +177,7 @@ class _Exchanges:
                 beside()
             self.wait(exchange)
 
-        return float(_agreed(self._links.group, lambda: [_steady_seconds(once, self._links.device)])[0])
+        return float(_agreed(self._links.group, lambda: [_steady_seconds(once, self._links.device, beside)])[0])
 
 
 def _messages(links: P2PTransport | PeerTransport) -> tuple[tuple[MessageSample, ...], float]:
@@ -196,12 +203,19 @@ def _blocking(links: P2PTransport | PeerTransport, workload: Workload, kernel: A
         return kernel.forward(q, k, v, causal=False, scale=1.0)
 
     exchanges = _Exchanges(links, 2**27, [1])
-    alone = float(_agreed(links.group, lambda: [_steady_seconds(call, links.device)])[0])
+    alone = float(_agreed(links.group, lambda: [_steady_seconds(call, links.device, call)])[0])
     return min(1.0, max(0.0, (exchanges.seconds(call) - alone) / exchanges.seconds()))
 
 
-def _steady_seconds(work: Callable[[], object], device: torch.device, repeats: int = 12) -> float:
-    """Seconds of one of many in a row, by the clock: what the host takes to issue them counts."""
+def _steady_seconds(
+    work: Callable[[], object], device: torch.device, load: Callable[[], object] | None = None, repeats: int = 12
+) -> float:
+    """Seconds of one of many in a row, by the clock: what the host takes to issue them counts.
+
+    load: puts the device under load before.
+    """
+    if load is not None:
+        put_under_load(load, device)
     for _ in range(3):
         work()
     if device.type == "cuda":
@@ -241,8 +255,8 @@ def _call_seconds(
     scale = request.head_dim**-0.5
     out, lse = kernel.forward(q, k, v, causal=causal, scale=scale)
     return (
-        median_seconds(lambda: kernel.forward(q, k, v, causal=causal, scale=scale), device, repeats),
-        median_seconds(
+        sustained_seconds(lambda: kernel.forward(q, k, v, causal=causal, scale=scale), device, repeats),
+        sustained_seconds(
             lambda: kernel.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale), device, repeats
         ),
     )
@@ -273,6 +287,6 @@ def _merge_gibps(device: torch.device, workload: Workload, effort: Effort) -> fl
     accumulated = out.to(torch.float64 if request.dtype == torch.float64 else torch.float32)
     lse = torch.randn(1, workload.num_heads, tokens, device=device, dtype=accumulated.dtype).permute(2, 0, 1)
     sums = lse.clone()
-    seconds = median_seconds(lambda: merge_into(accumulated, sums, out, lse), device, effort.repeats)
+    seconds = sustained_seconds(lambda: merge_into(accumulated, sums, out, lse), device, effort.repeats)
     size = out.numel() * (workload.element_bytes + 2 * workload.accumulator_bytes)
     return size / seconds / GIB

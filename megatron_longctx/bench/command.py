@@ -81,13 +81,23 @@ class How:
         return attention.Setting(where.kernel, where.transport, self.keep_received, self.graph_tokens)
 
 
-def run_calibrate(where: Where, workload: Workload, max_tokens: int | None, cluster_file: Path | None) -> Path:
-    """`bench calibrate`: measure and keep; returns the file."""
+def run_calibrate(
+    where: Where,
+    workload: Workload,
+    max_tokens: int | None = None,
+    cluster_file: Path | None = None,
+    length: int | None = None,
+) -> Path:
+    """`bench calibrate`: measure and keep; returns the file.
+
+    Args:
+        length: of the sequences at hand, whose passes are measured besides those of usual lengths.
+    """
     if max_tokens is not None and max_tokens < _FEWEST_TOKENS:
         raise refuse("--max-tokens", max_tokens, f"{_FEWEST_TOKENS} or more", "Raise it, or leave it out.")
     if cluster_file is not None:
         _check_yaml("--cluster", cluster_file)
-    found: Calibration = start(where, _calibrate, workload, where, max_tokens)[0]
+    found: Calibration = start(where, _calibrate, workload, where, (max_tokens, length))[0]
     path = calibration_path(found.device, where.ranks, workload, found.transport)
     save_calibration(found, path)
     if cluster_file is not None:
@@ -264,9 +274,9 @@ def _links(rank: int) -> Cluster:
     return measured_cluster(_group(), _device())
 
 
-def _calibrate(rank: int, workload: Workload, where: Where, max_tokens: int | None) -> Calibration:
+def _calibrate(rank: int, workload: Workload, where: Where, tokens: tuple[int | None, int | None]) -> Calibration:
     device = _device()
-    return calibrate(_group(), device, workload, (where.kernel, where.transport), Effort.of(device, max_tokens))
+    return calibrate(_group(), device, workload, (where.kernel, where.transport), Effort.of(device, *tokens))
 
 
 def _attention(

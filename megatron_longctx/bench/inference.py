@@ -170,4 +170,4 @@ def _calibrated(config: Config, where: Where) -> None:
     n, device = config.parallelism.context_parallel_size, torch.device(where.device)
     if n > 1 and known_figures(config, device).costs is None:
         logger.info("%s is not there: calibrating %d ranks", calibration_file(config, device), n)
-        run_calibrate(replace(where, ranks=n), replace(Workload.of(config), batch=1), None, None)
+        run_calibrate(replace(where, ranks=n), replace(Workload.of(config), batch=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -38,12 +39,50 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
 
 
+_LOAD_S = 0.1
+"""Of work in a row. A GPU's power limit bites after 50 to 80 ms: a burst from idle is faster than passes in a row."""
+_MOST_CALLS = 1000
+"""Calls of which more come to less than `_LOAD_S` are limited by the host, and no load."""
+
+
+def num_loading_calls(seconds: float) -> int:
+    """How many calls of so many seconds in a row bring a GPU to the pace that it sustains."""
+    return min(_MOST_CALLS, math.ceil(_LOAD_S / max(seconds, 1e-6)))
+
+
+def put_under_load(work: Callable[[], object], device: torch.device) -> None:
+    """Call `work` twice, and on a GPU on until it runs at the pace that it sustains; the last calls may be under way.
+
+    For work without messages: ranks make different numbers of calls.
+    """
+    watch = Stopwatch(device)
+    work()
+    watch.finish()
+    start = watch.mark()
+    work()
+    stop = watch.mark()
+    watch.finish()
+    if device.type == "cuda":
+        for _ in range(num_loading_calls(watch.seconds(start, stop)) - 1):
+            work()
+
+
+def sustained_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median over `repeats` of one call of `work`, which has no messages, on a device under load."""
+    put_under_load(work, device)
+    return _median_seconds(work, Stopwatch(device), repeats)
+
+
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int, warm_up: int = 2) -> float:
     """Median over `repeats` of one call of `work`, its first calls left out."""
     watch = Stopwatch(device)
     for _ in range(warm_up):
         work()
     watch.finish()
+    return _median_seconds(work, watch, repeats)
+
+
+def _median_seconds(work: Callable[[], object], watch: Stopwatch, repeats: int) -> float:
     marks = [watch.mark()]
     for _ in range(repeats):
         work()

@@ -184,14 +184,17 @@ class Costs:
 
     def correction(self, mode: str, length: int, backward: bool) -> float:
         """What a mode's simulated pass is to be multiplied by: as measured, linear in the logarithm of the length
-        between lengths and constant beyond them. Modes that were not measured get the largest of all others', so that
-        one of those that were is taken where it comes close."""
+        between lengths and constant below them. Beyond the longest it nears 1: what simulation leaves out (launches,
+        messages, a pass's own copies) grows about with the tokens, but kernel calls with their square, so that the
+        share falls as 1 / length. Modes that were not measured get the largest of all others', so that one of those
+        that were is taken where it comes close."""
         own = [
             (sample.length, sample.ratio) for sample in self.modes if (sample.mode, sample.backward) == (mode, backward)
         ]
         if own:
             lengths, ratios = zip(*sorted(own), strict=True)
-            return _interpolate_log(length, lengths, ratios)
+            fading: float = min(1.0, lengths[-1] / length)
+            return 1.0 + (_interpolate_log(length, lengths, ratios) - 1.0) * fading
         measured = {sample.mode for sample in self.modes if sample.backward == backward}
         return max((self.correction(other, length, backward) for other in measured), default=1.0)
 

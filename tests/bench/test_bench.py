@@ -24,7 +24,7 @@ from megatron_longctx.training.launcher import JobFailed
 
 
 def test_calibrate_leaves_what_auto_goes_by(cache: Path, tmp_path: Path) -> None:
-    settings = ["parallelism=cp2", "train.device=cpu", "attention.kernel=cpu"]
+    settings = ["parallelism=cp2", "train.device=cpu", "attention.kernel=cpu", "data.seq_length=333"]
     words = ["--ranks", "2", "--device", "cpu", "--max-tokens", "64", "--cluster", str(tmp_path / "here.yaml")]
     assert cli.main(["bench", "calibrate", *settings, *words]) == 0
     (path,) = cache.glob("*.json")
@@ -39,8 +39,10 @@ def test_calibrate_leaves_what_auto_goes_by(cache: Path, tmp_path: Path) -> None
     assert costs.forward_tflops > 0 and costs.merge_gibps > 0 and 0 <= costs.blocking <= 1
     assert {(s.causal, s.backward, s.parts) for s in costs.kernels} >= {(True, False, 1), (False, True, 2)}
     assert all(sample.seconds > 0 for sample in (*costs.kernels, *costs.messages))
-    # Whole passes of what is close to the fastest by simulation, which may be one mode.
-    assert {sample.length for sample in costs.modes} == {2 * 64} and all(sample.ratio > 0 for sample in costs.modes)
+    # Whole passes of what is close to the fastest by simulation, which may be one mode, at the settings' length too.
+    assert {sample.length for sample in costs.modes} == {2 * 64, 333} and all(
+        sample.ratio > 0 for sample in costs.modes
+    )
     assert {sample.backward for sample in costs.modes} == {False, True}
     assert {sample.mode.split(" (")[0] for sample in costs.modes} <= set(SCHEDULES)
 

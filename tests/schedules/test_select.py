@@ -157,6 +157,20 @@ def test_whole_passes_that_were_measured_decide() -> None:
     assert found.seconds == pytest.approx(2 * first.seconds)
 
 
+def test_what_simulation_leaves_out_fades_beyond_the_longest_measured_length() -> None:
+    modes = [("slow", 1000, 0.9), ("slow", 4000, 1.2), ("fast", 4000, 0.8)]
+    costs = replace(FAST, modes=tuple(ModeSample(mode, length, False, ratio) for mode, length, ratio in modes))
+
+    def corrections(mode: str, *lengths: int) -> list[float]:
+        return [costs.correction(mode, length, False) for length in lengths]
+
+    assert corrections("slow", 8, 1000, 2000, 4000) == pytest.approx([0.9, 0.9, 1.05, 1.2])
+    assert corrections("slow", 8000, 40000) == pytest.approx([1.1, 1.02])
+    assert corrections("fast", 8, 4000, 8000, 40000) == pytest.approx([0.8, 0.8, 0.9, 0.98])
+    assert corrections("another", 1000, 8000) == pytest.approx([0.9, 1.1]), "as the largest of those measured"
+    assert costs.correction("slow", 8000, True) == 1.0
+
+
 def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert calibration_path("cpu", 2, GQA, "p2p").parent == tmp_path / "megatron_longctx"
