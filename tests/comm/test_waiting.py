@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 
 import pytest
 import torch
@@ -93,11 +94,12 @@ def test_what_a_dropped_graph_waited_counts_once(timeline: Timeline) -> None:
     captured = capture(timeline, clock)
     replay(timeline, clock, captured, 4.0)
     replay(timeline, clock, captured, 4.0)
+    held = weakref.ref(captured[1])
     del captured
     timeline.graphs.clear()
     replay(timeline, clock, capture(timeline, clock), 1.0)
-    assert clock.take() == pytest.approx(2 * (2 * 0.004 + 0.001))
-    assert clock.take() == 0
+    assert held() is not None and clock.take() == pytest.approx(2 * (2 * 0.004 + 0.001))
+    assert held() is None and clock.take() == 0
 
 
 def test_a_graph_that_was_captured_while_nobody_asked_has_no_waits(timeline: Timeline) -> None:
