@@ -106,7 +106,10 @@ class ContextParallelAttention:
             clock.running = True
 
     def waited_seconds(self) -> float:
-        """What was measured since the last time this was asked; passes replayed from graphs are not in it.
+        """What was measured since the last time this was asked.
+
+        Of passes that are replayed from a graph, each counts with what the last replay of its graph has waited: the
+        times of the others are overwritten before they could be read without the host waiting.
 
         Raises:
             RuntimeError: `measure_waiting` was not called.
@@ -352,7 +355,10 @@ def _run(
             return _eager(inputs, make, results)
         if not known:
             # Together: an id is only good for what is alive.
-            engine.replays[key] = (program, Replay(make, results, inputs[0].device, transport.group))
+            engine.replays[key] = (
+                program,
+                Replay(make, results, inputs[0].device, transport.group, engine.clock),
+            )
         found: Tensors = engine.replays[key][1](inputs)
         return found
     except BaseException as error:

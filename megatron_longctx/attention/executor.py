@@ -139,11 +139,7 @@ class _Pass(ABC):
     def _waiting(self) -> Iterator[None]:
         """What the caller's stream does inside is waiting for messages, and measured as such."""
         clock = self._engine.clock
-        if (
-            clock is None
-            or not clock.running
-            or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-        ):
+        if clock is None or not clock.measures:
             yield
             return
         clock.start()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import from_all
+from ..comm import GraphWaits, WaitClock, from_all
 from .executor import BackwardPass, ForwardPass
 from .pace import Pace, timed_mark
 
@@ -44,6 +44,7 @@ class _Captured(NamedTuple):
     results: Tensors
     generation: int
     run: Pass  # holds the buffers that the graph writes to
+    waits: GraphWaits | None = None  # None if they were not measured when it was captured
 
 
 class Replay:
@@ -54,6 +55,7 @@ class Replay:
         results: what a pass that has run gives.
         device: where it runs.
         group: of the ranks that run it together.
+        clock: measures what passes wait for messages, within graphs too.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class Replay:
         results: Callable[[Any], Tensors],
         device: torch.device,
         group: dist.ProcessGroup | None,
+        clock: WaitClock | None = None,
     ) -> None:
         self._make, self._results = make, results
         self._pace = Pace(partial(timed_mark, device), partial(from_all, group))
+        self._clock = clock or WaitClock(device)
         self._inputs: Tensors = ()
         self._captured: dict[int, _Captured] = {}  # by the half of the transport's memory in use
 
@@ -89,10 +93,16 @@ class Replay:
         post = run.post()
         turn = post.begin()
         captured = self._captured.get(turn)
-        if captured is None or captured.generation != post.generation:
+        if captured is None or captured.generation != post.generation or self._leaves_out(captured):
             captured = self._captured[turn] = self._capture(run, post.generation)
         captured.graph.replay()
+        if captured.waits is not None:
+            self._clock.replayed(captured.waits)
         return tuple(x.clone() for x in captured.results)
+
+    def _leaves_out(self, captured: _Captured) -> bool:
+        """Whether it does not measure its waits, though somebody wants to know by now."""
+        return self._clock.running and captured.waits is None
 
     def _prepare(self, inputs: Tensors) -> Tensors:
         """A pass as it is over the inputs that graphs will read, which may lie otherwise than those given: what copies
@@ -105,8 +115,8 @@ class Replay:
 
     def _capture(self, run: Any, generation: int) -> _Captured:
         graph = torch.cuda.CUDAGraph()
-        with capturing(graph):
+        with capturing(graph), self._clock.in_graph() as waits:
             run.run(begun=True)
             results = self._results(run)
             run.post().join()
-        return _Captured(graph, results, generation, run)
+        return _Captured(graph, results, generation, run, waits)

@@ -13,11 +13,12 @@ from .outbox import Outbox, OutboxBuilder, Sent
 from .p2p import Exchange, P2PTransport
 from .peer import Mailbox, PeerTransport
 from .together import PeerMemoryError
-from .waiting import WaitClock
+from .waiting import GraphWaits, WaitClock
 
 __all__ = [
     "BufferPool",
     "Exchange",
+    "GraphWaits",
     "Mailbox",
     "MixedTransport",
     "Outbox",
