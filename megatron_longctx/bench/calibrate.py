@@ -231,10 +231,13 @@ def _steady_seconds(
 def _kernels(
     ranks: int, device: torch.device, workload: Workload, kernel: str, effort: Effort
 ) -> Iterator[KernelSample]:
-    for parts in (part for part in powers_of_two(1, ranks) if workload.num_heads % part == 0):
+    halves = 2 * ranks  # parts of heads that are exchanged in two chunks
+    for parts in powers_of_two(1, halves if workload.num_kv_heads % halves == 0 else ranks):
+        if workload.num_heads % parts:
+            continue
         request = _request(workload, device, parts)
         chosen = choose(kernel, request)
-        sizes = powers_of_two(effort.min_tokens, effort.max_tokens * parts)
+        sizes = powers_of_two(effort.min_tokens, effort.max_tokens * min(parts, ranks))
         rectangles = [(q, k) for q in sizes for k in sizes if q * k <= effort.max_tokens**2]
         if parts > 1:  # what modes that share heads call: long sequences, nearly square; every other size is enough
             sizes = sizes[::-2][::-1]
