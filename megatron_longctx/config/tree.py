@@ -208,8 +208,8 @@ class InferenceConfig:
     rule: str = "auto"
     # How few new tokens are computed: single ones of several sequences, and prompts of up to 128 tokens together.
     # replicated: the whole model for all of them on every rank, but attention by each rank over what it holds of the
-    # cache, with one exchange of partial results a layer. plan: as any other batch, by `mode`. auto: replicated, prompts
-    # only where CUDA graphs can be; unless `mode` names a way.
+    # cache, with one exchange of partial results a layer. plan: as any other batch, by `mode`. auto: replicated unless
+    # `mode` names a way, but prompts only where CUDA graphs can be.
     decode: str = "auto"
     # Replicated steps are replayed from CUDA graphs: auto (where that is possible, else it says why not) | true | false
     cuda_graphs: str = "auto"
