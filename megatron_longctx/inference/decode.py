@@ -32,12 +32,14 @@ from .ledger import CacheLedger, Turn, slots_of
 logger = logging.getLogger(__name__)
 
 MOST_ROWS = 128
-"""Most rows of one step. With more the model's matrix products take longer than reading its weights does, on an
-H100 or H200 in bf16, and computing them on every rank no longer comes free."""
+"""Most sequences that are decoded in one step. With more the model's matrix products take longer than reading its
+weights does, on an H100 or H200 in bf16, and computing them on every rank no longer comes free."""
+MOST_PROMPT_ROWS = 128
+"""Most rows of prompts in one step."""
 NOT_FINITE = -1
 _EAGER = 2
 """Steps that run as they are before one is captured: kernels are compiled and chosen, communicators are set up."""
-_TOKEN, _POSITION, _SLOT, _COUNT = range(4)
+_TOKEN, _POSITION, _SLOT, _COUNT, _ENDS = range(5)
 
 
 class Next(NamedTuple):
@@ -109,7 +111,7 @@ class Decoder:
     @property
     def most_prompt(self) -> int:
         """Tokens of a prompt that it takes alone; 0 if it takes none."""
-        return MOST_ROWS if self._prompts else 0
+        return MOST_PROMPT_ROWS if self._prompts else 0
 
     def takes(self, turns: Sequence[Turn]) -> bool:
         """Single tokens; or prompts, if all their rows fit into one step."""
@@ -134,28 +136,30 @@ class Decoder:
 
     def _step(self, turns: Sequence[Turn], texts: Sequence[Sequence[int]], together: int) -> list[Next]:
         rows: list[tuple[int, int, int, int]] = []
+        ends: list[int] = []  # by rows that lie together, the one whose logits are computed
         last = []
         for turn, text in zip(turns, texts, strict=True):
-            first = len(rows)
             rows += self._rows(turn, text)
-            last.append(len(rows) - 1)
-            rows += [(0, 0, self._attention.nowhere, 0)] * (-len(rows) % together)
             pages = self._ledger.pages(turn.session, self._attention.rank)
-            for place in range(first // together, len(rows) // together):
-                self._tables.hold(place, pages)
+            while len(ends) * together < len(rows):
+                self._tables.hold(len(ends), pages)
+                ends.append(len(rows) - 1)
+            last.append(len(ends) - 1)
+            rows += [(0, 0, self._attention.nowhere, 0)] * (-len(rows) % together)
         size = 1 << (len(rows) - 1).bit_length()
         numbers = self._tables.staging(size)
         numbers.zero_()
         numbers[_SLOT] = self._attention.nowhere
-        numbers[:, : len(rows)] = torch.tensor(rows).t()
+        numbers[:_ENDS, : len(rows)] = torch.tensor(rows).t()
+        numbers[_ENDS, : len(ends)] = torch.tensor(ends)
         self._tables.send(size)
         logits, ids = self._replay(size, together) if self._graphs else self._compute(size, together)
         found = ids.tolist()
-        likeliest = [found[row] for row in last]
+        likeliest = [found[place] for place in last]
         if self._attention.rank:  # one rank's are enough, and the same numbers for all that is drawn from them
             return [Next(None, token) for token in likeliest]
-        kept = logits[: len(last)].clone() if together == 1 else logits[last]  # a replay writes where the last one did
-        return [Next(row, token) for row, token in zip(kept, likeliest, strict=True)]
+        kept = logits[: len(ends)].clone()  # a replay writes where the last one did
+        return [Next(kept[place], token) for place, token in zip(last, likeliest, strict=True)]
 
     def _rows(self, turn: Turn, text: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """Of each new token itself, its position, where this rank stores it, and how many of the sequence's tokens this
@@ -169,11 +173,11 @@ class Decoder:
 
     @torch.no_grad()
     def _compute(self, size: int, together: int) -> tuple[Tensor, Tensor]:
-        """Logits `[size, vocabulary]`, and the likeliest tokens as the first rank has them."""
-        numbers = self._tables.numbers(size)
-        pages = Pages(self._tables.pages[: size // together], numbers[_COUNT], self._ledger.page_tokens, together)
+        """Logits `[size / together, vocabulary]`, and the likeliest tokens as the first rank has them."""
+        numbers, places = self._tables.numbers(size), size // together
+        pages = Pages(self._tables.pages[:places], numbers[_COUNT], self._ledger.page_tokens, together)
         self._attention.begin_rows(Rows(pages, numbers[_SLOT]))
-        logits = self._model.logits(numbers[_TOKEN], numbers[_POSITION], self._tables.order[:size])
+        logits = self._model.logits(numbers[_TOKEN], numbers[_POSITION], numbers[_ENDS, :places])
         ids = torch.where(torch.isfinite(logits).all(-1), logits.argmax(-1), NOT_FINITE)
         return logits, from_first(self._attention.group, ids)
 
@@ -206,23 +210,24 @@ class _Tables:
     """What a step reads, in memory that stays: its numbers, and the pages of its rows, or of several together."""
 
     def __init__(self, device: torch.device, pages: int) -> None:
+        most = max(MOST_ROWS, MOST_PROMPT_ROWS)
         with torch.inference_mode(False):  # they outlive the call
-            self.pages = torch.zeros(MOST_ROWS if pages else 0, pages, dtype=torch.int32, device=device)
-            self.order = torch.arange(MOST_ROWS, device=device)
-            self._numbers = torch.zeros(4 * MOST_ROWS, dtype=torch.int64, device=device)
-            self._staging = torch.zeros(4 * MOST_ROWS, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._held: list[list[int]] = [[] for _ in range(MOST_ROWS)]
+            self.pages = torch.zeros(most if pages else 0, pages, dtype=torch.int32, device=device)
+            self._numbers = torch.zeros(5 * most, dtype=torch.int64, device=device)
+            self._staging = torch.zeros(5 * most, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._held: list[list[int]] = [[] for _ in range(most)]
 
     def numbers(self, size: int) -> Tensor:
-        """int64 `[4, size]` on the device: by row its token, position, slot, and how many tokens it sees here."""
-        return self._numbers[: 4 * size].view(4, size)
+        """int64 `[5, size]` on the device: by row its token, position, slot, and how many tokens it sees here; then, by
+        rows that lie together, the one whose logits are computed."""
+        return self._numbers[: 5 * size].view(5, size)
 
     def staging(self, size: int) -> Tensor:
         """The same on the host. A step has read its numbers when its tokens are known."""
-        return self._staging[: 4 * size].view(4, size)
+        return self._staging[: 5 * size].view(5, size)
 
     def send(self, size: int) -> None:
-        self._numbers[: 4 * size].copy_(self._staging[: 4 * size], non_blocking=True)
+        self._numbers[: 5 * size].copy_(self._staging[: 5 * size], non_blocking=True)
 
     def hold(self, place: int, pages: Sequence[int]) -> None:
         """See that a row of the table names these pages."""
