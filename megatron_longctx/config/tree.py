@@ -206,7 +206,7 @@ class InferenceConfig:
     # a calibration (`bench calibrate` with attention.transport as `transport` below) or else parallelism.cluster says
     # how ranks are linked, else bytes.
     rule: str = "auto"
-    # How few new tokens are computed: single ones of several sequences, and prompts of up to 128 tokens together.
+    # How few new tokens are computed: single ones of several sequences, and prompts of up to 512 tokens together.
     # replicated: the whole model for all of them on every rank, but attention by each rank over what it holds of the
     # cache, with one exchange of partial results a layer. plan: as any other batch, by `mode`. auto: replicated unless
     # `mode` names a way, but prompts only where CUDA graphs can be.

@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 MOST_ROWS = 128
 """Most sequences that are decoded in one step. With more the model's matrix products take longer than reading its
 weights does, on an H100 or H200 in bf16, and computing them on every rank no longer comes free."""
-MOST_PROMPT_ROWS = 128
-"""Most rows of prompts in one step."""
+MOST_PROMPT_ROWS = 512
+"""Most rows of prompts in one step. Over 131,072 tokens on one H200, prompts of 13 to 511 tokens take less time than by
+plans, which cannot hide their launches (analysis/results/inference_rows_h200.md)."""
 NOT_FINITE = -1
 _EAGER = 2
 """Steps that run as they are before one is captured: kernels are compiled and chosen, communicators are set up."""
@@ -75,8 +76,8 @@ class _Captured(NamedTuple):
 class Decoder:
     """Runs batches of single tokens and of short prompts, or leaves them to plans.
 
-    Rows are padded to a power of two, so that there are 8 graphs at most of single tokens, and as many of prompts. They
-    share their memory. Missing rows have no tokens, and their keys and values go nowhere.
+    Rows are padded to a power of two, so that there are 8 graphs at most of single tokens, and 9 of prompts. They share
+    their memory. Missing rows have no tokens, and their keys and values go nowhere.
 
     Args:
         mode: `inference.mode`, which `decode=auto` goes by.
@@ -110,14 +111,21 @@ class Decoder:
 
     @property
     def most_prompt(self) -> int:
-        """Tokens of a prompt that it takes alone; 0 if it takes none."""
+        """Tokens of a prompt that it takes alone; 0 if prompts are left to plans."""
         return MOST_PROMPT_ROWS if self._prompts else 0
+
+    @property
+    def prompt_sizes(self) -> tuple[int, ...]:
+        """Rows of the steps that take prompts, in ascending order."""
+        return tuple(1 << i for i in range(max(1, self._together.bit_length() - 1), self.most_prompt.bit_length()))
 
     def takes(self, turns: Sequence[Turn]) -> bool:
         """Single tokens; or prompts, if all their rows fit into one step."""
         if _are_single(turns):
             return len(turns) <= self._most
-        return sum(-(-turn.new // self._together) for turn in turns) * self._together <= self.most_prompt
+        return sum(-(-turn.new // self._together) for turn in turns) * self._together <= max(
+            self.prompt_sizes, default=0
+        )
 
     def __call__(self, turns: Sequence[Turn], texts: Sequence[Sequence[int]]) -> list[Next]:
         """One step of the model over every turn's new tokens. Collective over the ranks, which all know all turns."""

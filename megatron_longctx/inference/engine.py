@@ -83,7 +83,7 @@ class LongContextEngine:
             with self._chooser.taking(mode):
                 run_prompts(self, most)
         if self._chooser.mode == "auto":
-            meet_rows(self, self._decoder.most_prompt, most)
+            meet_rows(self, self._decoder.prompt_sizes, most)
         chunk = chunk or self.settings.prefill_chunk
         if chunk is not None:
             meet_shapes(self, chunk, most)

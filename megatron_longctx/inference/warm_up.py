@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,20 +36,21 @@ def run_prompts(engine: LongContextEngine, most: int) -> None:
             session.close()
 
 
-def meet_rows(engine: LongContextEngine, most_rows: int, most: int) -> None:
-    """Prompts of all sizes that the decoder has graphs of.
+def meet_rows(engine: LongContextEngine, sizes: Sequence[int], most: int) -> None:
+    """Prompts of all sizes that the decoder has graphs of, as far as the cache goes.
 
     Args:
-        most_rows: tokens of the longest. most: tokens that a sequence can have.
+        sizes: in ascending order. most: tokens that a sequence can have.
     """
-    length = min(most_rows, most, engine.ledger.slots_per_rank)
-    while length > 1:
+    for before, size in zip((1, *sizes), sizes, strict=False):
+        length = min(size, most, engine.ledger.slots_per_rank)
+        if length <= before:
+            return
         session = engine.open()
         try:
             session.append([0] * length)
         finally:
             session.close()
-        length //= 2
 
 
 def meet_shapes(engine: LongContextEngine, chunk: int, most: int) -> None:

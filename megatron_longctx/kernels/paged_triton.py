@@ -26,11 +26,9 @@ _KEY_BYTES = 16384
 _STAGES = 5
 """The page's number, then keys and values are loaded ahead: with 5 stages two blocks are on their way while one is
 used. They take 72 KiB of shared memory, so that three programs fit into a processor of an H100 or H200."""
-_MANY_ROWS = 64
-"""Query rows of a program above which it is large: with twice as many warps, and stages of its own."""
-_LARGE_STAGES = 3
-_PROGRAMS = 2
-"""Programs wanted for every processor of the GPU."""
+_PROGRAMS, _PROGRAMS_TOGETHER = 2, 3
+"""Programs wanted for every processor of the GPU: of single queries, which wait for memory, and of several together
+(analysis/results/paged_rows_h200.md)."""
 _MOST_SPLITS = 128
 _MERGED = 16
 """Partials that the merging kernel takes at once."""
@@ -147,15 +145,14 @@ def attend_pages_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float, fo
     rows, heads, head_dim = q.shape
     kv_heads = cache.shape[2]
     together, group = pages.together, heads // kv_heads
-    splits = num_splits(rows // together * kv_heads, q.device)
+    wanted = _PROGRAMS if together == 1 else _PROGRAMS_TOGETHER
+    splits = num_splits(rows // together * kv_heads, q.device, wanted)
     parts = PackedPartials.like(q, (splits,)) if splits > 1 else PackedPartials(found.flat[None], rows, heads, head_dim)
     cols = max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
-    padded = max(-(-_LEAST_ROWS // together), triton.next_power_of_2(group))
-    large = together * padded > _MANY_ROWS
     constants = {
         "PAGE": pages.page_tokens,
         "TOGETHER": together,
-        "HEADS": padded,
+        "HEADS": max(-(-_LEAST_ROWS // together), triton.next_power_of_2(group)),
         "COLS": cols,
         "KEYS": max(_LEAST_ROWS, min(64, _KEY_BYTES // (cols * cache.element_size()))),
     }
@@ -164,8 +161,7 @@ def attend_pages_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float, fo
         _attend_kernel[(kv_heads, splits, rows // together)](
             q, cache, pages.table, pages.counts, parts.out, parts.lse, scale, splits, group, head_dim,
             *row_strides(q), *row_strides(cache), pages.table.stride(0),
-            *row_strides(parts.out)[:2], *parts.lse.stride()[:2], **constants,
-            num_warps=8 if large else 4, num_stages=_LARGE_STAGES if large else _STAGES,
+            *row_strides(parts.out)[:2], *parts.lse.stride()[:2], **constants, num_warps=4, num_stages=_STAGES,
         )  # fmt: skip
     if splits > 1:
         _merge(parts, found.out, found.lse)
@@ -186,9 +182,10 @@ def _merge(parts: PackedPartials, out: Tensor, lse: Tensor | None) -> None:
         )  # fmt: skip
 
 
-def num_splits(programs: int, device: torch.device) -> int:
-    """Shares of every sequence, where each share takes so many programs. Depends on no length."""
-    return max(1, min(_MOST_SPLITS, -(-_PROGRAMS * _processors(device) // programs)))
+def num_splits(programs: int, device: torch.device, wanted: int = _PROGRAMS) -> int:
+    """Shares of every sequence, where each share takes so many programs and so many are wanted for every processor.
+    Depends on no length."""
+    return max(1, min(_MOST_SPLITS, -(-wanted * _processors(device) // programs)))
 
 
 @functools.cache

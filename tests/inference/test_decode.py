@@ -150,7 +150,7 @@ def decoder(how: DecodeSettings, mode: str = "auto") -> Decoder:
 
 
 def test_what_is_taken_is_what_the_settings_say() -> None:
-    ledger = CacheLedger(1, 300, 4)
+    ledger = CacheLedger(1, 800, 4)
     sessions = [ledger.open() for _ in range(129)]
     one, two = ledger.append({sessions[0]: 1}), ledger.append({sessions[1]: 2})
     most, more = ledger.append(dict.fromkeys(sessions[1:], 1)), ledger.append(dict.fromkeys(sessions, 1))
@@ -159,11 +159,12 @@ def test_what_is_taken_is_what_the_settings_say() -> None:
     assert automatic.takes(most) and not automatic.takes(more)
     assert decoder(DecodeSettings("replicated"), "pass_q").takes(more)
     # Prompts are taken where their rows, in sixteens, fit into a step. Without graphs only if that is asked for.
-    prompts = {count: ledger.append({sessions[2]: count}) for count in (2, 128, 129)}
+    prompts = {count: ledger.append({sessions[2]: count}) for count in (2, 512, 513)}
     replicated, plan = decoder(DecodeSettings("replicated")), decoder(DecodeSettings("plan"))
     assert [replicated.takes(prompts[count]) for count in prompts] == [True, True, False]
-    assert replicated.takes((*prompts[2], *one)) and not replicated.takes((*prompts[128], *one))
+    assert replicated.takes((*prompts[2], *one)) and not replicated.takes((*prompts[512], *one))
     assert not any(each.takes(prompts[2]) for each in (automatic, plan))
+    assert replicated.prompt_sizes == (16, 32, 64, 128, 256, 512) and plan.prompt_sizes == ()
     assert not decoder(DecodeSettings(), "pass_q").takes(one) and not decoder(DecodeSettings("plan")).takes(one)
 
 
