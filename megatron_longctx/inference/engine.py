@@ -66,7 +66,7 @@ class LongContextEngine:
         of it, nor for ranks to connect.
 
         Where the kernels of all ranks plan for shapes, these are met: all that chunks of a sequence can come to, as far
-        as the cache goes. With 32 query heads of 128 on 4 ranks, in chunks of 2,048 tokens: 512 queries by 8,192,
+        as the cache is free. With 32 query heads of 128 on 4 ranks, in chunks of 2,048 tokens: 512 queries by 8,192,
         16,384 and 32,768 keys.
 
         Args:
@@ -74,7 +74,8 @@ class LongContextEngine:
                 nothing is planned beforehand.
         """
         self._attention.compile_kernels(self.ledger.page_tokens)
-        most = int(min(self._most_tokens, self.ledger.slots_per_rank * self.ledger.n))
+        free = min(map(self.ledger.free_pages, range(self.ledger.n))) * self.ledger.page_tokens
+        most = int(min(self._most_tokens, free * self.ledger.n))
         for mode in self._chooser.candidates if self.ledger.n > 1 else ("pass_kv",):  # each links other ranks
             with self._chooser.taking(mode):
                 run_prompts(self, most)

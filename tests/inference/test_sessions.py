@@ -205,6 +205,26 @@ def planned_shapes_are_met_before_the_first_prompt(engine: LongContextEngine) ->
     assert engine.ledger.used_pages() == 0 and not engine.ledger.sessions
 
 
+def warming_up_leaves_open_sessions_alone(engine: LongContextEngine) -> None:
+    """However much of the cache they hold, and where the engine may evict them."""
+    attention, own, ledger = engine.model.attention, engine.settings, engine.ledger
+    session = engine.open()
+    attention.shapes, engine.settings = PlannedShapes(2, 2, 8, 64), replace(own, evict=True)
+    try:
+        for pages in (1, 24, 2):
+            session.append(
+                [97] * (min(map(ledger.free_pages, range(ledger.n))) - pages) * ledger.n * ledger.page_tokens
+            )
+            before = ledger.used_pages()
+            engine.warm_up(8)
+            assert session.cached_tokens == len(session.tokens) > 0 and ledger.used_pages() == before
+            ledger.evict(session.number)
+            session.tokens.clear()
+    finally:
+        attention.shapes, engine.settings = None, own
+        session.close()
+
+
 def learned_positions_end(config: Config) -> None:
     settings = {"data.seq_length": 24, "model.position_embedding": "learned", "inference.cache_tokens": 100}
     collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
@@ -223,6 +243,7 @@ def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
     engine, _ = build_engine(for_inference(config), collection, None)
     warming_up_computes_and_leaves_nothing(engine)
     planned_shapes_are_met_before_the_first_prompt(engine)
+    warming_up_leaves_open_sessions_alone(engine)
     tokens = batches_do_not_matter(engine)
     sequences_end(engine)
     errors_harm_nothing(engine)
