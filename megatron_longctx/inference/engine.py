@@ -22,7 +22,7 @@ from .decode import NOT_FINITE, Decoder, Next
 from .ledger import CacheFull, CacheLedger, Fork, Turn
 from .plan import Batch, build
 from .sampling import Sampling, sample
-from .session import Generation, Session
+from .session import Generation, Session, plain_ids
 from .settings import EngineSettings
 from .warm_up import meet_shapes, run_prompts
 
@@ -143,16 +143,24 @@ class LongContextEngine:
         """Prefill: add tokens to several sessions and compute them in one batch.
 
         Raises:
-            ValueError: a closed session, no tokens, ids outside the vocabulary, or more tokens than the model has
-                positions for; no session has changed.
+            ValueError: a closed session, no tokens, what are no integers, ids outside the vocabulary, or more tokens
+                than the model has positions for; no session has changed.
             CacheFull: they do not fit; no session has changed.
         """
-        for session, tokens in new.items():
+        ids = {session: plain_ids(tokens) for session, tokens in new.items()}
+        for session, tokens in ids.items():
             self.check(session, tokens)
-        self._advance({session: list(tokens) for session, tokens in new.items()})
+        self._advance(ids)
 
     def next_logits(self, sessions: Sequence[Session]) -> Tensor:
-        """fp32 `[len(sessions), vocab_size]`: of each session's next token, the same on every rank."""
+        """fp32 `[len(sessions), vocab_size]`: of each session's next token, the same on every rank.
+
+        Raises:
+            ValueError: a closed or empty session.
+            CacheFull: what is not computed yet of them does not fit.
+        """
+        for session in sessions:
+            self._check_begun(session)
         self._ready(sessions)
         rows = torch.zeros(len(sessions), self.model.vocab_size, device=self._attention.device)
         for i, session in enumerate(sessions):
@@ -166,9 +174,7 @@ class LongContextEngine:
         Raises:
             ValueError: a closed or empty session, or one with no positions left.
         """
-        self._check_open(session)
-        if not session.tokens:
-            raise refuse("session", session.number, "some tokens to go on from", "Append a prompt first.")
+        self._check_begun(session)
         if len(session.tokens) >= self._most_tokens:
             most = f"less than {self.model.max_positions}"
             raise refuse("tokens of the session", len(session.tokens), most, "Open another.")
@@ -245,6 +251,11 @@ class LongContextEngine:
     def _check_open(self, session: Session) -> None:
         if session.closed or self._open.get(session.number) is not session:
             raise refuse("session", session.number, "an open session of this engine", "Open another.")
+
+    def _check_begun(self, session: Session) -> None:
+        self._check_open(session)
+        if not session.tokens:
+            raise refuse("session", session.number, "some tokens to go on from", "Append a prompt first.")
 
     def check(self, session: Session, tokens: Sequence[int]) -> None:
         """Raise ValueError unless `tokens` could be appended, were there room in the cache."""

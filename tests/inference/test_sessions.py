@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,6 +81,10 @@ def errors_harm_nothing(engine: LongContextEngine) -> None:
     refused(lambda: good.append([-1]), "token=-1")
     empty = engine.open()
     refused(lambda: engine.append({empty: [97], good: [-1]}), "token=-1")
+    for wrong in ("ab", [1.5], [97, None], 97, torch.tensor([[97, 98]])):
+        refused(lambda wrong=wrong: good.append(wrong), "expected integers, one after another")  # type: ignore[misc]
+    refused(lambda: engine.next_logits([good, closed]), "expected an open session")
+    refused(lambda: engine.next_logits([good, empty]), "expected some tokens to go on from")
     refused(lambda: empty.generate(), "expected some tokens to go on from")
     refused(lambda: engine.continue_all([good, good], Sampling()), "expected each one once")
     refused(lambda: engine.append({empty: [97] * 5000}), "new tokens need")
@@ -87,6 +92,9 @@ def errors_harm_nothing(engine: LongContextEngine) -> None:
     refused(lambda: engine.append({empty: [97] * 100, good: [97] * 5000}), "new tokens need")
     assert good.tokens == before and empty.tokens == [] and engine.ledger.used_pages() == pages
     assert torch.equal(engine.next_logits([good]), logits)
+    for ids in (numpy.array([97, 98]), torch.tensor([99]), range(100, 102)):
+        empty.append(ids)  # type: ignore[arg-type]
+    assert empty.tokens == list(range(97, 102)) and {type(token) for token in empty.tokens} == {int}
     for session in (good, empty):
         session.close()
 
