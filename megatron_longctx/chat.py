@@ -144,6 +144,10 @@ def _with_end(chat: Chat, encode: Callable[[str], Sequence[int]]) -> Chat:
     return Chat(chat.template, chat.variables, stop_texts=(end,))
 
 
+_MOST_PENDING = 64
+"""Tokens that are held back because they may end in half a character; then they are taken for what they decode to."""
+
+
 class TextStream:
     """Tokens to text as they come: whole characters only, and nothing from a stop text on.
 
@@ -164,7 +168,8 @@ class TextStream:
         """What can be shown now."""
         self._ids.append(token)
         new = self._new()
-        if new and not new.endswith("\ufffd"):  # a character may take several tokens
+        whole = not new.endswith("\ufffd")  # a character may take several tokens
+        if new and (whole or len(self._ids) - self._num_known >= _MOST_PENDING):
             self._ids = self._ids[self._num_known :]
             self._num_known = len(self._ids)
             self._text += new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,8 @@ def _prompt(own: dict[str, str], chat: bool) -> str | None:
         prompt = own["prompt"] if "prompt" in own else Path(own["prompt_file"]).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise refuse("prompt_file", own["prompt_file"], f"UTF-8 text ({error.reason})", "Convert the file.") from None
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # what the system makes of other bytes
+        raise refuse("prompt", ascii(prompt[:100]), "UTF-8 text", "Convert it, or put it into a file.")
     if not prompt:
         raise refuse("prompt", "", "some text", "Give the model something to go on from.")
     return prompt
@@ -161,10 +164,12 @@ def _sampling(config: Config, stop: tuple[int, ...]) -> Sampling:
 
 
 def _turns(prompt: str | None) -> Iterator[str]:
-    """The prompt; in a chat, lines of rank 0's standard input, told to every rank."""
+    """The prompt; in a chat, lines of rank 0's standard input, told to every rank, with U+FFFD for what is no text."""
     if prompt is not None:
         yield prompt
         return
+    if dist.get_rank() == 0 and isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # not the end of a conversation
     while True:
         line: list[str | None] = [None]
         if dist.get_rank() == 0:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -119,7 +118,7 @@ def serve(words: Sequence[str]) -> None:
     """
     _require_packages()
     own, settings = split_words(words, ("checkpoint", "iteration"))
-    job = job_of(own, settings, Path(own.get("checkpoint", "")).name)
+    job = job_of(own, settings, os.path.basename(os.path.abspath(own.get("checkpoint", ""))))  # `.` has a name, too
     host = job.config.serve.host
     if not _is_loopback(host) and not os.environ.get(API_KEY):
         raise refuse("serve.host", host, f"a loopback address, or {API_KEY} in the environment", "Set a key.")

@@ -71,16 +71,20 @@ class Answer:
         """A part of a stream."""
         if not self.asked.chat:
             return self._body({"text": text}, None)
-        role = {} if self._begun else {"role": "assistant"}
-        self._begun = True
-        return self._body({"delta": role | {"content": text}}, None)
+        return self._body({"delta": self._role() | {"content": text}}, None)
 
     def end(self) -> list[dict[str, Any]]:
         """The last parts of a stream."""
-        parts = [self._body({"delta": {}} if self.asked.chat else {"text": ""}, self.finish_reason)]
+        parts = [self._body({"delta": self._role()} if self.asked.chat else {"text": ""}, self.finish_reason)]
         if self.asked.usage:
             parts.append(parts[0] | {"choices": [], "usage": self.usage})
         return parts
+
+    def _role(self) -> dict[str, str]:
+        """Who speaks, the first time."""
+        role = {} if self._begun else {"role": "assistant"}
+        self._begun = True
+        return role
 
     def _body(self, said: dict[str, Any], reason: str | None, ended: bool = False) -> dict[str, Any]:
         chat = self.asked.chat

@@ -26,6 +26,13 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "tools": ([],),
     "functions": ([],),
+    "response_format": ({"type": "text"},),
+    # Of other servers that speak this interface.
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_penalty": (1,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
 }
 
 
@@ -73,19 +80,21 @@ def checked(model: Model, data: bytes, chat: bool) -> Asked:
         ApiError: it cannot be served.
     """
     body = _parsed(data)
-    if body.get("model", model.name) != model.name:
+    if body.get("model") not in (None, model.name):
         name = _shown(body["model"])
         raise ApiError(404, f"model={name} is not served here; the model is {model.name!r}", "not_found_error")
     for key, harmless in _UNSUPPORTED.items():
         if body.get(key) is not None and body[key] not in harmless:
             raise ApiError(400, f"{key} is not supported; leave it out")
     options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise ApiError(400, f"stream_options={_shown(options)}: expected an object")
     return Asked(
         prompt=tuple(_encoded(model, model.chat.text, _messages(body)) if chat else _prompt(model, body)),
         sampling=_sampling(model, body, chat),
         stops=_stops(body) + (model.chat.stop_texts if chat else ()),
-        stream=body.get("stream") is True,
-        usage=isinstance(options, dict) and options.get("include_usage") is True,
+        stream=_flag(body, "stream"),
+        usage=_flag(options, "include_usage"),
         chat=chat,
     )
 
@@ -101,7 +110,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 
 def _sampling(model: Model, body: Mapping[str, Any], chat: bool) -> Sampling:
-    most = _number(body, "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens", int)
+    most = _number(body, "max_completion_tokens", int, _number(body, "max_tokens", int))
     ends = () if model.stop_token is None else (model.stop_token,)
     try:
         return Sampling(
@@ -123,6 +132,13 @@ def _number(body: Mapping[str, Any], key: str, kind: type, default: Any = None) 
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
         raise ApiError(400, f"{key}={_shown(value)}: expected {'a number' if kind is float else 'an integer'}")
     return value
+
+
+def _flag(body: Mapping[str, Any], key: str) -> bool:
+    value = body.get(key)
+    if value not in (None, False, True):
+        raise ApiError(400, f"{key}={_shown(value)}: expected true or false")
+    return bool(value)
 
 
 def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:

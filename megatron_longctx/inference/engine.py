@@ -22,7 +22,7 @@ from .decode import NOT_FINITE, Decoder, Next
 from .ledger import CacheFull, CacheLedger, Fork, Turn
 from .plan import Batch, build
 from .sampling import Sampling, sample
-from .session import Generation, Session
+from .session import Generation, Session, plain_ids
 from .settings import EngineSettings
 from .warm_up import meet_rows, meet_shapes, run_prompts
 
@@ -70,7 +70,7 @@ class LongContextEngine:
         of it, nor for ranks to connect.
 
         Where the kernels of all ranks plan for shapes, these are met: all that chunks of a sequence can come to, as far
-        as the cache goes. With 32 query heads of 128 on 4 ranks, in chunks of 2,048 tokens: 512 queries by 8,192,
+        as the cache is free. With 32 query heads of 128 on 4 ranks, in chunks of 2,048 tokens: 512 queries by 8,192,
         16,384 and 32,768 keys.
 
         Args:
@@ -78,7 +78,8 @@ class LongContextEngine:
                 nothing is planned beforehand.
         """
         self._attention.compile_kernels(self.ledger.page_tokens)
-        most = int(min(self._most_tokens, self.ledger.slots_per_rank * self.ledger.n))
+        free = min(map(self.ledger.free_pages, range(self.ledger.n))) * self.ledger.page_tokens
+        most = int(min(self._most_tokens, free * self.ledger.n))
         for mode in self._chooser.candidates if self.ledger.n > 1 else ("pass_kv",):  # each links other ranks
             with self._chooser.taking(mode):
                 run_prompts(self, most)
@@ -148,16 +149,24 @@ class LongContextEngine:
         """Prefill: add tokens to several sessions and compute them in one batch.
 
         Raises:
-            ValueError: a closed session, no tokens, ids outside the vocabulary, or more tokens than the model has
-                positions for; no session has changed.
+            ValueError: a closed session, no tokens, what are no integers, ids outside the vocabulary, or more tokens
+                than the model has positions for; no session has changed.
             CacheFull: they do not fit; no session has changed.
         """
-        for session, tokens in new.items():
+        ids = {session: plain_ids(tokens) for session, tokens in new.items()}
+        for session, tokens in ids.items():
             self.check(session, tokens)
-        self._advance({session: list(tokens) for session, tokens in new.items()})
+        self._advance(ids)
 
     def next_logits(self, sessions: Sequence[Session]) -> Tensor:
-        """fp32 `[len(sessions), vocab_size]`: of each session's next token, the same on every rank."""
+        """fp32 `[len(sessions), vocab_size]`: of each session's next token, the same on every rank.
+
+        Raises:
+            ValueError: a closed or empty session.
+            CacheFull: what is not computed yet of them does not fit.
+        """
+        for session in sessions:
+            self._check_begun(session)
         self._ready(sessions)
         rows = torch.zeros(len(sessions), self.model.vocab_size, device=self._attention.device)
         for i, session in enumerate(sessions):
@@ -171,9 +180,7 @@ class LongContextEngine:
         Raises:
             ValueError: a closed or empty session, or one with no positions left.
         """
-        self._check_open(session)
-        if not session.tokens:
-            raise refuse("session", session.number, "some tokens to go on from", "Append a prompt first.")
+        self._check_begun(session)
         if len(session.tokens) >= self._most_tokens:
             most = f"less than {self.model.max_positions}"
             raise refuse("tokens of the session", len(session.tokens), most, "Open another.")
@@ -250,6 +257,11 @@ class LongContextEngine:
     def _check_open(self, session: Session) -> None:
         if session.closed or self._open.get(session.number) is not session:
             raise refuse("session", session.number, "an open session of this engine", "Open another.")
+
+    def _check_begun(self, session: Session) -> None:
+        self._check_open(session)
+        if not session.tokens:
+            raise refuse("session", session.number, "some tokens to go on from", "Append a prompt first.")
 
     def check(self, session: Session, tokens: Sequence[int]) -> None:
         """Raise ValueError unless `tokens` could be appended, were there room in the cache."""

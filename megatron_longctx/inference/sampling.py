@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Sampling:
         stop: tokens that end the sequence; they are not part of what is given out.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value out of range, or a number of tokens that is no integer.
     """
 
     max_new_tokens: int = 128
@@ -37,6 +38,11 @@ class Sampling:
     stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # One rank alone draws, and the others would wait for it were it to fail at that.
+        for name in ("max_new_tokens", "top_k"):
+            value = getattr(self, name)
+            if not (isinstance(value, Integral) or (value is None and name == "top_k")):
+                raise refuse(name, repr(value), "an integer", "Round it.")
         if self.max_new_tokens < 1:
             raise refuse("max_new_tokens", self.max_new_tokens, "1 or more", "Raise it.")
         if not 0 <= self.temperature < math.inf:

@@ -79,6 +79,9 @@ class Scheduler:
     A request is admitted when the pages that it may need at most are not promised to others, so it never fails for want
     of memory later; kept caches give way to it. Its prompt shares the pages of the longest beginning that any sequence,
     under way or kept, has cached, and they count once. While a longer one is being computed for another it waits.
+
+    The engine stops evicting for good: it would take pages from sequences under way, to which they are promised, and
+    what these shared until then would no longer count once.
     """
 
     engine: LongContextEngine
@@ -90,7 +93,7 @@ class Scheduler:
         self._kept: list[Session] = []  # the least recently used first
         self._cancelled: list[int] = []
         self._stuck = False  # the first that waits has been looked at, and nothing has changed since
-        settings = self.engine.settings
+        settings = self.engine.settings = replace(self.engine.settings, evict=False)
         self._exact_chunk = settings.prefill_chunk if settings.exact else None
 
     @property
@@ -161,6 +164,10 @@ class Scheduler:
                 most = (ledger.slots_per_rank - 2) * ledger.n
                 raise refuse("prompt and max_tokens", tokens, f"at most {most} tokens together", "Ask for fewer.")
             self.engine.check(fresh, request.prompt)
+            positions = self.engine.model.max_positions
+            if positions is not None and len(request.prompt) >= positions:
+                expected = f"less than the model's {positions} positions"
+                raise refuse("tokens of the prompt", len(request.prompt), expected, "Shorten it.")
         finally:
             fresh.close()
 

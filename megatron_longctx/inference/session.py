@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..config import refuse
 from .sampling import Sampling
 
 if TYPE_CHECKING:
@@ -79,3 +82,15 @@ class Generation:
     stream: int = 0
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+
+
+def plain_ids(tokens: Sequence[int]) -> list[int]:
+    """NumPy's and torch's integers too as Python's own.
+
+    Raises:
+        ValueError: they are no integers.
+    """
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        raise refuse("tokens", reprlib.repr(tokens), "integers, one after another", "Tokenize text first.") from None

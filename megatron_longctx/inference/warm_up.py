@@ -21,10 +21,10 @@ def run_prompts(engine: LongContextEngine, most: int) -> None:
     """Prompts of two lengths, since what is compiled for any length is compiled at the second one it sees.
 
     Args:
-        most: tokens that a sequence can have.
+        most: tokens that a sequence can have now.
     """
     for length in _LENGTHS:
-        if length + 1 > min(most, engine.ledger.slots_per_rank):
+        if length + 1 > most:
             return
         session = engine.open()
         try:
@@ -57,7 +57,7 @@ def meet_shapes(engine: LongContextEngine, chunk: int, most: int) -> None:
     """Chunks of prompts over a cache that is taken for filled, whatever lies there, where all ranks' kernels plan.
 
     Args:
-        chunk: most new tokens of a sequence computed at once. most: tokens that a sequence can have.
+        chunk: most new tokens of a sequence computed at once. most: tokens that a sequence can have now.
     """
     attention, n = engine.model.attention, engine.ledger.n
     shapes = attention.shapes

@@ -171,11 +171,11 @@ class Soak:
 
     def _take_sample(self) -> None:
         session = self._source.choice(self._sessions)
-        try:
-            logits = self.engine.next_logits([session])[0]
-        except CacheFull:
-            return
         if session.tokens:
+            try:
+                logits = self.engine.next_logits([session])[0]
+            except CacheFull:
+                return
             self._watch()
             self.samples.append(Sample(list(session.tokens), logits))
 

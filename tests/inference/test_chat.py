@@ -178,3 +178,17 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text() -> None:
     for i in range(500):
         stream.feed(i)
     assert max(asked) <= 3
+
+
+def test_what_is_no_text_is_not_held_back_for_ever() -> None:
+    """Nor decoded again and again: a model may repeat one such token to the end."""
+    asked: list[int] = []
+
+    def decode(ids: object) -> str:
+        asked.append(len(list(ids)))  # type: ignore[call-overload]
+        return "\ufffd" * asked[-1]
+
+    stream = TextStream(decode)
+    said = [stream.feed(i) for i in range(500)]
+    assert len("".join(said)) > 400 and len("".join(said) + stream.finish()) == 500
+    assert max(asked) < 200

@@ -34,10 +34,10 @@ def _verb(folder: Path, words: list[str], environment: dict[str, str]) -> None:
     sys.exit(cli.main(["generate", *words]))
 
 
-def generate(folder: Path, words: Sequence[str], typed: str = "") -> tuple[str, str]:
+def generate(folder: Path, words: Sequence[str], typed: str | bytes = b"") -> tuple[str, str]:
     """Standard output and error of the verb, which has to succeed, without the start of an interpreter."""
     here = Path(tempfile.mkdtemp(dir=folder))
-    (here / "in").write_text(typed)
+    (here / "in").write_bytes(typed if isinstance(typed, bytes) else typed.encode())
     environment = clean_environment(CUDA_VISIBLE_DEVICES="")
     process = start_context().Process(target=_verb, args=(here, list(words), environment))
     process.start()
@@ -133,3 +133,11 @@ def test_a_prompt_that_is_no_text_is_refused(
     (tmp_path / "prompt").write_bytes(b"caf\xe9")
     assert cli.main(["generate", run_of(trained), f"prompt_file={tmp_path}/prompt"]) == 2
     assert f"prompt_file={tmp_path}/prompt: expected UTF-8 text" in capsys.readouterr().err
+    assert cli.main(["generate", run_of(trained), "prompt=caf\udce9"]) == 2  # what Python makes of that byte
+    assert "prompt='caf\\udce9': expected UTF-8 text" in capsys.readouterr().err
+
+
+def test_a_turn_that_is_no_text_ends_no_chat(trained: Config, tmp_path: Path) -> None:
+    words = [run_of(trained), "parallelism=cp2", "inference.max_new_tokens=3", "--chat"]
+    _, said = generate(tmp_path, words, b"abc\n\xff\nde\n")
+    assert [int(count) for count, _ in re.findall(SUMMARY, said)] == [4 + 3, 7 + 4 + 3, 14 + 3 + 3]

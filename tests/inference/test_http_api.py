@@ -261,7 +261,13 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_there(served: Served) 
         (b'{"prompt": "\\ud800"}', 400, "not valid Unicode"),
         (b'{"prompt": "a", "model": "' + b"m" * 900 + b'"}', 404, "is not served here"),
         (b'{"prompt": "a", "stop": ["\\ud800"]}', 200, ""),
-        (b'{"prompt": "a", "max_tokens": null, "n": null}', 200, ""),
+        (b'{"prompt": "a", "max_tokens": null, "n": null, "model": null}', 200, ""),
+        (b'{"prompt": "a", "stream": "true"}', 400, "stream='true': expected true or false"),
+        (b'{"prompt": "a", "stream_options": 5}', 400, "stream_options=5: expected an object"),
+        (b'{"prompt": "a", "stream_options": {"include_usage": "no"}}', 400, "include_usage='no': expected true"),
+        (b'{"prompt": "a", "response_format": {"type": "json_object"}}', 400, "response_format is not supported"),
+        (b'{"prompt": "a", "response_format": {"type": "text"}, "min_p": 0.0}', 200, ""),
+        (b'{"prompt": "a", "repetition_penalty": 1.2}', 400, "repetition_penalty is not supported"),
         (b'{"prompt": "break"}', 500, "the server failed on this request"),
     ],
     ids=lambda value: str(value)[:30],
@@ -274,6 +280,32 @@ def test_bodies_that_mean_harm(served: Served, body: bytes, status: int, message
     assert found == status
     if status != 200:
         assert message in answer["error"]["message"] and len(answer["error"]["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("asked", "most"),
+    [
+        ({"max_tokens": 3}, 3),
+        ({"max_tokens": 3, "max_completion_tokens": None}, 3),
+        ({"max_tokens": 3, "max_completion_tokens": 5}, 5),
+        ({"max_tokens": None}, 16),
+    ],
+)
+def test_the_most_tokens_have_two_names(served: Served, asked: dict[str, Any], most: int) -> None:
+    connection = served.post({"prompt": "a", **asked})
+    request = served.request()
+    assert request.sampling.max_new_tokens == most
+    served.say(request.number, "c", "stop")
+    assert answer_on(connection)[0] == 200
+
+
+def test_an_empty_answer_has_a_speaker_too(served: Served) -> None:
+    body = {"messages": [{"role": "user", "content": "ab"}], "stream": True}
+    connection = served.post(body, "/v1/chat/completions")
+    served.inbox.deliver([Event(served.request().number, None, "stop")])
+    first, done, _ = answer_on(connection)[1].decode().split("\n\n")
+    assert json.loads(first.removeprefix("data: "))["choices"][0]["delta"] == {"role": "assistant"}
+    assert done == "data: [DONE]"
 
 
 @pytest.mark.parametrize(

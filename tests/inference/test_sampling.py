@@ -58,6 +58,9 @@ def test_draws_repeat_by_seed_stream_and_step_and_differ_otherwise() -> None:
     ("settings", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: expected an integer"),
+        ({"max_new_tokens": None}, "max_new_tokens=None: expected an integer"),
+        ({"top_k": 2.0}, "top_k=2.0: expected an integer"),
         ({"temperature": -1.0}, "temperature=-1"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": 0}, "top_k=0"),

@@ -14,7 +14,7 @@ from megatron_longctx.inference.scheduler import Event, Limits, Request, Schedul
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import tiny_config
+from megatron_longctx.testing.training import changed, tiny_config
 from tests.inference.conversations import parallel
 
 
@@ -137,6 +137,59 @@ def requests_wait_for_room(engine: LongContextEngine) -> None:
     assert all(len(tokens_of(events)) in (1, 2) for events in finish(scheduler).values())
     scheduler.close()
     assert engine.ledger.used_pages() == 0
+
+
+def nothing_promised_is_evicted(engine: LongContextEngine) -> None:
+    """Two sequences wait behind a long prompt, all that they have shared with one that ended before others."""
+    assert engine.settings.evict and engine.ledger.slots_per_rank * engine.ledger.n == 600
+    source = random.Random(2)
+    document, other, long = (tuple(source.randrange(97, 105) for _ in range(size)) for size in (200, 150, 280))
+    prompts = (document, other, long, (*document[:190], 1), (*document[:190], 2))
+    requests = [Request(i, prompt, Sampling(max_new_tokens=15)) for i, prompt in enumerate(prompts)]
+    alone = [engine.generate([request.prompt], request.sampling)[0] for request in requests]
+    scheduler, events = Scheduler(engine, Limits(prefill_chunk=20)), {}
+    for together in (requests[:1], requests[1:2], requests[2:]):
+        for request in together:
+            scheduler.submit(request)
+        events |= finish(scheduler)
+    assert [tokens_of(events[i]) for i in range(5)] == alone
+    assert events[3][0].cached_tokens == events[4][0].cached_tokens == 190
+    scheduler.close()
+    assert engine.ledger.used_pages() == 0
+
+
+def prompts_that_leave_no_position_are_refused(engine: LongContextEngine) -> None:
+    most = engine.model.max_positions
+    assert most is not None
+    scheduler = Scheduler(engine)
+    for i, size in enumerate((3, most, most - 1, most + 1)):
+        scheduler.submit(Request(i, (97,) * size, Sampling(max_new_tokens=4)))
+    events = finish(scheduler)
+    assert [len(tokens_of(events[i])) for i in range(4)] == [4, 0, 1, 0]
+    assert events[1][0].refused and f"tokens of the prompt={most}: expected less than" in events[1][0].error
+    assert events[3][0].refused
+    scheduler.close()
+
+
+def engines(rank: int, evicting: Config, learned: Config) -> None:
+    for config, check in (
+        (evicting, nothing_promised_is_evicted),
+        (learned, prompts_that_leave_no_position_are_refused),
+    ):
+        collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
+        engine, _ = build_engine(for_inference(config), collection, None)
+        check(engine)
+        groups.destroy()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("n", [1, 2])
+def test_requests_that_an_engine_alone_would_not_get_through(tmp_path: Path, n: int) -> None:
+    config = tiny_config(tmp_path, "fresh", {"data.seq_length": 24})
+    learned = changed(config, {"model.position_embedding": "learned"})
+    # Of a rank's pages some are for what ranks may differ by.
+    evicting = parallel(config, n, evict=True, cache_tokens=600 - n * 4)
+    run_distributed(engines, n, evicting, parallel(learned, n))
 
 
 def every_promise(rank: int, config: Config) -> list[list[int]]:

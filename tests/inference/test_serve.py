@@ -22,6 +22,7 @@ import pytest
 
 from megatron_longctx import cli, serve
 from megatron_longctx.config import Config
+from megatron_longctx.inference_job import InferenceJob
 from megatron_longctx.testing.jobs import CLI, clean_environment, started
 from megatron_longctx.testing.training import changed
 
@@ -250,6 +251,15 @@ def test_a_chat_laid_out_by_a_template_finds_its_cache_again(
         second = client.ask("/v1/chat/completions", body)[1]
         details = second["usage"]["prompt_tokens_details"]
         assert details["cached_tokens"] == first["usage"]["total_tokens"] - 1  # the last one was never computed
+
+
+@pytest.mark.parametrize("where", [".", "checkpoints/..", "../trained/"])
+def test_the_model_has_the_name_of_its_run(trained: Config, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    jobs: list[InferenceJob] = []
+    monkeypatch.setattr(serve, "run", lambda job, work: jobs.append(job))
+    monkeypatch.chdir(Path(trained.run.root, trained.run.name))
+    serve.serve([f"checkpoint={where}", "serve.port=0"])
+    assert jobs[0].options == "trained"
 
 
 def test_an_open_address_needs_a_key(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,6 +81,10 @@ def errors_harm_nothing(engine: LongContextEngine) -> None:
     refused(lambda: good.append([-1]), "token=-1")
     empty = engine.open()
     refused(lambda: engine.append({empty: [97], good: [-1]}), "token=-1")
+    for wrong in ("ab", [1.5], [97, None], 97, torch.tensor([[97, 98]])):
+        refused(lambda wrong=wrong: good.append(wrong), "expected integers, one after another")  # type: ignore[misc]
+    refused(lambda: engine.next_logits([good, closed]), "expected an open session")
+    refused(lambda: engine.next_logits([good, empty]), "expected some tokens to go on from")
     refused(lambda: empty.generate(), "expected some tokens to go on from")
     refused(lambda: engine.continue_all([good, good], Sampling()), "expected each one once")
     refused(lambda: engine.append({empty: [97] * 5000}), "new tokens need")
@@ -87,6 +92,9 @@ def errors_harm_nothing(engine: LongContextEngine) -> None:
     refused(lambda: engine.append({empty: [97] * 100, good: [97] * 5000}), "new tokens need")
     assert good.tokens == before and empty.tokens == [] and engine.ledger.used_pages() == pages
     assert torch.equal(engine.next_logits([good]), logits)
+    for ids in (numpy.array([97, 98]), torch.tensor([99]), range(100, 102)):
+        empty.append(ids)  # type: ignore[arg-type]
+    assert empty.tokens == list(range(97, 102)) and {type(token) for token in empty.tokens} == {int}
     for session in (good, empty):
         session.close()
 
@@ -205,6 +213,26 @@ def planned_shapes_are_met_before_the_first_prompt(engine: LongContextEngine) ->
     assert engine.ledger.used_pages() == 0 and not engine.ledger.sessions
 
 
+def warming_up_leaves_open_sessions_alone(engine: LongContextEngine) -> None:
+    """However much of the cache they hold, and where the engine may evict them."""
+    attention, own, ledger = engine.model.attention, engine.settings, engine.ledger
+    session = engine.open()
+    attention.shapes, engine.settings = PlannedShapes(2, 2, 8, 64), replace(own, evict=True)
+    try:
+        for pages in (1, 24, 2):
+            session.append(
+                [97] * (min(map(ledger.free_pages, range(ledger.n))) - pages) * ledger.n * ledger.page_tokens
+            )
+            before = ledger.used_pages()
+            engine.warm_up(8)
+            assert session.cached_tokens == len(session.tokens) > 0 and ledger.used_pages() == before
+            ledger.evict(session.number)
+            session.tokens.clear()
+    finally:
+        attention.shapes, engine.settings = None, own
+        session.close()
+
+
 def learned_positions_end(config: Config) -> None:
     settings = {"data.seq_length": 24, "model.position_embedding": "learned", "inference.cache_tokens": 100}
     collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
@@ -223,6 +251,7 @@ def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
     engine, _ = build_engine(for_inference(config), collection, None)
     warming_up_computes_and_leaves_nothing(engine)
     planned_shapes_are_met_before_the_first_prompt(engine)
+    warming_up_leaves_open_sessions_alone(engine)
     tokens = batches_do_not_matter(engine)
     sequences_end(engine)
     errors_harm_nothing(engine)
