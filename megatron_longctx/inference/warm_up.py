@@ -37,13 +37,13 @@ def run_prompts(engine: LongContextEngine, most: int) -> None:
 
 
 def meet_rows(engine: LongContextEngine, sizes: Sequence[int], most: int) -> None:
-    """Prompts of all sizes that the decoder has graphs of, as far as the cache goes.
+    """Prompts of all sizes that the decoder has graphs of.
 
     Args:
-        sizes: in ascending order. most: tokens that a sequence can have.
+        sizes: in ascending order. most: tokens that a sequence can have now.
     """
     for before, size in zip((1, *sizes), sizes, strict=False):
-        length = min(size, most, engine.ledger.slots_per_rank)
+        length = min(size, most)
         if length <= before:
             return
         session = engine.open()
