@@ -72,8 +72,14 @@ def _with_cache(config: Config, prompt_tokens: int) -> Config:
 def _converse(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None:
     chat = chat_of(job.config.inference.chat_template, tokenizer) if job.options is None else Chat()
     talk = _Talk(engine, tokenizer, chat, _sampling(job.config, (tokenizer.eod, *chat.stop_tokens)))
-    for text in _turns(job.options):
-        talk.take(text)
+    for text, at_terminal in _turns(job.options):
+        try:
+            talk.take(text)
+        except ValueError as error:  # of all ranks alike
+            if not at_terminal:
+                raise
+            if dist.get_rank() == 0:
+                print(f"megatron-longctx generate: {error}; the conversation is as before", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -90,7 +96,24 @@ class _Talk:
         self._session = self.engine.open()
 
     def take(self, text: str) -> None:
-        """Go on from `text`; rank 0 writes what comes, and what it took."""
+        """Go on from `text`; rank 0 writes what comes, and what it took.
+
+        Raises:
+            ValueError: a turn or an answer that does not fit; the conversation is as it was before.
+        """
+        messages, tokens = list(self.messages), list(self._session.tokens)
+        try:
+            self._take(text)
+        except ValueError:
+            self.messages = messages
+            if self._session.tokens != tokens:
+                self._session.close()
+                self._session = self.engine.open()
+                if tokens:
+                    self._session.append(tokens)
+            raise
+
+    def _take(self, text: str) -> None:
         begin = time.perf_counter()
         if self.chat.template is None:
             self._session.append(self.tokenizer.tokenize(text))
@@ -163,23 +186,25 @@ def _sampling(config: Config, stop: tuple[int, ...]) -> Sampling:
     )
 
 
-def _turns(prompt: str | None) -> Iterator[str]:
-    """The prompt; in a chat, lines of rank 0's standard input, told to every rank, with U+FFFD for what is no text."""
+def _turns(prompt: str | None) -> Iterator[tuple[str, bool]]:
+    """The prompt; in a chat, lines of rank 0's standard input, told to every rank, with U+FFFD for what is none. Also
+    whether they are typed at a terminal, by somebody who can go on when one is refused."""
     if prompt is not None:
-        yield prompt
+        yield prompt, False
         return
     if dist.get_rank() == 0 and isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # not the end of a conversation
     while True:
-        line: list[str | None] = [None]
+        line: list[Any] = [None, False]
         if dist.get_rank() == 0:
-            if sys.stdin.isatty():
+            at_terminal = sys.stdin.isatty()
+            if at_terminal:
                 print("> ", end="", file=sys.stderr, flush=True)
-            line = [sys.stdin.readline()]
+            line = [sys.stdin.readline(), at_terminal]
         dist.broadcast_object_list(line, src=0)
         if not line[0]:
             return
-        yield line[0]
+        yield line[0], line[1]
 
 
 def _summary(engine: LongContextEngine, session: Session, begin: float, times: Sequence[float]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -141,3 +142,28 @@ def test_a_turn_that_is_no_text_ends_no_chat(trained: Config, tmp_path: Path) ->
     words = [run_of(trained), "parallelism=cp2", "inference.max_new_tokens=3", "--chat"]
     _, said = generate(tmp_path, words, b"abc\n\xff\nde\n")
     assert [int(count) for count, _ in re.findall(SUMMARY, said)] == [4 + 3, 7 + 4 + 3, 14 + 3 + 3]
+
+
+@pytest.mark.parametrize("template", [False, True])
+def test_a_turn_that_does_not_fit_ends_no_conversation_at_a_terminal(
+    trained: Config, tmp_path: Path, template: bool
+) -> None:
+    words = [run_of(trained), "parallelism=cp2", "inference.max_new_tokens=3", "inference.cache_tokens=64"]
+    words += ["inference.page_tokens=16", "--chat"]
+    if template:
+        (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}.{% endfor %}")
+        words.insert(0, f"inference.chat_template={tmp_path}/chat.jinja")
+    here, terminal = pty.openpty()  # the cache has room for 96 tokens: 3 pages on each rank
+    # A turn that does not fit, one that does though its answer does not, and one that both do.
+    os.write(here, b"abc\n" + b"x" * 100 + b"\n" + b"y" * 87 + b"\nde\n\x04")
+    done = subprocess.run(
+        [*CLI, "generate", *words], stdin=terminal, capture_output=True, timeout=300,
+        env=clean_environment(CUDA_VISIBLE_DEVICES=""),
+    )  # fmt: skip
+    os.close(here)
+    os.close(terminal)
+    said = done.stderr.decode()
+    assert done.returncode == 0, said
+    assert said.count("; the conversation is as before") == 2
+    first = 4 + 3  # "abc" with the end of a line, or with a dot; and the answer
+    assert [int(count) for count, _ in re.findall(SUMMARY, said)] == [first, first + 3 + 3 + template]
