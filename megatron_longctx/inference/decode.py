@@ -120,13 +120,12 @@ class Decoder:
         """Rows of the steps that take prompts, in ascending order."""
         return tuple(1 << i for i in range(max(1, self._together.bit_length() - 1), self.most_prompt.bit_length()))
 
-    def takes(self, turns: Sequence[Turn]) -> bool:
-        """Single tokens; or prompts, if all their rows fit into one step."""
+    def takes(self, turns: Sequence[Turn], named: bool = False) -> bool:
+        """Single tokens; or prompts, if all their rows fit into one step, unless a mode is `named` for these."""
         if _are_single(turns):
             return len(turns) <= self._most
-        return sum(-(-turn.new // self._together) for turn in turns) * self._together <= max(
-            self.prompt_sizes, default=0
-        )
+        rows = sum(-(-turn.new // self._together) for turn in turns) * self._together
+        return not named and rows <= self.most_prompt
 
     def __call__(self, turns: Sequence[Turn], texts: Sequence[Sequence[int]]) -> list[Next]:
         """One step of the model over every turn's new tokens. Collective over the ranks, which all know all turns."""

@@ -109,15 +109,25 @@ def both_ways(rank: int, config: Config) -> None:
     for other in logits[1:]:
         torch.testing.assert_close(logits[0], other, rtol=2e-5, atol=2e-5)
 
+    # Sizes are met before the first prompt, but where prompts are computed apart.
+    met = engine.settings, dataclasses.replace(engine.settings, exact=True, prefill_chunk=16)
+    for engine.settings in met[::-1]:
+        steps = recorded(engine, "replicated")
+        engine.warm_up()
+        learned = config.model.position_embedding == "learned"  # at most 128 tokens
+        sizes = {16, 32, 64, 128} | (set() if learned else {256, 512})
+        assert set(steps.of_prompts) == (set() if engine.settings.exact else sizes)
+        assert engine.ledger.used_pages() == 0
+
     # However many queries lie together: alone, where many query heads share keys, prompts and decode share their steps.
     recorded(engine, "plan")
     expected = in_chunks(engine, prompts)
-    for beside, sizes in ((1, {16: 7, 8: 1, 4: 2}), (2, {16: 7, 8: 1, 4: 2}), (16, {64: 2, 16: 8})):
+    for beside, steps_of in ((1, {16: 7, 8: 1, 4: 2}), (2, {16: 7, 8: 1, 4: 2}), (16, {64: 2, 16: 8})):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decode, "most_together", lambda *_, beside=beside: beside)
             steps = recorded(engine, "replicated")
         torch.testing.assert_close(in_chunks(engine, prompts), expected, rtol=2e-5, atol=2e-5)
-        assert (steps.sizes, steps.of_prompts) == ((sizes, {}) if beside == 1 else ({}, sizes))
+        assert (steps.sizes, steps.of_prompts) == ((steps_of, {}) if beside == 1 else ({}, steps_of))
 
     # Prompts in chunks of one token, all placed before the first is computed, and more rows than a step takes.
     prompts, counts, found = ([*each[:1], *each[2:3]] for each in (prompts, counts, found))
@@ -193,6 +203,7 @@ def test_what_is_taken_is_what_the_settings_say() -> None:
     assert [replicated.takes(prompts[count]) for count in prompts] == [True, True, False]
     assert replicated.takes((*prompts[2], *one)) and not replicated.takes((*prompts[512], *one))
     assert not any(each.takes(prompts[2]) for each in (automatic, plan))
+    assert replicated.takes(most, named=True) and not replicated.takes(prompts[2], named=True)
     assert replicated.prompt_sizes == (16, 32, 64, 128, 256, 512) and plan.prompt_sizes == ()
     assert not decoder(DecodeSettings(), "pass_q").takes(one) and not decoder(DecodeSettings("plan")).takes(one)
 
