@@ -15,7 +15,7 @@ from megatron_longctx.inference.cached_attention import CachedAttention, CacheSh
 from megatron_longctx.inference.choice import Chooser, Figures
 from megatron_longctx.inference.decode import Decoder, DecodeSettings
 from megatron_longctx.inference.engine import EngineSettings, LongContextEngine
-from megatron_longctx.inference.ledger import CacheFull, CacheLedger
+from megatron_longctx.inference.ledger import CacheFull, CacheLedger, slots_of
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
@@ -119,6 +119,8 @@ def both_ways(rank: int, config: Config) -> None:
         assert set(steps.of_prompts) == (set() if engine.settings.exact else sizes)
         assert engine.ledger.used_pages() == 0
 
+    bad_values_stay_with_their_sequence(engine, prompts[1])
+
     # However many queries lie together: alone, where many query heads share keys, prompts and decode share their steps.
     recorded(engine, "plan")
     expected = in_chunks(engine, prompts)
@@ -156,6 +158,33 @@ def in_chunks(engine: LongContextEngine, prompts: list[list[int]]) -> torch.Tens
         session.close()
     engine.settings = own
     return found
+
+
+def bad_values_stay_with_their_sequence(engine: LongContextEngine, text: list[int]) -> None:
+    """Every rank hears of them, whether tokens are drawn or the likeliest; what free slots hold is never read."""
+    attention, ledger = engine.model.attention, engine.ledger
+    for temperature in (0.0, 1.0):
+        steps = recorded(engine, "replicated")
+        bad, good, fresh = (engine.open() for _ in range(3))
+        bad.append(text[:10])
+        slots = slots_of(ledger.slots(bad.number, attention.rank))
+        for layer in attention._layers:
+            layer[slots] = torch.nan
+        engine.append({bad: [1, 2, 3], good: text})
+        with pytest.raises(ValueError, match="logits=not finite"):
+            bad.generate(Sampling(max_new_tokens=2, temperature=temperature))
+        expected = engine.next_logits([good])
+        assert expected.isfinite().all()
+        bad.close()
+        free = torch.ones(attention.nowhere + 1, dtype=torch.bool)
+        free[slots_of(ledger.slots(good.number, attention.rank))] = False
+        for storage in attention._storage:
+            storage[free] = torch.nan
+        fresh.append(text)
+        torch.testing.assert_close(engine.next_logits([fresh]), expected, rtol=2e-5, atol=2e-5)
+        assert sum(steps.of_prompts.values()) == 3
+        for session in (good, fresh):
+            session.close()
 
 
 def every_shape(rank: int, configs: list[Config]) -> None:
