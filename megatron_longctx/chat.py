@@ -145,7 +145,8 @@ def _with_end(chat: Chat, encode: Callable[[str], Sequence[int]]) -> Chat:
 
 
 _MOST_PENDING = 64
-"""Tokens that are held back because they may end in half a character; then they are taken for what they decode to."""
+"""Tokens that are held back because they may end in half a character, or decode to nothing; then they are taken for
+what they decode to."""
 
 
 class TextStream:
@@ -169,7 +170,7 @@ class TextStream:
         self._ids.append(token)
         new = self._new()
         whole = not new.endswith("\ufffd")  # a character may take several tokens
-        if new and (whole or len(self._ids) - self._num_known >= _MOST_PENDING):
+        if (new and whole) or len(self._ids) - self._num_known >= _MOST_PENDING:
             self._ids = self._ids[self._num_known :]
             self._num_known = len(self._ids)
             self._text += new

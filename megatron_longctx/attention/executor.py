@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..comm import Exchange, Mailbox, MixedTransport, PeerTransport
+from ..comm import Exchange, Mailbox, MixedTransport, PeerTransport, measured_wait
 from ..kernels.moves import Pair
 from ..schedules import ALL_HEADS, RESULTS, Block, Heads, Kind
 from .accumulate import MergedOutput, Sum
@@ -115,7 +114,7 @@ class _Pass(ABC):
         """Receive a step's messages where nothing is computed meanwhile: all at once, and own rows with them."""
         assert self._slots is not None
         receives = self._slots.receives(t)
-        with self._waiting():
+        with measured_wait(self._engine.clock):
             sources = mailbox.meet(t, receives)
             into = (tensor for tensor, _ in receives)
             self._move(("pull", t), [*zip(into, sources, strict=True), *self._own_copies(step)])
@@ -124,7 +123,7 @@ class _Pass(ABC):
     def _finish_there(self, mailbox: Mailbox, t: int, step: ProgramStep) -> None:
         """Finish the results with what the last messages bring, read where the senders have it."""
         assert self._slots is not None
-        with self._waiting():
+        with measured_wait(self._engine.clock):
             fields = iter(mailbox.meet(t, self._slots.receives(t)))
             for block, place, _ in step.receives:
                 self.merge(block, tuple(next(fields) for _ in self.rows(place)))
@@ -132,21 +131,8 @@ class _Pass(ABC):
         mailbox.read(t)
 
     def _wait(self, post: Post, exchange: Exchange) -> None:
-        with self._waiting():
+        with measured_wait(self._engine.clock):
             post.wait(exchange)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """What the caller's stream does inside is waiting for messages, and measured as such."""
-        clock = self._engine.clock
-        if clock is None or not clock.measures:
-            yield
-            return
-        clock.start()
-        try:
-            yield
-        finally:
-            clock.stop()
 
     @abstractmethod
     def finish(self) -> None:

@@ -24,7 +24,7 @@ _REPEATS = 30
 
 
 def host_operation_seconds(links: Transport, kernel: AttentionKernel, workload: Workload, dtype: torch.dtype) -> float:
-    """Seconds of one operation (`schedules.host.Host`) of the median rank's host, in the median mode of inference.
+    """Seconds of one operation (see `num_operations`) of the median rank's host, in the median mode of inference.
 
     All ranks call this at once, and get the same answer. What the host does besides for the rest of a layer is not in
     it, nor what it does for a prompt as a whole.

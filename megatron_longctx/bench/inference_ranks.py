@@ -76,7 +76,7 @@ class FirstToken:
         ranks: context-parallel ones.
         seconds: by mode, of every iteration.
         taken: by rule, the mode that it takes.
-        predicted: by mode, the simulator's seconds of one layer's attention.
+        predicted: by mode, the simulator's seconds of one layer.
         unseen: by mode, of one before all iterations, with numbers of tokens that come for the first time to an engine
             that has warmed up; shapes that kernels plan are not met before.
     """

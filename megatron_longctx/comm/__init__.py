@@ -13,7 +13,7 @@ from .outbox import Outbox, OutboxBuilder, Sent
 from .p2p import Exchange, P2PTransport
 from .peer import Mailbox, PeerTransport
 from .together import PeerMemoryError
-from .waiting import GraphWaits, WaitClock
+from .waiting import GraphWaits, WaitClock, measured_wait
 
 __all__ = [
     "BufferPool",
@@ -33,6 +33,7 @@ __all__ = [
     "from_all",
     "from_first",
     "gather_over",
+    "measured_wait",
     "sum_over",
     "transport_name",
 ]

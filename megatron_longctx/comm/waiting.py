@@ -110,5 +110,18 @@ class WaitClock:
         return event
 
 
+@contextmanager
+def measured_wait(clock: WaitClock | None) -> Iterator[None]:
+    """What the caller's stream does inside is waiting for messages, and measured as such by a clock that measures."""
+    if clock is None or not clock.measures:
+        yield
+        return
+    clock.start()
+    try:
+        yield
+    finally:
+        clock.stop()
+
+
 def _ms(pairs: list[Pair]) -> float:
     return float(sum(begin.elapsed_time(end) for begin, end in pairs))

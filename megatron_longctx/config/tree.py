@@ -209,7 +209,7 @@ class InferenceConfig:
     # How few new tokens are computed: single ones of several sequences, and prompts of up to 512 tokens together.
     # replicated: the whole model for all of them on every rank, but attention by each rank over what it holds of the
     # cache, with one exchange of partial results a layer. plan: as any other batch, by `mode`. auto: replicated unless
-    # `mode` names a way, but prompts only where CUDA graphs can be.
+    # `mode` names a way, but prompts only where CUDA graphs can be and never with exact_reuse.
     decode: str = "auto"
     # Replicated steps are replayed from CUDA graphs: auto (where that is possible, else it says why not) | true | false
     cuda_graphs: str = "auto"

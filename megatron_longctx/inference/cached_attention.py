@@ -20,6 +20,7 @@ from ..kernels import KernelRequest, choose
 from ..kernels.paged import PackedPartials, Pages, attend_pages, merge_ranks
 from ..kernels.warm_up import compile_decode, compile_merges
 from ..schedules import Kind
+from .ledger import Turn
 from .plan import CachePlan
 
 GIB = 2**30
@@ -223,6 +224,18 @@ class CachedAttention:
 def numbers_of(ranges: Sequence[range]) -> Tensor:
     """int64, on the host: all numbers of some ranges of step 1, in order."""
     return torch.cat([torch.arange(0), *(torch.arange(each.start, each.stop) for each in ranges)])
+
+
+def rows_of(turns: Sequence[Turn], texts: Sequence[Sequence[int]], rank: int) -> tuple[Tensor, Tensor]:
+    """A rank's new tokens themselves and their positions, int64 `[s]` each, on the host, in the order of a plan's
+    rows."""
+    tokens: list[int] = []
+    positions: list[range] = []
+    for turn, text in zip(turns, texts, strict=True):
+        for span in turn.new_spans(rank):
+            tokens += text[span.start : span.stop]
+            positions.append(range(turn.cached + span.start, turn.cached + span.stop))
+    return torch.tensor(tokens, dtype=torch.int64), numbers_of(positions)
 
 
 class CachedModel(Protocol):

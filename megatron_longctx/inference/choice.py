@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 
 from ..config import CACHE_RULES, refuse
 from ..kernels.planned import PlannedShapes
@@ -207,8 +208,12 @@ class Chooser:
         costs = figures.costs_of(shapes)
         whole = replace(batch, shapes=None) if shapes is not None else batch  # pieces are priced and issued, not merged
 
+        @cache
+        def pieces_of(queries: int, keys: int, causal: bool) -> int:
+            return sum(1 for _ in pieces(queries, keys, causal, shapes))
+
         def calls(attend: Attend) -> int:
-            return sum(1 for _ in pieces(attend.num_queries, attend.num_keys, attend.causal, shapes))
+            return pieces_of(attend.num_queries, attend.num_keys, attend.causal)
 
         def seconds_of(mode: str) -> float:
             plan = build(mode, whole)

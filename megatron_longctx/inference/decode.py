@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..attention.replay import capturing
-from ..comm import from_first
+from ..comm import from_all, from_first
 from ..config import CUDA_GRAPHS, DECODES, refuse
 from ..kernels.paged import DTYPES, Pages, fused_kernels, most_together
 from .cached_attention import CachedAttention, CachedModel, Rows
@@ -98,7 +98,8 @@ class Decoder:
         self._prompts = self._graphs or settings.decode == "replicated"
         self._together = most_together(self._attention.shape.num_heads, self._attention.shape.num_kv_heads)
         self._captured: dict[tuple[int, int], _Captured] = {}
-        self._tables = _Tables(self._attention.device, ledger.pages_per_rank if self._most else 0)
+        places = max(MOST_ROWS, self.most_prompt // self._together) if self._most else 0
+        self._tables = _Tables(self._attention.device, places, ledger.pages_per_rank)
         why = f"inference.decode={settings.decode}" + (f", inference.mode={mode}" if settings.decode == "auto" else "")
         logger.info("decode: %s (%s)", self.name, why)
 
@@ -119,13 +120,12 @@ class Decoder:
         """Rows of the steps that take prompts, in ascending order."""
         return tuple(1 << i for i in range(max(1, self._together.bit_length() - 1), self.most_prompt.bit_length()))
 
-    def takes(self, turns: Sequence[Turn]) -> bool:
-        """Single tokens; or prompts, if all their rows fit into one step."""
+    def takes(self, turns: Sequence[Turn], named: bool = False) -> bool:
+        """Single tokens; or prompts, if all their rows fit into one step, unless a mode is `named` for these."""
         if _are_single(turns):
             return len(turns) <= self._most
-        return sum(-(-turn.new // self._together) for turn in turns) * self._together <= max(
-            self.prompt_sizes, default=0
-        )
+        rows = sum(-(-turn.new // self._together) for turn in turns) * self._together
+        return not named and rows <= self.most_prompt
 
     def __call__(self, turns: Sequence[Turn], texts: Sequence[Sequence[int]]) -> list[Next]:
         """One step of the model over every turn's new tokens. Collective over the ranks, which all know all turns."""
@@ -144,16 +144,15 @@ class Decoder:
 
     def _step(self, turns: Sequence[Turn], texts: Sequence[Sequence[int]], together: int) -> list[Next]:
         rows: list[tuple[int, int, int, int]] = []
-        ends: list[int] = []  # by rows that lie together, the one whose logits are computed
-        last = []
+        ends: list[int] = []  # by turn, the row whose logits are computed
         for turn, text in zip(turns, texts, strict=True):
+            first = len(rows) // together
             rows += self._rows(turn, text)
-            pages = self._ledger.pages(turn.session, self._attention.rank)
-            while len(ends) * together < len(rows):
-                self._tables.hold(len(ends), pages)
-                ends.append(len(rows) - 1)
-            last.append(len(ends) - 1)
+            ends.append(len(rows) - 1)
             rows += [(0, 0, self._attention.nowhere, 0)] * (-len(rows) % together)
+            pages = self._ledger.pages(turn.session, self._attention.rank)
+            for place in range(first, len(rows) // together):
+                self._tables.hold(place, pages)
         size = 1 << (len(rows) - 1).bit_length()
         numbers = self._tables.staging(size)
         numbers.zero_()
@@ -162,12 +161,11 @@ class Decoder:
         numbers[_ENDS, : len(ends)] = torch.tensor(ends)
         self._tables.send(size)
         logits, ids = self._replay(size, together) if self._graphs else self._compute(size, together)
-        found = ids.tolist()
-        likeliest = [found[place] for place in last]
+        likeliest = ids.tolist()[: len(ends)]
         if self._attention.rank:  # one rank's are enough, and the same numbers for all that is drawn from them
             return [Next(None, token) for token in likeliest]
         kept = logits[: len(ends)].clone()  # a replay writes where the last one did
-        return [Next(kept[place], token) for place, token in zip(last, likeliest, strict=True)]
+        return [Next(row, token) for row, token in zip(kept, likeliest, strict=True)]
 
     def _rows(self, turn: Turn, text: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """Of each new token itself, its position, where this rank stores it, and how many of the sequence's tokens this
@@ -181,7 +179,8 @@ class Decoder:
 
     @torch.no_grad()
     def _compute(self, size: int, together: int) -> tuple[Tensor, Tensor]:
-        """Logits `[size / together, vocabulary]`, and the likeliest tokens as the first rank has them."""
+        """Logits `[size / together, vocabulary]`, of every turn and as many more as there can be, and the likeliest
+        tokens as the first rank has them."""
         numbers, places = self._tables.numbers(size), size // together
         pages = Pages(self._tables.pages[:places], numbers[_COUNT], self._ledger.page_tokens, together)
         self._attention.begin_rows(Rows(pages, numbers[_SLOT]))
@@ -215,19 +214,20 @@ class Decoder:
 
 
 class _Tables:
-    """What a step reads, in memory that stays: its numbers, and the pages of its rows, or of several together."""
+    """What a step reads, in memory that stays: its numbers, and at most `pages` pages of each of `places`, which are
+    rows, or several together."""
 
-    def __init__(self, device: torch.device, pages: int) -> None:
+    def __init__(self, device: torch.device, places: int, pages: int) -> None:
         most = max(MOST_ROWS, MOST_PROMPT_ROWS)
         with torch.inference_mode(False):  # they outlive the call
-            self.pages = torch.zeros(most if pages else 0, pages, dtype=torch.int32, device=device)
+            self.pages = torch.zeros(places, pages, dtype=torch.int32, device=device)
             self._numbers = torch.zeros(5 * most, dtype=torch.int64, device=device)
             self._staging = torch.zeros(5 * most, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._held: list[list[int]] = [[] for _ in range(most)]
+        self._held: list[list[int]] = [[] for _ in range(places)]
 
     def numbers(self, size: int) -> Tensor:
         """int64 `[5, size]` on the device: by row its token, position, slot, and how many tokens it sees here; then, by
-        rows that lie together, the one whose logits are computed."""
+        turn, the row whose logits are computed."""
         return self._numbers[: 5 * size].view(5, size)
 
     def staging(self, size: int) -> Tensor:
@@ -252,14 +252,16 @@ def _are_single(turns: Sequence[Turn]) -> bool:
 
 
 def _use_graphs(wanted: str, attention: CachedAttention) -> bool:
-    """Whether steps are replayed from graphs.
+    """Whether steps are replayed from graphs: on all ranks or on none, since it decides what becomes of prompts.
+    Collective.
 
     Raises:
-        ValueError: they have to be and cannot.
+        ValueError: they have to be and cannot; on all ranks.
     """
     if wanted == "false":
         return False
-    why = why_no_graphs(attention)
+    reasons = from_all(attention.group, why_no_graphs(attention))
+    why = next((reason for reason in reasons if reason is not None), None)
     if why is not None and wanted == "true":
         raise refuse("inference.cuda_graphs", wanted, f"auto or false, since {why}", "Set it to auto.")
     if why is not None:
@@ -268,7 +270,7 @@ def _use_graphs(wanted: str, attention: CachedAttention) -> bool:
 
 
 def why_no_graphs(attention: CachedAttention) -> str | None:
-    """Why steps cannot be captured; None if they can."""
+    """Why this rank cannot capture steps; None if it can."""
     if attention.device.type != "cuda":
         return f"the model is on {attention.device.type}"
     if attention.shape.dtype not in DTYPES:

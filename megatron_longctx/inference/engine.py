@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm import sum_over
 from ..config import refuse
-from .cached_attention import GIB, CachedModel, numbers_of
+from .cached_attention import GIB, CachedModel, rows_of
 from .choice import Chooser
 from .decode import NOT_FINITE, Decoder, Next
 from .ledger import CacheFull, CacheLedger, Fork, Turn
@@ -83,7 +83,7 @@ class LongContextEngine:
         for mode in self._chooser.candidates if self.ledger.n > 1 else ("pass_kv",):  # each links other ranks
             with self._chooser.taking(mode):
                 run_prompts(self, most)
-        if self._chooser.mode == "auto":
+        if self.replicates(2):
             meet_rows(self, self._decoder.prompt_sizes, most)
         chunk = chunk or self.settings.prefill_chunk
         if chunk is not None:
@@ -364,26 +364,18 @@ class LongContextEngine:
     ) -> dict[Session, Next]:
         """One pass of the model; what is known of the next token of sessions that end in it. single: it may go through
         the decoder, whose results depend on where a session's pages lie."""
-        free = self._chooser.mode == "auto" or all(
-            turn.new == 1 for turn in turns
-        )  # a mode that is named is for prompts
-        if single and free and self._decoder.takes(turns):
+        if single and self._decoder.takes(turns, self._chooser.mode != "auto"):
             decoded = self._decoder(turns, texts)
             return {session: found for session, found, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
         batch = Batch(self.ledger.n, self.ledger.slots_per_rank, turns, self.settings.exact, self._attention.shapes)
         self._attention.begin(build(self._chooser.choose(batch).mode, batch))
-        tokens: list[int] = []
-        positions: list[range] = []
-        for turn, text in zip(turns, texts, strict=True):
-            for span in turn.new_spans(rank):
-                tokens += text[span.start : span.stop]
-                positions.append(range(turn.cached + span.start, turn.cached + span.stop))
+        tokens, positions = rows_of(turns, texts, rank)
         last = [batch.last_row(i) if end else (-1, -1) for i, end in enumerate(ends)]
         mine = [(session, row) for session, (home, row) in zip(sessions, last, strict=True) if home == rank]
         found = self.model.logits(
-            torch.tensor(tokens, dtype=torch.int64, device=device),
-            numbers_of(positions).to(device),
+            tokens.to(device),
+            positions.to(device),
             torch.tensor([row for _, row in mine], dtype=torch.int64, device=device),
         )
         rows = {session: found[i] for i, (session, _) in enumerate(mine)}

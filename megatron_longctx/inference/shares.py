@@ -9,7 +9,7 @@ from ..layout import Layout, contiguous, zigzag
 FEW = 512
 """New tokens a rank up to which shares are single stretches. The last one then sees more of the new tokens than the
 first, at most `FEW` times `n * FEW / 2` pairs more than the mean: 0.03 ms in FlashAttention-2 with 32 heads of 128 on 4
-H200s (330 TFLOP/s). Two stretches see what they see in more kernel calls and merges, of which hosts take about 0.2 ms
+H200s (330 TFLOP/s). Two stretches see what they see in more kernel calls and merges, of which hosts take about 0.15 ms
 each (`schedules.Costs.of_device`): at 66 tokens over a long cache 15 operations a layer instead of 9, with `one_hop` on
 4 ranks."""
 

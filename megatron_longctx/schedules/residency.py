@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import takewhile
 from math import ceil
+from operator import itemgetter
 
 from .plan import RESULTS, Block, Heads, Kind, Plan
 
@@ -107,24 +110,33 @@ def assign(rank_stays: Sequence[Stay]) -> tuple[list[int], list[int]]:
     return slot_of, busy_until
 
 
-_Uses = dict[tuple[Kind, int], list[tuple[Block, int]]]
+_Uses = dict[tuple[Kind, int], list[tuple[int, int, Block]]]
+_start = itemgetter(0)
 
 
 def _uses(plan: Plan) -> list[_Uses]:
-    """Per rank, by kind and home: the blocks it attends or sends on, with the step."""
+    """Per rank, by kind and home: (start, step, block) of what it attends or sends on, in the order of starts, since
+    batches of many sequences have many blocks."""
     uses: list[_Uses] = [{} for _ in range(plan.n)]
     for t, step in enumerate(plan.steps):
         for rank, attends in enumerate(step.attends):
             for attend in attends:
                 for block in plan.inputs(attend, rank):
-                    uses[rank].setdefault((block.kind, block.home), []).append((block, t))
+                    uses[rank].setdefault((block.kind, block.home), []).append((block.start, t, block))
         for move in step.moves:
-            uses[move.source].setdefault((move.block.kind, move.block.home), []).append((move.block, t))
+            uses[move.source].setdefault((move.block.kind, move.block.home), []).append(
+                (move.block.start, t, move.block)
+            )
+    for of_rank in uses:
+        for each in of_rank.values():
+            each.sort(key=_start)
     return uses
 
 
 def _last_use(block: Block, uses: _Uses, least: int) -> int:
-    return max((t for used, t in uses.get((block.kind, block.home), ()) if block.contains(used)), default=least)
+    found = uses.get((block.kind, block.home), [])
+    within = takewhile(lambda use: use[0] < block.stop, found[bisect_left(found, block.start, key=_start) :])
+    return max((t for _, t, used in within if block.contains(used)), default=least)
 
 
 def buffer_need(plan: Plan) -> dict[Kind, int]:

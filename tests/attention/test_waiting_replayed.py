@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.attention.executor import ForwardPass
 from megatron_longctx.attention.pace import SETTLED
 from megatron_longctx.attention.replay import Replay
-from megatron_longctx.comm import WaitClock
+from megatron_longctx.comm import WaitClock, measured_wait
 from tests.comm.timeline import Timeline
 
 
@@ -28,13 +27,12 @@ class Run:
 
     def __init__(self, inputs: tuple[Tensor, ...]) -> None:
         self.inputs = inputs
-        self._engine = SimpleNamespace(clock=self.clock)
 
     def run(self, begun: bool = False) -> None:
         if not begun:
             self.begin()
         self.timeline.work(self.costs["eager" if self.timeline.captured is None else "replayed"])
-        with ForwardPass._waiting(self):  # type: ignore[arg-type]
+        with measured_wait(self.clock):
             self.timeline.wait()
         self.timeline.work(1.0)
 

@@ -15,7 +15,7 @@ from megatron_longctx.inference.cached_attention import CachedAttention, CacheSh
 from megatron_longctx.inference.choice import Chooser, Figures
 from megatron_longctx.inference.decode import Decoder, DecodeSettings
 from megatron_longctx.inference.engine import EngineSettings, LongContextEngine
-from megatron_longctx.inference.ledger import CacheFull, CacheLedger
+from megatron_longctx.inference.ledger import CacheFull, CacheLedger, slots_of
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
@@ -100,11 +100,36 @@ def both_ways(rank: int, config: Config) -> None:
             engine.append({first: prompts[3], second: [7]})
             engine.append({first: [8, 9], second: prompts[1][:20]})
             logits.append(engine.next_logits(sessions))
+            if rank == 0 and steps.of_prompts:
+                kept = [session.logits.untyped_storage().nbytes() for session in sessions]
+                assert kept == [2 * 4 * engine.model.vocab_size] * 2, "of the rows whose next tokens are asked for"
         assert steps.of_prompts == ({16: 1, 64: 2} if (how, mode) == ("replicated", "auto") else {})
         for session in sessions:
             session.close()
     for other in logits[1:]:
         torch.testing.assert_close(logits[0], other, rtol=2e-5, atol=2e-5)
+
+    # Sizes are met before the first prompt, but where prompts are computed apart.
+    met = engine.settings, dataclasses.replace(engine.settings, exact=True, prefill_chunk=16)
+    for engine.settings in met[::-1]:
+        steps = recorded(engine, "replicated")
+        engine.warm_up()
+        learned = config.model.position_embedding == "learned"  # at most 128 tokens
+        sizes = {16, 32, 64, 128} | (set() if learned else {256, 512})
+        assert set(steps.of_prompts) == (set() if engine.settings.exact else sizes)
+        assert engine.ledger.used_pages() == 0
+
+    bad_values_stay_with_their_sequence(engine, prompts[1])
+
+    # However many queries lie together: alone, where many query heads share keys, prompts and decode share their steps.
+    recorded(engine, "plan")
+    expected = in_chunks(engine, prompts)
+    for beside, steps_of in ((1, {16: 7, 8: 1, 4: 2}), (2, {16: 7, 8: 1, 4: 2}), (16, {64: 2, 16: 8})):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decode, "most_together", lambda *_, beside=beside: beside)
+            steps = recorded(engine, "replicated")
+        torch.testing.assert_close(in_chunks(engine, prompts), expected, rtol=2e-5, atol=2e-5)
+        assert (steps.sizes, steps.of_prompts) == ((steps_of, {}) if beside == 1 else ({}, steps_of))
 
     # Prompts in chunks of one token, all placed before the first is computed, and more rows than a step takes.
     prompts, counts, found = ([*each[:1], *each[2:3]] for each in (prompts, counts, found))
@@ -117,6 +142,49 @@ def both_ways(rank: int, config: Config) -> None:
     finally:
         decode.MOST_ROWS = most
     groups.destroy()
+
+
+def in_chunks(engine: LongContextEngine, prompts: list[list[int]]) -> torch.Tensor:
+    """Logits of sessions that share pages, one of them evicted: all chunks are placed before the first is computed."""
+    own = engine.settings
+    engine.settings = dataclasses.replace(own, prefill_chunk=9)
+    sessions = [engine.open() for _ in range(3)]
+    engine.append(dict(zip(sessions, prompts[:3], strict=True)))
+    sessions += [sessions[1].fork(11), sessions[1].fork()]
+    engine.append({sessions[0]: prompts[3], sessions[3]: [1, 2, 3], sessions[4]: [4]})
+    engine.ledger.evict(sessions[1].number)
+    found = engine.next_logits(sessions)
+    for session in sessions:
+        session.close()
+    engine.settings = own
+    return found
+
+
+def bad_values_stay_with_their_sequence(engine: LongContextEngine, text: list[int]) -> None:
+    """Every rank hears of them, whether tokens are drawn or the likeliest; what free slots hold is never read."""
+    attention, ledger = engine.model.attention, engine.ledger
+    for temperature in (0.0, 1.0):
+        steps = recorded(engine, "replicated")
+        bad, good, fresh = (engine.open() for _ in range(3))
+        bad.append(text[:10])
+        slots = slots_of(ledger.slots(bad.number, attention.rank))
+        for layer in attention._layers:
+            layer[slots] = torch.nan
+        engine.append({bad: [1, 2, 3], good: text})
+        with pytest.raises(ValueError, match="logits=not finite"):
+            bad.generate(Sampling(max_new_tokens=2, temperature=temperature))
+        expected = engine.next_logits([good])
+        assert expected.isfinite().all()
+        bad.close()
+        free = torch.ones(attention.nowhere + 1, dtype=torch.bool)
+        free[slots_of(ledger.slots(good.number, attention.rank))] = False
+        for storage in attention._storage:
+            storage[free] = torch.nan
+        fresh.append(text)
+        torch.testing.assert_close(engine.next_logits([fresh]), expected, rtol=2e-5, atol=2e-5)
+        assert sum(steps.of_prompts.values()) == 3
+        for session in (good, fresh):
+            session.close()
 
 
 def every_shape(rank: int, configs: list[Config]) -> None:
@@ -164,8 +232,31 @@ def test_what_is_taken_is_what_the_settings_say() -> None:
     assert [replicated.takes(prompts[count]) for count in prompts] == [True, True, False]
     assert replicated.takes((*prompts[2], *one)) and not replicated.takes((*prompts[512], *one))
     assert not any(each.takes(prompts[2]) for each in (automatic, plan))
+    assert replicated.takes(most, named=True) and not replicated.takes(prompts[2], named=True)
     assert replicated.prompt_sizes == (16, 32, 64, 128, 256, 512) and plan.prompt_sizes == ()
     assert not decoder(DecodeSettings(), "pass_q").takes(one) and not decoder(DecodeSettings("plan")).takes(one)
+
+
+def agree(rank: int) -> list[str]:
+    """One of the ranks alone can capture steps."""
+    decode.why_no_graphs = lambda _: None if rank else "triton cannot be imported"
+    shape, device = CacheShape(1, 2, 1, 8, torch.float32), torch.device("cpu")
+    model = NoModel(CachedAttention(torch.distributed.group.WORLD, shape, 16, device))
+    found = []
+    for graphs in ("auto", "true"):
+        try:
+            how = Decoder(model, CacheLedger(2, 4, 4), DecodeSettings(cuda_graphs=graphs), "auto")  # type: ignore[arg-type]
+            found.append(f"{how.name}, prompts of {how.most_prompt}")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_all_ranks_replay_steps_or_none() -> None:
+    """Some would replicate prompts that others wait for in a plan's attention."""
+    first, second = run_distributed(agree, 2)
+    assert first == second and first[0] == "replicated, prompts of 0"
+    assert "cuda_graphs=true: expected auto or false, since triton cannot be imported" in first[1]
 
 
 def test_settings_that_cannot_be_are_refused() -> None:

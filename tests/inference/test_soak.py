@@ -13,7 +13,12 @@ from megatron_longctx.testing.training import tiny_config
 from tests.inference.conversations import parallel
 from tests.inference.soak import Found, dense_texts, soak
 
-SETTINGS = ({}, {"evict": True, "prefill_chunk": 8}, {"exact_reuse": True, "prefill_chunk": 16})
+SETTINGS = (
+    {},
+    {"evict": True, "prefill_chunk": 8},
+    {"exact_reuse": True, "prefill_chunk": 16},
+    {"decode": "replicated", "evict": True, "prefill_chunk": 24},
+)
 
 
 def check(config: Config, found: list[Found]) -> None:
@@ -30,7 +35,7 @@ def check(config: Config, found: list[Found]) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("n", "which"), [(1, (0, 1, 2)), (2, (0,)), (3, (1,))])
+@pytest.mark.parametrize(("n", "which"), [(1, (0, 1, 2, 3)), (2, (0, 3)), (3, (1, 3))])
 def test_a_soak_leaks_nothing_and_corrupts_nothing(tmp_path: Path, n: int, which: tuple[int, ...]) -> None:
     steps, requests = (700, 60) if n == 1 else (30, 6)
     config = tiny_config(tmp_path, "fresh", {"data.seq_length": 128})
