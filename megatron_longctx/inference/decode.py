@@ -198,7 +198,7 @@ class Decoder:
 
     def _capture(self, size: int, together: int) -> _Captured:
         """A step stores and computes the same however often it runs, so this batch's own serves to warm up."""
-        logger.info("decode: capturing a step of %d rows, up to %d of them of one prompt", size, together)
+        logger.info("decode: capturing a step of %d rows, %d of a sequence together", size, together)
         aside, now = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(now)
         with torch.cuda.stream(aside):
