@@ -158,7 +158,7 @@ def _is_loopback(host: str) -> bool:
 def _serve(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None:
     settings = job.config.serve
     chunk = job.config.inference.prefill_chunk or Limits.prefill_chunk
-    engine.warm_up(chunk)
+    engine.warm_up(chunk, settings.max_active)
     scheduler = Scheduler(engine, Limits(settings.max_active, chunk, settings.keep_sessions))
     if dist.get_rank() != 0:
         for number in (signal.SIGINT, signal.SIGTERM):  # which may go to all ranks: rank 0 says when it ends

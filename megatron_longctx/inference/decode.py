@@ -120,6 +120,11 @@ class Decoder:
         """Rows of the steps that take prompts, in ascending order."""
         return tuple(1 << i for i in range(max(1, self._together.bit_length() - 1), self.most_prompt.bit_length()))
 
+    def batch_sizes(self, sequences: int) -> tuple[int, ...]:
+        """Of the graphs that decode 2 to so many sequences, how many each serves at most; empty without graphs."""
+        most = min(sequences, MOST_ROWS)
+        return tuple(min(2 << i, most) for i in range((most - 1).bit_length())) if self._graphs else ()
+
     def takes(self, turns: Sequence[Turn], named: bool = False) -> bool:
         """Single tokens; or prompts, if all their rows fit into one step, unless a mode is `named` for these."""
         if _are_single(turns):

@@ -24,7 +24,7 @@ from .plan import Batch, build
 from .sampling import Sampling, sample
 from .session import Generation, Session, plain_ids
 from .settings import EngineSettings
-from .warm_up import meet_rows, meet_shapes, run_prompts
+from .warm_up import meet_batches, meet_rows, meet_shapes, run_prompts
 
 __all__ = ["CachedModel", "EngineSettings", "Generation", "LongContextEngine", "Session"]
 
@@ -65,26 +65,27 @@ class LongContextEngine:
         """Let go of what refers to process groups; call it before they are destroyed. Sessions can still go on."""
         self._decoder.release()
 
-    def warm_up(self, chunk: int | None = None) -> None:
-        """Compile kernels, compute a few tokens in every mode and forget them, so that the first prompts wait for none
-        of it, nor for ranks to connect.
-
-        Where the kernels of all ranks plan for shapes, these are met: all that chunks of a sequence can come to, as far
-        as the cache is free. With 32 query heads of 128 on 4 ranks, in chunks of 2,048 tokens: 512 queries by 8,192,
-        16,384 and 32,768 keys.
+    def warm_up(self, chunk: int | None = None, sequences: int = 1) -> None:
+        """Compile kernels, capture graphs, compute a few tokens in every mode and forget them, so that no prompt or step
+        waits for it, nor for ranks to connect. Where the kernels of all ranks plan for shapes, these are met: all that
+        chunks of a sequence can come to, as far as the cache is free. With 32 query heads of 128 on 4 ranks, in chunks
+        of 2,048 tokens: 512 queries by 8,192, 16,384 and 32,768 keys.
 
         Args:
             chunk: most new tokens of a sequence computed at once; `settings.prefill_chunk` by default. Without either
                 nothing is planned beforehand.
+            sequences: most that are decoded together.
         """
         self._attention.compile_kernels(self.ledger.page_tokens)
-        free = min(map(self.ledger.free_pages, range(self.ledger.n))) * self.ledger.page_tokens
-        most = int(min(self._most_tokens, free * self.ledger.n))
+        pages = min(map(self.ledger.free_pages, range(self.ledger.n)))
+        most = int(min(self._most_tokens, pages * self.ledger.page_tokens * self.ledger.n))
         for mode in self._chooser.candidates if self.ledger.n > 1 else ("pass_kv",):  # each links other ranks
             with self._chooser.taking(mode):
                 run_prompts(self, most)
         if self.replicates(2):
             meet_rows(self, self._decoder.prompt_sizes, most)
+        if not self.settings.exact:  # single tokens of a prompt are computed otherwise
+            meet_batches(self, self._decoder.batch_sizes(sequences), pages)
         chunk = chunk or self.settings.prefill_chunk
         if chunk is not None:
             meet_shapes(self, chunk, most)

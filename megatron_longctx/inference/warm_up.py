@@ -53,6 +53,23 @@ def meet_rows(engine: LongContextEngine, sizes: Sequence[int], most: int) -> Non
             session.close()
 
 
+def meet_batches(engine: LongContextEngine, sizes: Sequence[int], pages: int) -> None:
+    """Single tokens of so many sequences at once.
+
+    Args:
+        pages: that are free on every rank; a sequence takes one.
+    """
+    for size in sizes:
+        if size > pages:
+            return
+        sessions = [engine.open() for _ in range(size)]
+        try:
+            engine.append({session: [0] for session in sessions})
+        finally:
+            for session in sessions:
+                session.close()
+
+
 def meet_shapes(engine: LongContextEngine, chunk: int, most: int) -> None:
     """Chunks of prompts over a cache that is taken for filled, whatever lies there, where all ranks' kernels plan.
 

@@ -38,6 +38,8 @@ class Recorder(Decoder):
         sizes[size] = sizes.get(size, 0) + 1
         return super()._compute(size, together)
 
+    _replay = _compute  # of CPUs nothing is captured
+
 
 def recorded(engine: LongContextEngine, how: str) -> Recorder:
     """The engine's decoder from now on."""
@@ -118,6 +120,13 @@ def both_ways(rank: int, config: Config) -> None:
         sizes = {16, 32, 64, 128} | (set() if learned else {256, 512})
         assert set(steps.of_prompts) == (set() if engine.settings.exact else sizes)
         assert engine.ledger.used_pages() == 0
+
+    # So are the graphs of batches, where there are any, as far as there are pages.
+    for how, sequences, expected in (("graphs", 12, {1, 2, 4, 8, 16}), ("graphs", 1, {1}), ("none", 12, {1})):
+        steps = recorded(engine, "replicated")
+        steps._graphs = how == "graphs"
+        engine.warm_up(sequences=sequences)
+        assert set(steps.sizes) == expected and engine.ledger.used_pages() == 0
 
     bad_values_stay_with_their_sequence(engine, prompts[1])
 

@@ -310,13 +310,13 @@ def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize(("asked", "chunk"), [(None, 2048), (512, 512)])
-def test_the_shapes_of_its_chunks_are_met_before_it_listens(asked: int | None, chunk: int) -> None:
+def test_its_chunks_and_batches_are_met_before_it_listens(asked: int | None, chunk: int) -> None:
     class Met(Exception):
         pass
 
-    def warm_up(chunk: int) -> None:
-        raise Met(chunk)
+    def warm_up(*met: int) -> None:
+        raise Met(met)
 
-    config = changed(Config(), {"inference.prefill_chunk": asked})
-    with pytest.raises(Met, match=f"^{chunk}$"):
+    config = changed(Config(), {"inference.prefill_chunk": asked, "serve.max_active": 12})
+    with pytest.raises(Met, match=rf"^\({chunk}, 12\)$"):
         serve._serve(SimpleNamespace(config=config), SimpleNamespace(warm_up=warm_up), None)  # type: ignore[arg-type]
