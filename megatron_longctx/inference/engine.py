@@ -66,8 +66,8 @@ class LongContextEngine:
         self._decoder.release()
 
     def warm_up(self, chunk: int | None = None, sequences: int = 1) -> None:
-        """Compile kernels, capture graphs, compute a few tokens in every mode and forget them, so that no prompt or step
-        waits for it, nor for ranks to connect. Where the kernels of all ranks plan for shapes, these are met: all that
+        """Compile kernels, capture graphs, compute a few tokens in every mode and forget them: no prompt or step has to
+        wait for it, nor for ranks to connect. Where the kernels of all ranks plan for shapes, these are met: all that
         chunks of a sequence can come to, as far as the cache is free. With 32 query heads of 128 on 4 ranks, in chunks
         of 2,048 tokens: 512 queries by 8,192, 16,384 and 32,768 keys.
 
