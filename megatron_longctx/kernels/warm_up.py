@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.paged import DTYPES, PackedPartials, Pages, attend_pages, merge_ranks
+from megatron_longctx.kernels.paged import DTYPES, PackedPartials, Pages, attend_pages, merge_ranks, most_together
 from megatron_longctx.kernels.partials import MOST, Partial, merge_partials
 
 
@@ -27,8 +27,8 @@ def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: to
 
 
 def compile_decode(cache: Tensor, num_heads: int, page_tokens: int) -> None:
-    """Attend over pages, and merge what ranks have found, for 1 to 16 sequences: results lie multiples of 16 numbers
-    apart or not, which makes two variants of each kernel.
+    """Attend over pages, and merge what ranks have found, for 1 to 16 sequences, and for prompts of several queries
+    together: results lie multiples of 16 numbers apart or not, which makes two variants of each kernel.
 
     Args:
         cache: `[slots, 2, g, d]` as `paged.attend_pages` takes it; not read. In a dtype that no fused kernel takes,
@@ -36,9 +36,10 @@ def compile_decode(cache: Tensor, num_heads: int, page_tokens: int) -> None:
     """
     if cache.dtype not in DTYPES:
         return
-    for rows in (1, 2, 4, 8, 16):
+    together = most_together(num_heads, cache.shape[2])
+    for rows, beside in [(2**i, 1) for i in range(5)] + [(together << i, together) for i in range(6)]:
         q = torch.zeros(rows, num_heads, cache.shape[3], dtype=cache.dtype, device=cache.device)
-        table = torch.zeros(rows, 1, dtype=torch.int32, device=cache.device)
-        pages = Pages(table, torch.zeros(rows, dtype=torch.int64, device=cache.device), page_tokens)
+        table = torch.zeros(rows // beside, 1, dtype=torch.int32, device=cache.device)
+        pages = Pages(table, torch.zeros(rows, dtype=torch.int64, device=cache.device), page_tokens, beside)
         found = attend_pages(q, cache, pages, 1.0).flat
         merge_ranks(PackedPartials(torch.stack((found, found)), *q.shape), torch.empty_like(q))

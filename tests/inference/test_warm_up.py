@@ -88,11 +88,13 @@ def test_nor_anything_of_decode(heads: int, monkeypatch: pytest.MonkeyPatch) -> 
     cache = torch.zeros(256, 2, 2, D, dtype=BF16)
     compile_decode(cache, heads, 64)
     compiled = {name: set(launches.variants) for name, launches in kernels.items()}
-    tables, counts = torch.zeros(128, 5, dtype=torch.int32), torch.ones(128, dtype=torch.int64)
-    for rows in (2**i for i in range(8)):
+    tables, counts = torch.zeros(128, 5, dtype=torch.int32), torch.ones(512, dtype=torch.int64)
+    together = paged.most_together(heads, 2)
+    for rows, beside in [(2**i, 1) for i in range(8)] + [(2**i, together) for i in range(10) if 2**i >= together]:
         for ranks in (2, 3, 8):
             q = torch.empty(rows, heads, D, dtype=BF16)
-            found = paged.attend_pages(q, cache, Pages(tables[:rows], counts[:rows], 64), 0.1)
+            pages = Pages(tables[: rows // beside], counts[:rows], 64, beside)
+            found = paged.attend_pages(q, cache, pages, 0.1)
             gathered = torch.empty(ranks, found.flat.numel())
             paged.merge_ranks(PackedPartials(gathered, *q.shape), torch.empty_like(q))
     assert all(compiled.values()) and {name: set(found.variants) for name, found in kernels.items()} == compiled
