@@ -25,6 +25,10 @@ from .mcore.tokenizer import special_tokens, template_of
 KEY = "inference.chat_template"
 _REMEDY = "Correct it, or name another file with inference.chat_template."
 
+_MOST_PENDING = 64
+"""Tokens that are held back because they may end in half a character, or decode to nothing; then they are taken for
+what they decode to."""
+
 Message = Mapping[str, str]
 """role and content."""
 
@@ -142,11 +146,6 @@ def _with_end(chat: Chat, encode: Callable[[str], Sequence[int]]) -> Chat:
     if len(ids) == 1:
         return Chat(chat.template, chat.variables, stop_tokens=ids)
     return Chat(chat.template, chat.variables, stop_texts=(end,))
-
-
-_MOST_PENDING = 64
-"""Tokens that are held back because they may end in half a character, or decode to nothing; then they are taken for
-what they decode to."""
 
 
 class TextStream:

@@ -79,7 +79,7 @@ def _converse(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> N
             if not at_terminal:
                 raise
             if dist.get_rank() == 0:
-                print(f"megatron-longctx generate: {error}; the conversation is as before", file=sys.stderr, flush=True)
+                print(f"megatron-longctx generate: {error} The conversation is as before.", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -101,7 +101,7 @@ class _Talk:
         Raises:
             ValueError: a turn or an answer that does not fit; the conversation is as it was before.
         """
-        messages, tokens = list(self.messages), list(self._session.tokens)
+        messages, tokens, cached = list(self.messages), list(self._session.tokens), self._session.cached_tokens
         try:
             self._take(text)
         except ValueError:
@@ -109,8 +109,9 @@ class _Talk:
             if self._session.tokens != tokens:
                 self._session.close()
                 self._session = self.engine.open()
-                if tokens:
-                    self._session.append(tokens)
+                if cached:
+                    self._session.append(tokens[:cached])
+                self._session.tokens += tokens[cached:]  # given out last, and not computed: there may be no room for it
             raise
 
     def _take(self, text: str) -> None:

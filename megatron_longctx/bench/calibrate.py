@@ -38,8 +38,9 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured. max_tokens: longest kernel call with all heads; parts p go to p times as many. length: of
-    the sequences that a job at hand has, whose whole passes are measured too."""
+    """How much is measured. max_tokens: longest kernel call with all heads; parts p go to p times as many, but not to
+    more than a sequence over all ranks has. length: of the sequences that a job at hand has, whose whole passes are
+    measured too."""
 
     max_tokens: int
     min_tokens: int

@@ -136,7 +136,7 @@ def _number(body: Mapping[str, Any], key: str, kind: type, default: Any = None) 
 
 def _flag(body: Mapping[str, Any], key: str) -> bool:
     value = body.get(key)
-    if value not in (None, False, True):
+    if value is not None and not isinstance(value, bool):
         raise ApiError(400, f"{key}={_shown(value)}: expected true or false")
     return bool(value)
 

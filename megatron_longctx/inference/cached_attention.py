@@ -61,8 +61,7 @@ class Rows:
 class CachedAttention:
     """The tensors of one rank's cache, and the executor that attends over all ranks' caches.
 
-    `begin` takes the plan of a batch, or `begin_rows` few tokens; then every layer is called once, in
-    order.
+    `begin` takes the plan of a batch, or `begin_rows` few tokens; then every layer is called once, in order.
 
     Args:
         group: the context-parallel process group, or None for one rank.

@@ -35,8 +35,8 @@ MOST_ROWS = 128
 """Most sequences that are decoded in one step. With more the model's matrix products take longer than reading its
 weights does, on an H100 or H200 in bf16, and computing them on every rank no longer comes free."""
 MOST_PROMPT_ROWS = 512
-"""Most rows of prompts in one step. Over 131,072 tokens on one H200, prompts of 13 to 511 tokens take less time than by
-plans, which cannot hide their launches (analysis/results/inference_rows_h200.md)."""
+"""Most rows of prompts in one step. Over 131,072 tokens on one H200, prompts of 13 to 511 tokens take less time so than
+by plans (analysis/results/inference_rows_h200.md)."""
 NOT_FINITE = -1
 _EAGER = 2
 """Steps that run as they are before one is captured: kernels are compiled and chosen, communicators are set up."""

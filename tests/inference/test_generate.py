@@ -164,6 +164,6 @@ def test_a_turn_that_does_not_fit_ends_no_conversation_at_a_terminal(
     os.close(terminal)
     said = done.stderr.decode()
     assert done.returncode == 0, said
-    assert said.count("; the conversation is as before") == 2
+    assert said.count("The conversation is as before.") == 2
     first = 4 + 3  # "abc" with the end of a line, or with a dot; and the answer
     assert [int(count) for count, _ in re.findall(SUMMARY, said)] == [first, first + 3 + 3 + template]
