@@ -26,10 +26,10 @@ from .plan import MODES, Batch, build
 
 logger = logging.getLogger(__name__)
 
-_REST_OF_LAYER = 6
-"""What the host takes for the rest of a layer, in operations of an attention pass. This and the share below order the
-modes of 24 measured prompts of 66 to 131,072 tokens best (2 and 4 H200s, docs/inference.md)."""
-_NOT_HIDDEN = 0.05
+_REST_OF_LAYER = 4
+"""What the host takes for the rest of a layer, in operations of an attention pass. This and the share below were set by
+34 measured prompts (analysis/results/inference_choice.md)."""
+_NOT_HIDDEN = 0.4
 """Share of the faster of host and device that a layer takes besides: neither hides the other wholly."""
 _LEFT_OVER = 1.8
 """How much longer calls take that are none of the planned shapes: they go to FlashAttention-2, which does 330 TFLOP/s
@@ -40,11 +40,14 @@ on an H200 where cuDNN does 600."""
 class _PiecedCosts(Costs):
     """Of whole calls that are cut into pieces of `shapes`."""
 
-    shapes: PlannedShapes | None = None
+    shapes: PlannedShapes = field(kw_only=True)
+
+    @classmethod
+    def of(cls, costs: Costs, shapes: PlannedShapes) -> _PiecedCosts:
+        return cls(**{each.name: getattr(costs, each.name) for each in fields(costs)}, shapes=shapes)
 
     def call_seconds(self, attend: Attend, workload: Workload, backward: bool) -> float:
         pairs = left_over = 0
-        assert self.shapes is not None
         for piece in pieces(attend.num_queries, attend.num_keys, attend.causal, self.shapes):
             queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
             count = queries * (queries + 1) // 2 if piece.causal else queries * keys
@@ -101,10 +104,8 @@ class Figures:
 
     def costs_of(self, shapes: PlannedShapes | None) -> Costs:
         """The same, where large calls are cut into pieces of `shapes`."""
-        if shapes not in self._by_shapes:
-            costs = self._costs
-            known = {each.name: getattr(costs, each.name) for each in fields(costs)}
-            self._by_shapes[shapes] = costs if shapes is None else _PiecedCosts(**known, shapes=shapes)
+        if shapes not in self._by_shapes:  # tables of samples are made once
+            self._by_shapes[shapes] = self._costs if shapes is None else _PiecedCosts.of(self._costs, shapes)
         return self._by_shapes[shapes]
 
 
@@ -201,8 +202,8 @@ class Chooser:
         """The mode, and the seconds that a layer takes in each.
 
         The host issues layer after layer and never waits for the device, nor the device for it while there is work
-        left: in the long run a layer takes as long as the slower of them. So what hides on the device behind a slow
-        host, as the travels of a long cache do behind a short prompt, costs next to nothing.
+        left: in the long run a layer takes as long as the slower of them, and some of what the other takes. So what
+        hides on the device behind a slow host, as the travels of a long cache do behind a short prompt, costs less.
         """
         figures, shapes = self._figures, batch.shapes
         costs = figures.costs_of(shapes)

@@ -112,22 +112,21 @@ def test_the_host_of_a_short_prompt_is_priced(cached: int, new: int, operation_s
     assert all(decision.seconds[mode] >= least[mode] for mode in MODES)
 
 
-def test_what_hides_behind_a_slow_host_does_not_count() -> None:
-    """Over a long cache keys travel for longer than the rest takes, but a short prompt's host takes longer still: as
-    measured on 4 H200s, 66 new tokens among 131,072 (99 ms with pass_kv, 132 with pass_q, 122 with one_hop)."""
-    batch = batch_with_past(4, [(131006,)], [66], page=64, pages=520, few=0)  # cut as it was then
+def test_what_hides_behind_a_slow_host_counts_in_part() -> None:
+    """Over a long cache keys travel for longer than the rest takes, but a short prompt's host takes longer still."""
+    batch = batch_with_past(4, [(131006,)], [66], page=64, pages=520, few=0)
 
     def seconds(operation_s: float) -> dict[str, float]:
         figures = Figures(EIGHT_B, SWITCH, Costs(600, 520, host_operation_s=operation_s))
         return Chooser(figures, rule="simulate").choose(batch).seconds
 
     device, slow = seconds(0.0), seconds(3e-4)
-    assert min(device, key=device.__getitem__) == "one_hop" and device["pass_kv"] > 2 * device["one_hop"]
-    assert min(slow, key=slow.__getitem__) == "pass_kv"
     operations = {mode: num_operations(build(mode, batch)) for mode in MODES}
     for mode in ("pass_q", "one_hop"):
-        more = 3e-4 * (operations[mode] - operations["pass_kv"])
-        assert slow[mode] - slow["pass_kv"] == pytest.approx(more, rel=0.5)
+        later = device["pass_kv"] - device[mode]
+        assert device["pass_kv"] > 2 * device[mode]
+        fewer = 3e-4 * (operations[mode] - operations["pass_kv"])
+        assert 0.3 * later < slow["pass_kv"] - slow[mode] + fewer < 0.5 * later
 
 
 def test_the_host_issues_the_pieces_of_calls() -> None:

@@ -1,0 +1,122 @@
+"""What `inference.rule=simulate` takes for prompts that were measured on GPUs: `python -m analysis.inference_choice`.
+
+Prices are the code's own, over calibrations of the same kind of machine (`results/calibrations/`). Those of four ranks
+do not say how fast a host is: they get the figure of the first of two ranks. Writes `results/inference_choice.json` and
+a table beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_longctx.bench.inference_report import TIE
+from megatron_longctx.inference.choice import Chooser, Figures
+from megatron_longctx.inference.ledger import CacheLedger
+from megatron_longctx.inference.plan import Batch
+from megatron_longctx.inference.shares import FEW
+from megatron_longctx.kernels.planned import planned_shapes
+from megatron_longctx.schedules.calibration import load_calibration
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class Source:
+    """Prompts of one run. few: new tokens a rank up to which they lay in a row then."""
+
+    result: str
+    part: int
+    transport: str
+    calibration: str
+    few: int = FEW
+
+
+SOURCES = (
+    Source("inference_rows_h200", 3, "peer", "h200_x2_peer_bursts"),
+    Source("inference_short_prompts_h200_x4", 0, "p2p", "h200_x4_p2p_bursts"),
+    Source("inference_short_prompts_h200_x4", 1, "peer", "h200_x4_peer_bursts"),
+    Source("inference_planned_h200_x4", 0, "p2p", "h200_x4_p2p_bursts", 0),
+    Source("inference_transports_h200_x4", 0, "peer", "h200_x4_peer_bursts", 0),
+    Source("inference_transports_h200_x4", 1, "p2p", "h200_x4_p2p_bursts", 0),
+    Source("inference_planned_h200_x4", 1, "p2p", "h200_x4_p2p_bursts", 0),
+    Source("inference_rows_h200", 0, "peer", "h200_x2_peer"),
+)
+
+
+def cases() -> Iterator[dict[str, Any]]:
+    """Every measured prompt on several ranks, with what is taken for it."""
+    pace = load_calibration(RESULTS / "calibrations" / "h200_x2_peer_bursts.json").costs.host_operation_s
+    for source in SOURCES:
+        found = load_calibration(RESULTS / "calibrations" / f"{source.calibration}.json")
+        costs = replace(found.costs, host_operation_s=found.costs.host_operation_s or pace)
+        workload = replace(found.workload, batch=1)
+        part = json.loads((RESULTS / f"{source.result}.json").read_text())["parts"][source.part]
+        for prompt in part["first_token"]:
+            seconds = {mode: s["p50"] for mode, s in prompt["seconds"].items() if mode != "replicated"}
+            if prompt["context_parallel_size"] == 1:
+                continue
+            batch = _batch(prompt, source.few)
+            batch = replace(batch, shapes=planned_shapes(workload.num_heads, workload.head_dim))
+            chooser = Chooser(Figures(workload, found.cluster, costs), rule="simulate", modes=tuple(seconds))
+            mode = chooser.choose(batch).mode
+            yield {
+                "result": source.result,
+                "transport": source.transport,
+                "ranks": prompt["context_parallel_size"],
+                "new": prompt["new"],
+                "cached": prompt["cached"],
+                "milliseconds": {name: 1e3 * s for name, s in seconds.items()},
+                "taken": mode,
+                "slower": seconds[mode] / min(seconds.values()) - 1,
+            }
+
+
+def _batch(prompt: dict[str, Any], few: int) -> Batch:
+    n, new, cached = prompt["context_parallel_size"], prompt["new"], prompt["cached"]
+    ledger = CacheLedger(n, (new + cached) // n // PAGE + 8, PAGE, few)
+    session = ledger.open()
+    if cached:
+        ledger.append({session: cached})
+    return Batch(n, ledger.slots_per_rank, ledger.append({session: new}))
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """The cases, and how often the choice is right."""
+    right = sum(case["slower"] <= TIE for case in found)
+    mean, most = sum(case["slower"] for case in found) / len(found), max(case["slower"] for case in found)
+    lines = [
+        f"The fastest of the measured modes, or one within {TIE:.0%} of it, is taken for {right} of {len(found)} "
+        f"prompts; what is taken is {mean:.1%} slower than the fastest in the mean, {most:.1%} at most.",
+        "",
+        "| ranks | transport | new | of | pass_kv | pass_q | one_hop | taken | slower |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case in found:
+        ms = case["milliseconds"]
+        cells = [f"{ms[mode]:.1f}" if mode in ms else "" for mode in ("pass_kv", "pass_q", "one_hop")]
+        lines.append(
+            f"| {case['ranks']} | {case['transport']} | {case['new']:,} | {case['new'] + case['cached']:,} | "
+            f"{' | '.join(cells)} | {case['taken']} | {case['slower']:.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    found = list(cases())
+    (RESULTS / "inference_choice.json").write_text(json.dumps(found, indent=1) + "\n")
+    head = "# What `inference.rule=simulate` takes for measured prompts\n\nms to the first token, medians, on H200s"
+    head += (
+        " (`python -m analysis.inference_choice`, which names the runs). The constants of the rule were set by these\n"
+    )
+    head += "prompts, of which some are the same ones measured twice; what it does on others was not measured.\n\n"
+    (RESULTS / "inference_choice.md").write_text(head + table(found) + "\n")
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
