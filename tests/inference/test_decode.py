@@ -127,6 +127,12 @@ def both_ways(rank: int, config: Config) -> None:
         steps._graphs = how == "graphs"
         engine.warm_up(sequences=sequences)
         assert set(steps.sizes) == expected and engine.ledger.used_pages() == 0
+    ledger, steps = engine.ledger, recorded(engine, "replicated")
+    steps._graphs, other = True, ledger.open()
+    ledger.append({other: (min(map(ledger.free_pages, range(ledger.n))) - 3) * ledger.n * ledger.page_tokens})
+    engine.warm_up(sequences=12)
+    assert max(steps.sizes) == 2, "3 pages are free on every rank"
+    ledger.close(other)
 
     bad_values_stay_with_their_sequence(engine, prompts[1])
 
