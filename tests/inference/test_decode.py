@@ -132,6 +132,7 @@ def both_ways(rank: int, config: Config) -> None:
     ledger.append({other: (min(map(ledger.free_pages, range(ledger.n))) - 3) * ledger.n * ledger.page_tokens})
     engine.warm_up(sequences=12)
     assert max(steps.sizes) == 2, "3 pages are free on every rank"
+    assert set(steps.of_prompts.values()) == {1}, "no size twice, however many do not fit"
     ledger.close(other)
 
     bad_values_stay_with_their_sequence(engine, prompts[1])
