@@ -232,7 +232,12 @@ def _add_bench_inference(verb: _Verb) -> None:
     )
     verb.add_argument("--batches", default="1,4", help="sequences decoded together (default: %(default)s)")
     verb.add_argument("--context", help="context-parallel sizes, e.g. 1,2,4,8 (default: the settings')")
-    verb.add_argument("--iterations", type=int, default=5, help="of every first token (default: %(default)s)")
+    verb.add_argument(
+        "--iterations",
+        type=int,
+        default=5,
+        help="of every first token; 0: the first time counts (default: %(default)s)",
+    )
     verb.add_argument("--tokens", type=int, default=64, help="decoded by every sequence (default: %(default)s)")
     verb.add_argument("--decode-only", action="store_true", help="no first tokens: times between tokens alone")
     verb.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="a .md and a .png go beside it")

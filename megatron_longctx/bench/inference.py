@@ -40,9 +40,9 @@ class Words:
 
     def sweep(self) -> Sweep:
         """Raises ValueError for what is not such numbers."""
-        for name, value in (("--iterations", self.iterations), ("--tokens", self.tokens)):
-            if value < 1:
-                raise refuse(name, value, "1 or more", "Raise it.")
+        for name, value, least in (("--iterations", self.iterations, 0), ("--tokens", self.tokens, 1)):
+            if value < least:
+                raise refuse(name, value, f"{least} or more", "Raise it.")
         rates = _numbers("--miss-rates", self.miss_rates, float, 0.0)
         if max(rates) > 1:
             raise refuse("--miss-rates", self.miss_rates, "shares from above 0 to 1", "1 computes all tokens anew.")

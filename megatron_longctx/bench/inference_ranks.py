@@ -41,7 +41,7 @@ class Sweep:
         lengths: tokens of a sequence, cached and new together; also cached tokens of the decoded sequences.
         miss_rates: new tokens as a share of the length.
         batches: sequences decoded together.
-        iterations: of every time to first token.
+        iterations: of every time to first token, besides the first time; 0 for that alone.
         tokens: decoded by every sequence while the clock runs.
         decode_only: no first tokens.
         modes: whose first tokens are measured, of `inference.plan.MODES`; a rank alone has the first of them. Prompts
@@ -74,8 +74,8 @@ class FirstToken:
 
     Attributes:
         ranks: context-parallel ones.
-        seconds: by mode, of every iteration.
-        taken: by rule, the mode that it takes.
+        seconds: by mode, of every iteration; without any, `unseen`.
+        taken: by rule, the mode that it takes; of prompts that are computed in one pass.
         predicted: by mode, the simulator's seconds of one layer.
         unseen: by mode, of one before all iterations, with numbers of tokens that come for the first time to an engine
             that has warmed up; shapes that kernels plan are not met before.
@@ -259,11 +259,12 @@ class _Rig:
                     times[way].append(self._seconds_to_first(session, prompt))
                 self._ledger.rewind([session])
         slowest = {mode: self._slowest(seconds) for mode, seconds in times.items()}
-        found.seconds = {mode: seconds[1:] for mode, seconds in slowest.items()}
+        found.seconds = {mode: seconds[1:] or seconds for mode, seconds in slowest.items()}
         found.unseen = {mode: seconds[0] for mode, seconds in slowest.items()}
         assert self._chooser.latest is not None
-        for rule, chooser in zip(RULES, self._rules, strict=False):
-            decision = chooser.choose(self._chooser.latest[0])
+        batch = self._chooser.latest[0]
+        for rule, chooser in zip(RULES, self._rules if batch.new == new else (), strict=False):
+            decision = chooser.choose(batch)
             found.taken[rule] = decision.mode
             found.predicted = decision.seconds or found.predicted
         medians = ", ".join(f"{mode} {sorted(s)[len(s) // 2] * 1e3:.2f} ms" for mode, s in found.seconds.items())

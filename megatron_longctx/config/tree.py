@@ -218,7 +218,8 @@ class InferenceConfig:
     page_tokens: int = 64
     # The cache of all context-parallel ranks together; null: data.seq_length + max_new_tokens.
     cache_tokens: int | None = None
-    prefill_chunk: int | None = None  # most new tokens of a sequence computed at once; null: all
+    # Most new tokens of a sequence computed at once; null: as many as make 65,536 a rank, of all sequences together.
+    prefill_chunk: int | None = None
     evict: bool = False  # a full cache forgets idle sessions, which are computed again, instead of refusing
     # A file with a Jinja template for chats; null: the tokenizer's own, else plain text, a message a line.
     chat_template: str | None = None

@@ -311,7 +311,7 @@ class LongContextEngine:
                 oldest.logits = oldest.likeliest = None
 
     def _advance(self, new: Mapping[Session, list[int]]) -> None:
-        """Compute every session's tokens that are not cached, then `new` ones, in chunks; all of it or nothing."""
+        """Compute every session's tokens that are not cached, then `new` ones, pass by pass; all of it or nothing."""
         if not new:
             return
         todo = {session: session.tokens[session.cached_tokens :] + tokens for session, tokens in new.items()}
@@ -320,10 +320,7 @@ class LongContextEngine:
         placed: list[tuple[list[Session], tuple[Turn, ...]]] = []
         try:
             for together in self._batches(new, todo):
-                longest = max(len(todo[session]) for session in together)
-                size = self.settings.prefill_chunk or longest
-                for start in range(0, longest, size):
-                    counts = {s: len(todo[s][start : start + size]) for s in together if len(todo[s]) > start}
+                for counts in self._passes({session: len(todo[session]) for session in together}):
                     placed.append((list(counts), self._placed(counts, new)))
             found: dict[Session, Next] = {}
             for sessions, turns in placed:
@@ -331,8 +328,9 @@ class LongContextEngine:
                 ends = [t.cached + t.new == reused[s] + len(todo[s]) for s, t in zip(sessions, turns, strict=True)]
                 prompts = self.settings.exact and any(new[s] or len(todo[s]) > 1 for s in sessions)
                 found |= self._forward(sessions, turns, texts, ends, single=not prompts)
-                if self.settings.exact and [(t.cached, t.new) for t in turns] == [(exact[sessions[0]], size)]:
-                    exact[sessions[0]] += size
+                whole = self.settings.prefill_chunk if self.settings.exact else None
+                if whole and [(t.cached, t.new) for t in turns] == [(exact[sessions[0]], whole)]:
+                    exact[sessions[0]] += whole
         except BaseException:
             for _, turns in reversed(placed):
                 self.ledger.undo(turns)
@@ -354,6 +352,23 @@ class LongContextEngine:
         going_on = [session for session, tokens in todo.items() if len(tokens) == 1 and not new[session]]
         alone = [[session] for session in todo if session not in going_on]
         return [*alone, going_on] if going_on else alone
+
+    def _passes(self, counts: Mapping[Session, int]) -> Iterator[dict[Session, int]]:
+        """How many tokens of which sessions are computed in one pass after the other."""
+        most = self.settings.rank_tokens * self.ledger.n
+        size = self.settings.prefill_chunk or most
+        for start in range(0, max(counts.values()), size):
+            taken: dict[Session, int] = {}
+            room = most
+            for session, count in counts.items():
+                now = max(0, min(count - start, size))
+                if taken and now > room:
+                    yield taken
+                    taken, room = {}, most
+                if now:
+                    taken[session] = now
+                    room -= now
+            yield taken
 
     def _forward(
         self,

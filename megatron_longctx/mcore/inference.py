@@ -180,8 +180,11 @@ def for_inference(config: Config) -> Config:
         )
     if par.data_parallel_size not in (None, 1):
         raise refuse("parallelism.data_parallel_size", par.data_parallel_size, "1 for inference", "Set it to 1.")
-    if config.inference.transport == "peer" and (config.train.device == "cpu" or not torch.cuda.is_available()):
-        raise refuse("inference.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
+    if config.train.device == "cpu" or not torch.cuda.is_available():
+        if config.inference.transport == "peer":
+            raise refuse("inference.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
+        if config.inference.cuda_graphs == "true":
+            raise refuse("inference.cuda_graphs", "true", "auto or false on CPUs", "Only GPUs have them.")
     plain = ParallelismConfig(
         context_parallel_size=par.context_parallel_size,
         tensor_parallel_size=par.tensor_parallel_size,

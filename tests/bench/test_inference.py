@@ -100,6 +100,15 @@ def test_every_measurement_is_kept_at_once(tmp_path: Path) -> None:
     assert told.read_text() == "10 20 21 22 " and (len(first), len(decoded)) == (2, 2)
 
 
+def test_without_iterations_the_first_time_counts(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    told.write_text("")
+    config = for_inference(compose_config([*SETTINGS, "inference.rule=bytes", "inference.cache_tokens=512"]))
+    sweep = Sweep((40,), (1.0,), (1,), 0, 1, modes=("pass_q",))
+    first, _ = run_distributed(measure, 2, config, sweep, partial(_note, told))[0]
+    assert first[0].seconds == {mode: [seconds] for mode, seconds in first[0].unseen.items()}
+
+
 def test_decoding_alone_takes_no_calibration_and_no_prompts(cache: Path, tmp_path: Path) -> None:
     out = tmp_path / "decode.json"
     settings = [*SETTINGS, "inference.decode=plan", "inference.mode=one_hop"]
@@ -179,8 +188,10 @@ def test_a_sweep_fits_into_the_pages_it_asks_for(n: int, page: int) -> None:
         (["--batches", "2,x"], "--batches=2,x: expected integers of 1 or more"),
         (["--context", "0"], "--context=0: expected integers of 1 or more"),
         (["--modes", "pass_q,ring"], "--modes=pass_q,ring: expected some of pass_kv, pass_q, one_hop"),
-        (["--iterations", "0"], "--iterations=0: expected 1 or more"),
+        (["--iterations", "-1"], "--iterations=-1: expected 0 or more"),
+        (["--tokens", "0"], "--tokens=0: expected 1 or more"),
         (["parallelism.pipeline_parallel_size=2"], "1 for inference"),
+        (["inference.cuda_graphs=true"], "inference.cuda_graphs=true: expected auto or false on CPUs"),
         (["--out", "gone/x.json"], "--out=gone/x.json: expected a .json file in a folder that exists"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy
@@ -16,7 +17,7 @@ from torch import Tensor
 from megatron_longctx.config import Config
 from megatron_longctx.inference import engine as engines
 from megatron_longctx.inference.engine import LongContextEngine, Session
-from megatron_longctx.inference.ledger import CacheFull
+from megatron_longctx.inference.ledger import CacheFull, Turn
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.kernels.planned import PlannedShapes
 from megatron_longctx.mcore import groups
@@ -233,6 +234,43 @@ def warming_up_leaves_open_sessions_alone(engine: LongContextEngine) -> None:
         session.close()
 
 
+def a_pass_takes_as_many_tokens_as_fit(engine: LongContextEngine, each: int) -> None:
+    """Of all sequences together, so that activations are bounded however long prompts are and however many."""
+    own, most = engine.settings, each * engine.ledger.n
+    texts = [PROMPTS[0] * 6, PROMPTS[1], PROMPTS[2], PROMPTS[2] * 2]
+    for chunk in (None, 7):
+        engine.settings = replace(own, prefill_chunk=chunk)
+        _, expected = passes(engine, texts)
+        engine.settings = replace(own, prefill_chunk=chunk, rank_tokens=each)
+        computed, found = passes(engine, texts)
+        assert sum(computed) == sum(map(len, texts)) and max(computed) <= max(most, chunk or 0)
+        assert chunk or all(before + after > most for before, after in pairwise(computed)), "each takes what fits"
+        assert len(computed) > 3
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    engine.settings = own
+
+
+def passes(engine: LongContextEngine, texts: list[list[int]]) -> tuple[list[int], Tensor]:
+    """New tokens of every pass that prompts are computed in, and the logits at their ends."""
+    computed: list[int] = []
+    forward = engine._forward
+
+    def counted(sessions: list[Session], turns: tuple[Turn, ...], *rest: object, **how: object) -> object:
+        computed.append(sum(turn.new for turn in turns))
+        return forward(sessions, turns, *rest, **how)  # type: ignore[arg-type]
+
+    engine._forward = counted  # type: ignore[method-assign, assignment]
+    sessions = [engine.open() for _ in texts]
+    try:
+        engine.append(dict(zip(sessions, texts, strict=True)))
+    finally:
+        del engine._forward  # type: ignore[method-assign]
+    logits = engine.next_logits(sessions)
+    for session in sessions:
+        session.close()
+    return computed, logits
+
+
 def learned_positions_end(config: Config) -> None:
     settings = {"data.seq_length": 24, "model.position_embedding": "learned", "inference.cache_tokens": 100}
     collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
@@ -252,6 +290,7 @@ def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
     warming_up_computes_and_leaves_nothing(engine)
     planned_shapes_are_met_before_the_first_prompt(engine)
     warming_up_leaves_open_sessions_alone(engine)
+    a_pass_takes_as_many_tokens_as_fit(engine, 12)
     tokens = batches_do_not_matter(engine)
     sequences_end(engine)
     errors_harm_nothing(engine)
