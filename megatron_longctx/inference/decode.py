@@ -76,8 +76,8 @@ class _Captured(NamedTuple):
 class Decoder:
     """Runs batches of single tokens and of short prompts, or leaves them to plans.
 
-    Rows are padded to a power of two, so that there are 8 graphs at most of single tokens, and 9 of prompts. They share
-    their memory. Missing rows have no tokens, and their keys and values go nowhere.
+    Rows are padded to one of few sizes, so that there are 8 graphs at most of single tokens, and 16 of prompts. They
+    share their memory. Missing rows have no tokens, and their keys and values go nowhere.
 
     Args:
         mode: `inference.mode`, which `decode=auto` goes by.
@@ -118,7 +118,7 @@ class Decoder:
     @property
     def prompt_sizes(self) -> tuple[int, ...]:
         """Rows of the steps that take prompts, in ascending order."""
-        return tuple(1 << i for i in range(max(1, self._together.bit_length() - 1), self.most_prompt.bit_length()))
+        return tuple(sorted({_padded(rows + 1, self._together) for rows in range(1, self.most_prompt)}))
 
     def batch_sizes(self, sequences: int) -> tuple[int, ...]:
         """Of the graphs that decode 2 to so many sequences, how many each serves at most; empty without graphs."""
@@ -158,7 +158,7 @@ class Decoder:
             pages = self._ledger.pages(turn.session, self._attention.rank)
             for place in range(first, len(rows) // together):
                 self._tables.hold(place, pages)
-        size = 1 << (len(rows) - 1).bit_length()
+        size = _padded(len(rows), together)
         numbers = self._tables.staging(size)
         numbers.zero_()
         numbers[_SLOT] = self._attention.nowhere
@@ -250,6 +250,14 @@ class _Tables:
         same = len(held) if held == pages[: len(held)] else 0
         self.pages[place, same : len(pages)] = torch.tensor(pages[same:], dtype=torch.int32, device=self.pages.device)
         self._held[place] = list(pages)
+
+
+def _padded(rows: int, together: int) -> int:
+    """Rows of the step that has so many: of single tokens a power of two, of prompts, whose rows cost computation, a
+    multiple of an eighth of it and of 16."""
+    power = 1 << (rows - 1).bit_length()
+    step = max(16, power // 8) if together > 1 else power
+    return -(-rows // step) * step
 
 
 def _are_single(turns: Sequence[Turn]) -> bool:

@@ -25,10 +25,10 @@ _KEY_BYTES = 16384
 """Of the keys that a program reads at once; as many of values."""
 _STAGES = 5
 """The page's number, then keys and values are loaded ahead: with 5 stages two blocks are on their way while one is
-used. They take 72 KiB of shared memory, so that three programs fit into a processor of an H100 or H200."""
-_PROGRAMS, _PROGRAMS_TOGETHER = 2, 3
-"""Programs wanted for every processor of the GPU: of single queries, which wait for memory, and of several together
-(analysis/results/paged_rows_h200.md)."""
+used."""
+_AT_ONCE = 2
+"""Programs of queries together that a processor of an H100 or H200 runs at a time: each takes 113 KiB of shared memory.
+As many of single queries, which take 70 KiB and wait for memory, are wanted at least."""
 _MOST_SPLITS = 128
 _MERGED = 16
 """Partials that the merging kernel takes at once."""
@@ -145,8 +145,7 @@ def attend_pages_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float, fo
     rows, heads, head_dim = q.shape
     kv_heads = cache.shape[2]
     together, group = pages.together, heads // kv_heads
-    wanted = _PROGRAMS if together == 1 else _PROGRAMS_TOGETHER
-    splits = num_splits(rows // together * kv_heads, q.device, wanted)
+    splits = (num_splits if together == 1 else even_splits)(rows // together * kv_heads, q.device)
     parts = PackedPartials.like(q, (splits,)) if splits > 1 else PackedPartials(found.flat[None], rows, heads, head_dim)
     cols = max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
     constants = {
@@ -182,10 +181,19 @@ def _merge(parts: PackedPartials, out: Tensor, lse: Tensor | None) -> None:
         )  # fmt: skip
 
 
-def num_splits(programs: int, device: torch.device, wanted: int = _PROGRAMS) -> int:
-    """Shares of every sequence, where each share takes so many programs and so many are wanted for every processor.
-    Depends on no length."""
-    return max(1, min(_MOST_SPLITS, -(-wanted * _processors(device) // programs)))
+def num_splits(programs: int, device: torch.device) -> int:
+    """Shares of every sequence, where each share takes so many programs, that give every processor some to do. Depends
+    on no length."""
+    return max(1, min(_MOST_SPLITS, -(-_AT_ONCE * _processors(device) // programs)))
+
+
+def even_splits(programs: int, device: torch.device) -> int:
+    """The same where programs compute rather than wait: all processors are to end together, after two or three rounds
+    of programs. A share more costs something, to write and to merge."""
+    round_ = _AT_ONCE * _processors(device)
+    counts = {rounds: min(_MOST_SPLITS, rounds * round_ // programs) for rounds in (2, 3)}
+    costs = {splits: rounds / splits * (1 + splits / 100) for rounds, splits in counts.items() if splits}
+    return min(costs, key=costs.__getitem__, default=1)
 
 
 @functools.cache

@@ -105,7 +105,7 @@ def both_ways(rank: int, config: Config) -> None:
             if rank == 0 and steps.of_prompts:
                 kept = [session.logits.untyped_storage().nbytes() for session in sessions]
                 assert kept == [2 * 4 * engine.model.vocab_size] * 2, "of the rows whose next tokens are asked for"
-        assert steps.of_prompts == ({16: 1, 64: 2} if (how, mode) == ("replicated", "auto") else {})
+        assert steps.of_prompts == ({16: 1, 48: 2} if (how, mode) == ("replicated", "auto") else {})
         for session in sessions:
             session.close()
     for other in logits[1:]:
@@ -117,7 +117,7 @@ def both_ways(rank: int, config: Config) -> None:
         steps = recorded(engine, "replicated")
         engine.warm_up()
         learned = config.model.position_embedding == "learned"  # at most 128 tokens
-        sizes = {16, 32, 64, 128} | (set() if learned else {256, 512})
+        sizes = {*range(16, 129, 16)} | (set() if learned else {160, 192, 224, 256, 320, 384, 448, 512})
         assert set(steps.of_prompts) == (set() if engine.settings.exact else sizes)
         assert engine.ledger.used_pages() == 0
 
@@ -140,7 +140,7 @@ def both_ways(rank: int, config: Config) -> None:
     # However many queries lie together: alone, where many query heads share keys, prompts and decode share their steps.
     recorded(engine, "plan")
     expected = in_chunks(engine, prompts)
-    for beside, steps_of in ((1, {16: 7, 8: 1, 4: 2}), (2, {16: 7, 8: 1, 4: 2}), (16, {64: 2, 16: 8})):
+    for beside, steps_of in ((1, {16: 7, 8: 1, 4: 2}), (2, {16: 10}), (16, {48: 2, 16: 8})):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decode, "most_together", lambda *_, beside=beside: beside)
             steps = recorded(engine, "replicated")
@@ -249,7 +249,9 @@ def test_what_is_taken_is_what_the_settings_say() -> None:
     assert replicated.takes((*prompts[2], *one)) and not replicated.takes((*prompts[512], *one))
     assert not any(each.takes(prompts[2]) for each in (automatic, plan))
     assert replicated.takes(most, named=True) and not replicated.takes(prompts[2], named=True)
-    assert replicated.prompt_sizes == (16, 32, 64, 128, 256, 512) and plan.prompt_sizes == ()
+    assert plan.prompt_sizes == ()
+    sizes = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+    assert replicated.prompt_sizes == sizes
     assert not decoder(DecodeSettings(), "pass_q").takes(one) and not decoder(DecodeSettings("plan")).takes(one)
 
 
