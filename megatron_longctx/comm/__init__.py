@@ -3,6 +3,7 @@
 `P2PTransport` sends and receives batches of messages on a stream of its own; `PeerTransport` lets receivers pull out of
 the senders' memory; `MixedTransport` does the one between hosts and the other within; `choose_transport` takes one of
 them. `BufferPool` lends the memory in which messages land; `WaitClock` measures how long a rank waits for them.
+`PeerMerge` merges what ranks have found for the same queries.
 """
 
 from .buffers import BufferPool
@@ -12,6 +13,7 @@ from .mixed import MixedTransport
 from .outbox import Outbox, OutboxBuilder, Sent
 from .p2p import Exchange, P2PTransport
 from .peer import Mailbox, PeerTransport
+from .peer_merge import PeerMerge
 from .together import PeerMemoryError
 from .waiting import GraphWaits, WaitClock, measured_wait
 
@@ -25,6 +27,7 @@ __all__ = [
     "OutboxBuilder",
     "P2PTransport",
     "PeerMemoryError",
+    "PeerMerge",
     "PeerTransport",
     "Sent",
     "Transport",

@@ -1,4 +1,4 @@
-"""What reductions over peer memory write into: two halves of memory and flags of every rank, and messages' sizes."""
+"""What reductions and merges over peer memory write into: two halves of memory and flags of every rank; messages."""
 
 from __future__ import annotations
 
@@ -82,11 +82,12 @@ class Piece:
     scatter: bool = False
 
 
-def peer_memory(group: dist.ProcessGroup, device: torch.device, room: int = ROOM) -> PeerMemory:
-    """Memory for `PeerReduction`, which all ranks of `group` make together; see `why_no_peers`.
+def peer_memory(group: dist.ProcessGroup, device: torch.device, room: int = ROOM, remedy: str = _REMEDY) -> PeerMemory:
+    """Memory that all ranks of `group` make together; see `why_no_peers`.
 
     Args:
         room: bytes of a half, a multiple of 16; there are two, and some KiB of flags.
+        remedy: what helps where it cannot be had.
 
     Raises:
         PeerMemoryError: symmetric memory cannot be used; raised by all ranks alike.
@@ -94,7 +95,7 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device, room: int = ROOM
     world = dist.get_world_size(group)
     sizes = (2 * room, 8 * PeerMemory.num_flags(world))
     with torch.inference_mode(False):
-        handles = share(group, group, device, sizes, remedy=_REMEDY)
+        handles = share(group, group, device, sizes, remedy=remedy)
         views = [
             [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(world)]
             for handle, size in zip(handles, sizes, strict=True)

@@ -14,10 +14,10 @@ from torch import Tensor
 from ..attention.engine import Engine
 from ..attention.executor import ForwardPass
 from ..attention.program import Program, compile_program
-from ..comm import BufferPool, MixedTransport, PeerTransport, choose_transport, gather_over
+from ..comm import BufferPool, MixedTransport, PeerMerge, PeerTransport, choose_transport, from_all, gather_over
 from ..config import refuse
 from ..kernels import KernelRequest, choose
-from ..kernels.paged import PackedPartials, Pages, attend_pages, merge_ranks
+from ..kernels.paged import DTYPES, PackedPartials, Pages, attend_pages, attend_shares, fused_kernels, merge_ranks
 from ..kernels.warm_up import compile_decode, compile_merges
 from ..schedules import Kind
 from .ledger import Turn
@@ -97,6 +97,10 @@ class CachedAttention:
         if group is not None and self.world > 1:
             # A conversation needs a little more memory for its messages in every turn.
             links = choose_transport(transport, group, device, growth=2.0, key="inference.transport")
+        self._merge: PeerMerge | None = None
+        if isinstance(links, PeerTransport) and shape.dtype in DTYPES and all(from_all(group, fused_kernels())):
+            assert group is not None
+            self._merge = PeerMerge.of(group, device, "inference.transport")
         chosen = choose(kernel, request)
         self.shapes = chosen.planned(shape.num_heads, shape.head_dim)
         self._engine = Engine(chosen, links, BufferPool(device))
@@ -132,6 +136,8 @@ class CachedAttention:
         if self.device.type == "cuda":
             compile_merges(self.shape.num_heads, self.shape.head_dim, self.shape.dtype, self.device)
             compile_decode(self._storage[0][:, :, 0], self.shape.num_heads, page_tokens)
+            if self._merge is not None:
+                self._merge.compile(self.shape.num_heads, self.shape.head_dim, self.shape.dtype, self.device)
 
     def copy(self, source: range, target: range) -> None:
         """Copy cached keys and values of all layers from this rank's slots to others of its own."""
@@ -213,11 +219,16 @@ class CachedAttention:
 
     def _attend_rows(self, layer: int, rows: Rows, q: Tensor, scale: float) -> Tensor:
         """Each rank attends over what it holds; all merge what all have found, in the same order."""
-        found = self.attend_here(layer, q[:, 0], rows.pages, scale)
+        q = q[:, 0]
         if self.world == 1:
-            return found.out.to(q.dtype).unsqueeze(1)
-        gathered = PackedPartials(gather_over(self.group, found.flat), q.shape[0], q.shape[2], q.shape[3])
-        return merge_ranks(gathered, torch.empty_like(q[:, 0], memory_format=torch.contiguous_format)).unsqueeze(1)
+            return self.attend_here(layer, q, rows.pages, scale).out.to(q.dtype).unsqueeze(1)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if self._merge is not None and self._merge.fits(*q.shape):
+            shares = attend_shares(q, self._storage[layer][:, :, 0], rows.pages, scale)
+            return self._merge(shares, out).unsqueeze(1)
+        found = self.attend_here(layer, q, rows.pages, scale)
+        gathered = PackedPartials(gather_over(self.group, found.flat), *q.shape)
+        return merge_ranks(gathered, out).unsqueeze(1)
 
 
 def numbers_of(ranges: Sequence[range]) -> Tensor:

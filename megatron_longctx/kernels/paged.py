@@ -104,6 +104,17 @@ def attend_pages(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packed
 
 
 @torch.no_grad()
+def attend_shares(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
+    """`attend_pages` before shares of the keys are merged: `[splits, B, h, d]` and `[splits, B, h]`."""
+    fused = _fused() if q.is_cuda and q.dtype in DTYPES and q.numel() else None
+    if fused is None:
+        found = attend_pages(q, cache, pages, scale)
+        return PackedPartials(found.flat[None], *q.shape)
+    _check(q, cache, pages)
+    return fused.attend_shares_triton(q, cache, pages, scale)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
 def merge_ranks(found: PackedPartials, out: Tensor) -> Tensor:
     """Merge what ranks have found over disjoint keys, in their order: the same numbers wherever it is computed.
 

@@ -142,11 +142,30 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 
 def attend_pages_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float, found: PackedPartials) -> None:
     """See `paged.attend_pages`. q's heads may have any strides."""
+    splits = _num_splits(q, cache, pages)
+    parts = PackedPartials.like(q, (splits,)) if splits > 1 else PackedPartials(found.flat[None], *q.shape)
+    _attend(q, cache, pages, scale, parts)
+    if splits > 1:
+        _merge(parts, found.out, found.lse)
+
+
+def attend_shares_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
+    """See `paged.attend_shares`."""
+    parts = PackedPartials.like(q, (_num_splits(q, cache, pages),))
+    _attend(q, cache, pages, scale, parts)
+    return parts
+
+
+def _num_splits(q: Tensor, cache: Tensor, pages: Pages) -> int:
+    programs = q.shape[0] // pages.together * cache.shape[2]
+    return (num_splits if pages.together == 1 else even_splits)(programs, q.device)
+
+
+def _attend(q: Tensor, cache: Tensor, pages: Pages, scale: float, parts: PackedPartials) -> None:
     rows, heads, head_dim = q.shape
     kv_heads = cache.shape[2]
     together, group = pages.together, heads // kv_heads
-    splits = (num_splits if together == 1 else even_splits)(rows // together * kv_heads, q.device)
-    parts = PackedPartials.like(q, (splits,)) if splits > 1 else PackedPartials(found.flat[None], rows, heads, head_dim)
+    splits = len(parts.out)
     cols = max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
     constants = {
         "PAGE": pages.page_tokens,
@@ -162,8 +181,6 @@ def attend_pages_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float, fo
             *row_strides(q), *row_strides(cache), pages.table.stride(0),
             *row_strides(parts.out)[:2], *parts.lse.stride()[:2], **constants, num_warps=4, num_stages=_STAGES,
         )  # fmt: skip
-    if splits > 1:
-        _merge(parts, found.out, found.lse)
 
 
 def merge_ranks_triton(found: PackedPartials, out: Tensor) -> None:

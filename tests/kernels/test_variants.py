@@ -174,6 +174,17 @@ def peers(draw: Draw, rng: random.Random) -> None:
     one_step(memory, x[:each], x[:each], wire)
 
 
+def merged_over_peers(draw: Draw, rng: random.Random) -> None:
+    """Not for a GPU either."""
+    from megatron_longctx.comm.peer_memory import PeerMemory
+    from megatron_longctx.comm.peer_merge import PeerMerge
+
+    addresses, state = draw(4, dtype=torch.int64), draw(2, dtype=torch.int64)
+    q = draw(size(rng, 40), KV_HEADS * GROUP, D, dtype=BF16)
+    merge = PeerMerge(PeerMemory(rng.randrange(4), 4, addresses, addresses, state, 2**24))
+    merge(PackedPartials.like(q, (size(rng, 128),)), torch.empty_like(q))
+
+
 BOUNDS = {
     # Results of one dtype; alone in its program a kernel has one variant.
     ("kernels.merge_triton", "_merge_kernel"): (merge, 1),
@@ -193,7 +204,10 @@ BOUNDS = {
     # Small or large tiles, and as many groups at once or a quarter.
     ("comm.peer_kernels", "_two_step_kernel"): (peers, 4),
     ("comm.peer_kernels", "_one_step_kernel"): (peers, 4),
+    # Of 1, 2, 4, 8 and more shares, that are multiples of 16 numbers apart, or not.
+    ("comm.peer_merge_kernel", "_merge_over_peers_kernel"): (merged_over_peers, 10),
 }
+WAITING = (peers, merged_over_peers)
 
 
 def launched(module: str, name: str, monkeypatch: pytest.MonkeyPatch, calls: int) -> Launches:
@@ -241,7 +255,7 @@ def test_values_are_still_read_16_bytes_at_a_time(
 @pytest.mark.gpu
 @needs_compiler
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize(("module", "name"), [at for at, (call, _) in BOUNDS.items() if call is not peers], ids=str)
+@pytest.mark.parametrize(("module", "name"), [at for at, (call, _) in BOUNDS.items() if call not in WAITING], ids=str)
 def test_no_variants_for_lengths_on_a_gpu(module: str, name: str) -> None:
     call, bound = BOUNDS[module, name]
     kernel = getattr(importlib.import_module(f"megatron_longctx.{module}"), name)
