@@ -13,7 +13,7 @@ from matplotlib import pyplot
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = {
-    "CP 2, plans beside replicated prompts": ("2 H200s", "#22667a"),
+    "CP 2, steps in finer sizes": ("2 H200s", "#22667a"),
     "CP 1": ("1 H200", "#c0703a"),
 }
 MOST = 512  # new tokens that the picture shows

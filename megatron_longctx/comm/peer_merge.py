@@ -13,9 +13,6 @@ from ..kernels.paged import PackedPartials
 from .peer_memory import PeerMemory, peer_memory
 from .symmetric import remedy_by
 
-_ROOM = 2**24
-"""Bytes of a half of the memory. What does not fit takes a collective, which at such sizes is as fast."""
-
 
 class PeerMerge:
     """Merges among GPUs of one host. All ranks make the same calls with the same shapes, in one order on the device.
@@ -29,8 +26,8 @@ class PeerMerge:
         self._memory, self._kernel = memory, peer_merge_kernel
 
     @staticmethod
-    def of(group: dist.ProcessGroup, device: torch.device, key: str) -> PeerMerge:
-        """Over memory that all ranks of `group` make together; see `why_no_peers`.
+    def of(group: dist.ProcessGroup, device: torch.device, rows: int, heads: int, head_dim: int, key: str) -> PeerMerge:
+        """Over memory for results of so many queries, which all ranks of `group` make together; see `why_no_peers`.
 
         Args:
             key: the setting that chose peer memory, for messages.
@@ -38,11 +35,12 @@ class PeerMerge:
         Raises:
             PeerMemoryError: symmetric memory cannot be used; raised by all ranks alike.
         """
-        return PeerMerge(peer_memory(group, device, _ROOM, remedy_by(key)))
+        room = dist.get_world_size(group) * _message_bytes(rows, heads, head_dim)
+        return PeerMerge(peer_memory(group, device, room, remedy_by(key)))
 
     def compile(self, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Merge every kind of results once: of few shares and of many, multiples of 16 numbers apart or not."""
-        for rows, splits in product((1, 16), self._kernel.KINDS):
+        """Merge what decode does once: of few shares and of many, multiples of 16 numbers apart or not."""
+        for rows, splits in product((1, 16), (1, 2, 4, 8, 16)):
             out = torch.empty(rows, heads, head_dim, dtype=dtype, device=device)
             shares = PackedPartials.like(out, (splits,))
             shares.flat.zero_()

@@ -16,10 +16,11 @@ from .peer_memory import MOST_BLOCKS, PeerMemory
 
 PUSH, MERGE = 1, 2
 ALL = PUSH | MERGE
-_AT_ONCE = 16
-"""Partial results of one or several items that a block loads at once; a power of two."""
-KINDS = (1, 2, 4, 8, 16)
-"""Numbers of shares, each compiled for by itself; more are as 16."""
+_SMALL, _LARGE = (16, 4), (128, 16)
+"""Partial results of one or several items that a block loads at once, and its warps: of decode, and of prompts
+(analysis/results/peer_merge_h200_x2.md)."""
+_MOST_SMALL = 128
+"""Partial results of a block, up to which it is decode's."""
 
 
 @triton.jit
@@ -48,34 +49,31 @@ def _merge_over_peers_kernel(  # type: ignore[no-untyped-def]
             item = start + tl.arange(0, ITEMS)
             inside = item < stop
             most = tl.full((ITEMS,), -float("inf"), dtype=tl.float32)
-            for begin in range(0, count, PARTS):
-                part = begin + tl.arange(0, PARTS)
-                at = lse + part[None, :].to(tl.int64) * lse_stride + item[:, None]
-                there = inside[:, None] & (part < count)[None, :]
-                most = tl.maximum(most, tl.max(tl.load(at, mask=there, other=-float("inf")), 1))
-            base = _base_of(most)
-            total = tl.zeros((ITEMS, COLS), dtype=tl.float32)
             weights = tl.zeros((ITEMS,), dtype=tl.float32)
+            total = tl.zeros((ITEMS, COLS), dtype=tl.float32)
             for begin in range(0, count, PARTS):
                 part = begin + tl.arange(0, PARTS)
                 there = inside[:, None] & (part < count)[None, :]
                 at = part[None, :].to(tl.int64) * lse_stride + item[:, None]
-                weight = tl.exp(tl.load(lse + at, mask=there, other=-float("inf")) - base[:, None])
+                found = tl.load(lse + at, mask=there, other=-float("inf"))
                 at = part[None, :].to(tl.int64) * part_stride + item[:, None] * head_dim
-                values = tl.load(
-                    parts + at[:, :, None] + col[None, None, :], mask=there[:, :, None] & real[:, None, :], other=0.0
-                )
-                total += tl.sum(weight[:, :, None] * values, 1)
-                weights += tl.sum(weight, 1)
+                at = parts + at[:, :, None] + col[None, None, :]
+                values = tl.load(at, mask=there[:, :, None] & real[:, None, :], other=0.0)
+                larger = tl.maximum(most, tl.max(found, 1))
+                weight = tl.exp(found - _base_of(larger)[:, None])
+                shrink = tl.exp(most - _base_of(larger))
+                weights = weights * shrink + tl.sum(weight, 1)
+                total = total * shrink[:, None] + tl.sum(weight[:, :, None] * values, 1)
+                most = larger
             # NaN where the inputs are: only a sum that is exactly 0 has no keys.
             divisor = tl.where(weights == 0, 1.0, weights)
-            found = total / divisor[:, None]
-            found_lse = tl.where(weights == 0, -float("inf"), base + tl.log(divisor))
+            merged = total / divisor[:, None]
+            merged_lse = tl.where(weights == 0, -float("inf"), _base_of(most) + tl.log(divisor))
             for shift in range(1, WORLD + 1):  # every rank begins with another peer
                 to = tl.multiple_of(tl.load(data + (me + shift) % WORLD) + half + me * row, 16)
                 to = tl.multiple_of(to.to(tl.pointer_type(tl.float32)), 16)
-                tl.store(to + item[:, None] * head_dim + col[None, :], found, mask=inside[:, None] & real)
-                tl.store(to + items * head_dim + item, found_lse, mask=inside)
+                tl.store(to + item[:, None] * head_dim + col[None, :], merged, mask=inside[:, None] & real)
+                tl.store(to + items * head_dim + item, merged_lse, mask=inside)
         _tell(flags, me, epoch, 0, WORLD, LANES, MOST)
     if PHASES & 2:
         _await(flags, me, epoch, 0, WORLD, LANES, MOST)
@@ -84,19 +82,19 @@ def _merge_over_peers_kernel(  # type: ignore[no-untyped-def]
             item = start + tl.arange(0, ITEMS)
             inside = item < stop
             most = tl.full((ITEMS,), -float("inf"), dtype=tl.float32)
-            for source in tl.static_range(WORLD):
-                of = tl.multiple_of((here + source * row).to(tl.pointer_type(tl.float32)), 16)
-                at = of + items * head_dim + item
-                most = tl.maximum(most, tl.load(at, mask=inside, other=-float("inf")))
-            base = _base_of(most)
-            total = tl.zeros((ITEMS, COLS), dtype=tl.float32)
             weights = tl.zeros((ITEMS,), dtype=tl.float32)
+            total = tl.zeros((ITEMS, COLS), dtype=tl.float32)
             for source in tl.static_range(WORLD):
                 of = tl.multiple_of((here + source * row).to(tl.pointer_type(tl.float32)), 16)
-                weight = tl.exp(tl.load(of + items * head_dim + item, mask=inside, other=-float("inf")) - base)
+                found = tl.load(of + items * head_dim + item, mask=inside, other=-float("inf"))
                 at = of + item[:, None] * head_dim + col[None, :]
-                total += weight[:, None] * tl.load(at, mask=inside[:, None] & real, other=0.0)
-                weights += weight
+                values = tl.load(at, mask=inside[:, None] & real, other=0.0)
+                larger = tl.maximum(most, found)
+                weight = tl.exp(found - _base_of(larger))
+                shrink = tl.exp(most - _base_of(larger))
+                weights = weights * shrink + weight
+                total = total * shrink[:, None] + weight[:, None] * values
+                most = larger
             divisor = tl.where(weights == 0, 1.0, weights)
             at = item[:, None].to(tl.int64) * head_dim + col[None, :]
             tl.store(out + at, (total / divisor[:, None]).to(out.dtype.element_ty), mask=inside[:, None] & real)
@@ -113,12 +111,14 @@ def merge_over_peers(memory: PeerMemory, shares: PackedPartials, out: Tensor, ro
         phases: PUSH, MERGE: one after the other where ranks are simulated one after the other.
     """
     count, rows, heads, head_dim = shares.out.shape
-    items, parts = rows * heads, min(_AT_ONCE, triton.next_power_of_2(count))
+    items = rows * heads
     per = triton.cdiv(items, memory.blocks)  # whatever the splits: a block waits for the same items of all ranks
+    at_once, warps = _SMALL if per * count <= _MOST_SMALL else _LARGE
+    parts = min(at_once, triton.next_power_of_2(count))
     world, cols = memory.world, triton.next_power_of_2(head_dim)
     _merge_over_peers_kernel[(triton.cdiv(items, per),)](
         shares.out, shares.lse, out, memory.data, memory.flags, memory.state, memory.rank, memory.room, row, count,
         items, per, head_dim, row_strides(shares.out)[0], shares.lse.stride(0), COLS=cols, PARTS=parts,
-        ITEMS=_AT_ONCE // parts, WORLD=world, LANES=triton.next_power_of_2(world), MOST=MOST_BLOCKS, PHASES=phases,
-        num_warps=4,
+        ITEMS=at_once // parts, WORLD=world, LANES=triton.next_power_of_2(world), MOST=MOST_BLOCKS, PHASES=phases,
+        num_warps=warps,
     )  # fmt: skip

@@ -24,6 +24,8 @@ from .ledger import Turn
 from .plan import CachePlan
 
 GIB = 2**30
+_MERGED_ROWS = 512
+"""Most queries whose results are merged over peer memory, which is made for so many; more take a collective."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ class CachedAttention:
         self._merge: PeerMerge | None = None
         if isinstance(links, PeerTransport) and shape.dtype in DTYPES and all(from_all(group, fused_kernels())):
             assert group is not None
-            self._merge = PeerMerge.of(group, device, "inference.transport")
+            sizes = _MERGED_ROWS, shape.num_heads, shape.head_dim
+            self._merge = PeerMerge.of(group, device, *sizes, "inference.transport")
         chosen = choose(kernel, request)
         self.shapes = chosen.planned(shape.num_heads, shape.head_dim)
         self._engine = Engine(chosen, links, BufferPool(device))

@@ -205,11 +205,12 @@ def num_splits(programs: int, device: torch.device) -> int:
 
 
 def even_splits(programs: int, device: torch.device) -> int:
-    """The same where programs compute rather than wait: all processors are to end together, after two or three rounds
-    of programs. A share more costs something, to write and to merge."""
+    """The same where programs compute rather than wait: all processors are to end together, after up to three rounds of
+    programs. A share more costs something, to write and to merge; a round alone takes longer than each of several."""
     round_ = _AT_ONCE * _processors(device)
-    counts = {rounds: min(_MOST_SPLITS, rounds * round_ // programs) for rounds in (2, 3)}
-    costs = {splits: rounds / splits * (1 + splits / 100) for rounds, splits in counts.items() if splits}
+    counts = {rounds: min(_MOST_SPLITS, rounds * round_ // programs) for rounds in (1, 2, 3)}
+    times = {1: 1.15, 2: 2, 3: 3}
+    costs = {splits: times[rounds] / splits * (1 + splits / 100) for rounds, splits in counts.items() if splits}
     return min(costs, key=costs.__getitem__, default=1)
 
 

@@ -60,7 +60,7 @@ def compare_step_by_step() -> None:
         world, room = 2 + number % 3, 2**18
         memories = one_process(world, room)
         for call in range(3):
-            every = [shares_of(shape, (1, 2, 5, 33)[(rank + call) % 4], 10 * call + rank) for rank in range(world)]
+            every = [shares_of(shape, (1, 2, 5, 70)[(rank + call) % 4], 10 * call + rank) for rank in range(world)]
             if call == 2:  # bad values of a query stay with it
                 every[0].out[0, 0, 0], every[0].lse[0, 0, 0] = torch.nan, 1.0
             outs = [torch.full(shape, 7.0, dtype=dtype) for _ in range(world)]
@@ -112,8 +112,9 @@ def _on_gpus(rank: int) -> None:
     """Eager and replayed with other numbers, beside NCCL's gather; ranks come late in turns."""
     group, device = dist.group.WORLD, torch.device("cuda", rank)
     assert group is not None
-    merge = PeerMerge.of(group, device, "inference.transport")
-    for rows, splits in ((1, 33), (2, 17), (16, 3), (80, 13), (128, 1), (448 if group.size() == 2 else 96, 2)):
+    merge = PeerMerge.of(group, device, 448, 32, 128, "inference.transport")
+    assert not merge.fits(449, 32, 128)
+    for rows, splits in ((1, 33), (2, 17), (16, 3), (16, 66), (80, 13), (128, 1), (448, 2)):
         shape = (rows, 32, 128)
         shares, out = shares_of(shape, splits, rank, f"cuda:{rank}"), torch.empty(shape, device=device).bfloat16()
         assert merge.fits(*shape)

@@ -204,8 +204,8 @@ BOUNDS = {
     # Small or large tiles, and as many groups at once or a quarter.
     ("comm.peer_kernels", "_two_step_kernel"): (peers, 4),
     ("comm.peer_kernels", "_one_step_kernel"): (peers, 4),
-    # Of 1, 2, 4, 8 and more shares, that are multiples of 16 numbers apart, or not.
-    ("comm.peer_merge_kernel", "_merge_over_peers_kernel"): (merged_over_peers, 10),
+    # Of 1, 2, 4, 8 and 16 or more shares, or of up to 128, that are multiples of 16 numbers apart, or not.
+    ("comm.peer_merge_kernel", "_merge_over_peers_kernel"): (merged_over_peers, 24),
 }
 WAITING = (peers, merged_over_peers)
 
