@@ -92,7 +92,7 @@ class Inbox:
             self.stopped.set()
             listeners, self._listeners = self._listeners, {}
         for number, listen in listeners.items():
-            listen(Event(number, finish_reason="error", error="the server is stopping"))
+            listen(Event(number, finish_reason="cancelled", error="the server is stopping"))
 
     def take(self, wait: bool) -> list[Request | int]:
         """What has arrived; if nothing has, and `wait`, after a while at most."""

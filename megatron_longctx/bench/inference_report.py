@@ -166,8 +166,10 @@ def draw(first: Sequence[FirstToken], path: Path, title: str) -> None:
         faster = ["pass_q" if ratio < 1 else "pass_kv" for ratio in ratios]
         upper.scatter(rates, ratios, color=[_COLOURS[mode] for mode in faster], zorder=2)
         upper.set_title(f"{length:,} tokens, CP {ranks}", fontsize=10)
-        for row, rule in enumerate(RULES):
-            lower.scatter(rates, [row] * len(cases), color=[_COLOURS[m.taken[rule]] for m in cases], marker="s", s=30)
+        judged = [(rate, m.taken) for rate, m in zip(rates, cases, strict=True) if m.taken]
+        for row, rule in enumerate(RULES if judged else ()):
+            colours = [_COLOURS[taken[rule]] for _, taken in judged]
+            lower.scatter([rate for rate, _ in judged], [row] * len(judged), color=colours, marker="s", s=30)
         lower.set_ylim(len(RULES) - 0.5, -0.5)
         lower.set_yticks(range(len(RULES)), RULES)
         lower.set_xscale("log")

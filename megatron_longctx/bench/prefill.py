@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..comm.crossover import Crossover
 from ..comm.reduction import ReductionPolicy
 from ..config import REDUCTIONS, Config, refuse
-from ..inference.engine import LongContextEngine
+from ..inference.engine import EngineSettings, LongContextEngine
 from ..inference.sampling import Sampling
 from ..mcore import groups
 from ..mcore.inference import CachedGPT, build_engine, for_inference
@@ -73,8 +73,10 @@ class Decided:
     samples: tuple[tuple[int, float, float], ...]
 
     def said(self, lengths: Sequence[int], hidden_size: int, least: float) -> str:
-        """In words, with what it means for prompts of these `lengths`; sums below `least` bytes are never quantized."""
-        sizes = {tokens: tokens * hidden_size * getattr(torch, self.dtype).itemsize for tokens in lengths}
+        """In words, with what it means for prompts of these `lengths` (longer ones take several passes of the longest);
+        sums below `least` bytes are never quantized."""
+        each = hidden_size * getattr(torch, self.dtype).itemsize
+        sizes = {tokens: min(tokens, EngineSettings.rank_tokens) * each for tokens in lengths}
         start = math.inf if self.from_bytes is None else max(self.from_bytes, least)
         taken = (
             f"{tokens:,} tokens {'int8' if size >= start else 'none'} ({size / 2**20:.4g} MiB)"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.quantize import QuantFormat
-from .symmetric import share
+from .symmetric import make_room, share
 
 MOST_BLOCKS = 128
 _STEPS = 2
@@ -94,6 +94,7 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device, room: int = ROOM
     """
     world = dist.get_world_size(group)
     sizes = (2 * room, 8 * PeerMemory.num_flags(world))
+    make_room(device, sum(sizes))
     with torch.inference_mode(False):
         handles = share(group, group, device, sizes, remedy=remedy)
         views = [

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..kernels.paged import PackedPartials
 from .peer_memory import PeerMemory, peer_memory
-from .symmetric import remedy_by
+
+_REMEDY = "Leave more of the device's memory free."
 
 
 class PeerMerge:
@@ -26,21 +27,18 @@ class PeerMerge:
         self._memory, self._kernel = memory, peer_merge_kernel
 
     @staticmethod
-    def of(group: dist.ProcessGroup, device: torch.device, rows: int, heads: int, head_dim: int, key: str) -> PeerMerge:
+    def of(group: dist.ProcessGroup, device: torch.device, rows: int, heads: int, head_dim: int) -> PeerMerge:
         """Over memory for results of so many queries, which all ranks of `group` make together; see `why_no_peers`.
-
-        Args:
-            key: the setting that chose peer memory, for messages.
 
         Raises:
             PeerMemoryError: symmetric memory cannot be used; raised by all ranks alike.
         """
         room = dist.get_world_size(group) * _message_bytes(rows, heads, head_dim)
-        return PeerMerge(peer_memory(group, device, room, remedy_by(key)))
+        return PeerMerge(peer_memory(group, device, room, _REMEDY))
 
     def compile(self, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Merge what decode does once: of few shares and of many, multiples of 16 numbers apart or not."""
-        for rows, splits in product((1, 16), (1, 2, 4, 8, 16)):
+        for rows, splits in product((1, 16), (1 << i for i in range(8))):
             out = torch.empty(rows, heads, head_dim, dtype=dtype, device=device)
             shares = PackedPartials.like(out, (splits,))
             shares.flat.zero_()

@@ -114,8 +114,9 @@ def merge_over_peers(memory: PeerMemory, shares: PackedPartials, out: Tensor, ro
     items = rows * heads
     per = triton.cdiv(items, memory.blocks)  # whatever the splits: a block waits for the same items of all ranks
     at_once, warps = _SMALL if per * count <= _MOST_SMALL else _LARGE
-    parts = min(at_once, triton.next_power_of_2(count))
     world, cols = memory.world, triton.next_power_of_2(head_dim)
+    at_once = max(1, at_once * 128 // max(128, cols))  # as many bytes of wider heads, which stay in registers
+    parts = min(at_once, triton.next_power_of_2(count))
     _merge_over_peers_kernel[(triton.cdiv(items, per),)](
         shares.out, shares.lse, out, memory.data, memory.flags, memory.state, memory.rank, memory.room, row, count,
         items, per, head_dim, row_strides(shares.out)[0], shares.lse.stride(0), COLS=cols, PARTS=parts,

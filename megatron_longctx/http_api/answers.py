@@ -37,9 +37,11 @@ class Answer:
         """The text that this event adds, empty for none.
 
         Raises:
-            ApiError: the request was refused, or failed.
+            ApiError: the request was refused, or failed, or was not the client's to end.
         """
         self.running = event.finish_reason is None
+        if event.finish_reason == "cancelled":
+            raise ApiError(503, event.error, "server_error")
         if event.finish_reason == "error":
             raise ApiError(400, event.error) if event.refused else ApiError(500, event.error, "server_error")
         self.cached_tokens = event.cached_tokens

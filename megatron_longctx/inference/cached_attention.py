@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +15,16 @@ from torch import Tensor
 from ..attention.engine import Engine
 from ..attention.executor import ForwardPass
 from ..attention.program import Program, compile_program
-from ..comm import BufferPool, MixedTransport, PeerMerge, PeerTransport, choose_transport, from_all, gather_over
+from ..comm import (
+    BufferPool,
+    MixedTransport,
+    PeerMemoryError,
+    PeerMerge,
+    PeerTransport,
+    choose_transport,
+    from_all,
+    gather_over,
+)
 from ..config import refuse
 from ..kernels import KernelRequest, choose
 from ..kernels.paged import DTYPES, PackedPartials, Pages, attend_pages, attend_shares, fused_kernels, merge_ranks
@@ -22,6 +32,8 @@ from ..kernels.warm_up import compile_decode, compile_merges
 from ..schedules import Kind
 from .ledger import Turn
 from .plan import CachePlan
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 _MERGED_ROWS = 512
@@ -99,14 +111,10 @@ class CachedAttention:
         if group is not None and self.world > 1:
             # A conversation needs a little more memory for its messages in every turn.
             links = choose_transport(transport, group, device, growth=2.0, key="inference.transport")
-        self._merge: PeerMerge | None = None
-        if isinstance(links, PeerTransport) and shape.dtype in DTYPES and all(from_all(group, fused_kernels())):
-            assert group is not None
-            sizes = _MERGED_ROWS, shape.num_heads, shape.head_dim
-            self._merge = PeerMerge.of(group, device, *sizes, "inference.transport")
         chosen = choose(kernel, request)
         self.shapes = chosen.planned(shape.num_heads, shape.head_dim)
         self._engine = Engine(chosen, links, BufferPool(device))
+        self._merge: PeerMerge | None = None
         self._program: Program | None = None
         self._place: slice | Tensor = slice(0, 0)  # of the new tokens' keys and values
         self._num_new = 0
@@ -159,6 +167,19 @@ class CachedAttention:
             self._place = slice(runs[0].start, runs[-1].stop) if runs else slice(0, 0)
         else:
             self._place = numbers_of(runs).to(self.device)
+
+    def expect_rows(self) -> None:
+        """Make memory for what ranks find for rows, where they can read each other's. Collective; `begin_rows` works
+        without as well, over a collective of every layer."""
+        group, shape = self.group, self.shape
+        if group is None or self._merge is not None or not isinstance(self._engine.transport, PeerTransport):
+            return
+        if shape.dtype in DTYPES and all(from_all(group, fused_kernels())):
+            try:
+                self._merge = PeerMerge.of(group, self.device, _MERGED_ROWS, shape.num_heads, shape.head_dim)
+            except PeerMemoryError as error:  # on all ranks alike
+                if self.rank == 0:
+                    logger.warning("decode's partial results are gathered, not merged over peer memory: %s", error)
 
     def begin_rows(self, rows: Rows) -> None:
         """Attend for these rows in the calls that come, on every rank; a layer's call reads their tensors."""

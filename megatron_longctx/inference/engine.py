@@ -361,13 +361,14 @@ class LongContextEngine:
             taken: dict[Session, int] = {}
             room = most
             for session, count in counts.items():
-                now = max(0, min(count - start, size))
+                now = min(count - start, size)
+                if now <= 0:
+                    continue
                 if taken and now > room:
                     yield taken
                     taken, room = {}, most
-                if now:
-                    taken[session] = now
-                    room -= now
+                taken[session] = now
+                room -= now
             yield taken
 
     def _forward(

@@ -36,7 +36,7 @@ class Event:
         token: the one it got; None if none was given out.
         finish_reason: stop, length, cancelled or error; None while it goes on.
         cached_tokens: of its prompt, found in the cache.
-        error: why, with finish_reason error. refused: it lies with the request.
+        error: why, with finish_reason error, or cancelled by the server. refused: it lies with the request.
     """
 
     number: int

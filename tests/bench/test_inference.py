@@ -161,7 +161,8 @@ def test_percentiles_are_measured_values() -> None:
 def test_the_picture_takes_any_number_of_panels(tmp_path: Path) -> None:
     cases = [case(10, 2.0, 1.0, "pass_q"), case(500, 1.0, 2.0, "pass_kv")]
     cases.append(replace(case(50, 2.0, 1.5, "one_hop"), seconds={"pass_kv": [2.0], "pass_q": [1.5], "one_hop": [1.2]}))
-    draw([*cases, *(replace(m, ranks=2) for m in cases)], tmp_path / "x.png", "both")
+    cases.append(replace(case(900, 1.0, 2.0, ""), taken={}))  # in several passes: no rule is asked
+    draw([*cases, *(replace(m, ranks=2) for m in cases), replace(cases[-1], ranks=3)], tmp_path / "x.png", "both")
     assert (tmp_path / "x.png").stat().st_size > 1000
 
 

@@ -112,7 +112,7 @@ def _on_gpus(rank: int) -> None:
     """Eager and replayed with other numbers, beside NCCL's gather; ranks come late in turns."""
     group, device = dist.group.WORLD, torch.device("cuda", rank)
     assert group is not None
-    merge = PeerMerge.of(group, device, 448, 32, 128, "inference.transport")
+    merge = PeerMerge.of(group, device, 448, 32, 128)
     assert not merge.fits(449, 32, 128)
     for rows, splits in ((1, 33), (2, 17), (16, 3), (16, 66), (80, 13), (128, 1), (448, 2)):
         shape = (rows, 32, 128)

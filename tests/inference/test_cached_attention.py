@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longctx.comm import MixedTransport, P2PTransport
+from megatron_longctx.comm import MixedTransport, P2PTransport, PeerMemoryError, PeerTransport
+from megatron_longctx.inference import cached_attention
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.inference.plan import MODES, Batch, build, verify_over_cache
@@ -229,3 +230,30 @@ def test_new_tokens_are_stored_side_by_side_or_apart() -> None:
         assert torch.allclose(attention(0, q, k, v).double(), wanted, atol=1e-5), counts
         done = [start + count for start, count in zip(done, counts, strict=True)]
     assert set(together) == {True, False}, "both kinds were met"
+
+
+def fall_back(rank: int) -> list[str]:
+    """What is logged where memory for merges cannot be had, by one rank alone."""
+    said: list[str] = []
+    attention = CachedAttention(dist.group.WORLD, CacheShape(1, 2, 1, 8, torch.float32), 16, CPU)
+    attention.expect_rows()  # point to point: nothing to make
+    object.__setattr__(attention._engine, "transport", PeerTransport.__new__(PeerTransport))
+
+    def fails(*_: object) -> None:
+        raise PeerMemoryError("no room on rank 1")
+
+    cached_attention.PeerMerge.of = fails  # type: ignore[assignment, method-assign]
+    cached_attention.fused_kernels = lambda: True  # type: ignore[assignment]
+    cached_attention.logger.warning = lambda text, error: said.append(text % error)  # type: ignore[assignment, method-assign]
+    attention.expect_rows()
+    assert attention._merge is None
+    cached_attention.fused_kernels = lambda: rank == 0  # type: ignore[assignment]
+    cached_attention.PeerMerge.of = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
+    attention.expect_rows()  # not asked for where some rank has no kernels
+    return said
+
+
+def test_without_memory_for_merges_results_are_gathered() -> None:
+    found = run_distributed(fall_back, 2)
+    assert found[1] == []
+    assert found[0] == ["decode's partial results are gathered, not merged over peer memory: no room on rank 1"]

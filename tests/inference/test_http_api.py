@@ -375,7 +375,8 @@ def test_a_full_queue_and_a_stopping_server_say_when_to_try_again() -> None:
         served.say(served.request().number, "d", "length")
         assert answer_on(later)[1]["choices"][0]["text"] == "d"
         served.inbox.stop()
-        assert answer_on(waiting[1][0])[1]["error"]["message"] == "the server is stopping"
+        status, answer, _ = answer_on(waiting[1][0])
+        assert status == 503 and answer["error"]["message"] == "the server is stopping"
         for connection in (served.post(BODY), served.connect("GET /health")):
             status, _, response = answer_on(connection)
             assert status == 503 and response.headers["retry-after"] == "1"
