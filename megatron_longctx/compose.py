@@ -98,7 +98,7 @@ def load_config(path: Path) -> Config:
     try:
         loaded = OmegaConf.merge(_schema(), OmegaConf.load(path))
         config = cast(Config, OmegaConf.to_object(loaded))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"{path}: expected a run's configuration there. Start the run with `megatron-longctx train`."
         ) from None

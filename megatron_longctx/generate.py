@@ -117,13 +117,20 @@ class _Talk:
     def _take(self, text: str) -> None:
         begin = time.perf_counter()
         if self.chat.template is None:
-            self._session.append(self.tokenizer.tokenize(text))
+            self._session.append(self.tokenizer.tokenize(self._ended_answer() + text))
         else:
             self._extend([*self.messages, {"role": "user", "content": text.rstrip("\n")}])
         said, times = self._answer()
         self.messages.append({"role": "assistant", "content": said})
         if dist.get_rank() == 0:
             print(_summary(self.engine, self._session, begin, times), file=sys.stderr, flush=True)
+
+    def _ended_answer(self) -> str:
+        """What ends the answer before this turn, as `Chat.text` lays it out: a line's end in place of a stop token."""
+        tokens = self._session.tokens
+        if len(tokens) > self._session.cached_tokens and tokens[-1] in self.sampling.stop:
+            del tokens[-1]  # given out last, and not computed
+        return "\n" if self.messages else ""
 
     def _extend(self, messages: list[Message]) -> None:
         """Compute of the conversation what is not cached; all of it where it no longer begins with that."""

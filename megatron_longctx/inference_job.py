@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from .comm.local_ranks import end_with_parent
 from .compose import RESOLVED, load_config, override_config
 from .config import Config, refuse
 from .inference.engine import LongContextEngine
@@ -147,6 +148,7 @@ def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
 
 
 def _other_rank(index: int, job: InferenceJob, work: Work, port: int) -> None:
+    end_with_parent()
     limit = datetime.timedelta(seconds=job.config.parallelism.timeout_s)
     store = dist.TCPStore(_HOST, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
     _join(job, index + 1, index + 1, store)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,19 @@ def run_ranks(
         return [pickle.loads(Path(folder, f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
 
 
+def end_with_parent() -> None:
+    """See that this rank ends as soon as the process that has started it does, however that one ends: it might wait for
+    others for as long as a collective may take, or compute on beside the next job."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a rank is started by another process"
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
 def _rank_main(
     rank: int,
     fn: Callable[..., Any],
@@ -78,6 +93,7 @@ def _rank_main(
     environment: dict[str, str],
     folder: str,
 ) -> None:
+    end_with_parent()
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // world_size))

@@ -84,7 +84,9 @@ class _KeyRequired:
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        shown = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
+        shown = dict(scope["headers"]).get(b"authorization", b"")
+        if shown[:7].lower() == b"bearer ":  # a scheme's name has no case
+            shown = shown[7:]
         if not hmac.compare_digest(shown, self._key):
             raise ApiError(401, "missing or wrong API key: send Authorization: Bearer KEY", "authentication_error")
         await self._app(scope, receive, send)

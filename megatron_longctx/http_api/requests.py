@@ -110,7 +110,10 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 
 def _sampling(model: Model, body: Mapping[str, Any], chat: bool) -> Sampling:
-    most = _number(body, "max_completion_tokens", int, _number(body, "max_tokens", int))
+    key = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    most = _number(body, key, int)
+    if most is not None and most < 1:
+        raise ApiError(400, f"{key}={_shown(most)}: expected 1 or more")
     ends = () if model.stop_token is None else (model.stop_token,)
     try:
         return Sampling(
@@ -145,17 +148,20 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
     stops = body.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
     if not (isinstance(stops, list) and len(stops) <= _MOST_STOPS and all(isinstance(s, str) and s for s in stops)):
-        raise ApiError(400, f"stop: expected a text or up to {_MOST_STOPS} texts")
+        raise ApiError(400, f"stop={_shown(stops)}: expected a text or up to {_MOST_STOPS} texts")
     return tuple(stops)
 
 
 def _prompt(model: Model, body: Mapping[str, Any]) -> Sequence[int]:
     prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]  # a list of one prompt
     if isinstance(prompt, str):
         prompt = list(_encoded(model, str, prompt))
     if isinstance(prompt, list) and prompt and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
         return prompt
-    raise ApiError(400, "prompt: expected a text that is not empty, or a list of token ids")
+    what = "one text that is not empty, or a list of token ids"
+    raise ApiError(400, f"prompt={_shown(body.get('prompt'))}: expected {what}")
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..config import refuse
 from .cached_attention import GIB, CachedModel, rows_of
 from .choice import Chooser
 from .decode import NOT_FINITE, Decoder, Next
-from .ledger import CacheFull, CacheLedger, Fork, Turn
+from .ledger import CacheFull, CacheLedger, Evicted, Fork, Turn
 from .plan import Batch, build
 from .sampling import Sampling, sample
 from .session import Generation, Session, plain_ids
@@ -29,6 +29,15 @@ from .warm_up import meet_batches, meet_rows, meet_shapes, run_prompts
 __all__ = ["CachedModel", "EngineSettings", "Generation", "LongContextEngine", "Session"]
 
 _T = TypeVar("_T")
+
+
+class _Lost(NamedTuple):
+    """An evicted session, what it held, and what was known of its next token."""
+
+    session: Session
+    evicted: Evicted
+    logits: Tensor | None
+    likeliest: int | None
 
 
 class LongContextEngine:
@@ -293,22 +302,38 @@ class LongContextEngine:
         counts = {s: len(s.tokens) - s.cached_tokens + count for s, count in more.items()}
         self.ledger.undo(self._placed({s: count for s, count in counts.items() if count}, more))
 
-    def _placed(self, counts: Mapping[Session, int], busy: Collection[Session]) -> tuple[Turn, ...]:
+    def _placed(
+        self, counts: Mapping[Session, int], busy: Collection[Session], evicted: list[_Lost] | None = None
+    ) -> tuple[Turn, ...]:
         numbers = {session.number: count for session, count in counts.items()}
-        return self._with_room(busy, lambda: self.ledger.append(numbers))
+        return self._with_room(busy, lambda: self.ledger.append(numbers), evicted)
 
-    def _with_room(self, busy: Collection[Session], place: Callable[[], _T]) -> _T:
-        """`place`, with others than `busy` sessions evicted until it fits, if that is allowed."""
+    def _with_room(self, busy: Collection[Session], place: Callable[[], _T], evicted: list[_Lost] | None = None) -> _T:
+        """`place`, with others than `busy` sessions evicted until it fits, if that is allowed.
+
+        Args:
+            evicted: is told of them, to restore them where more that has to fit does not; without it, they are restored
+                if this does not.
+        """
+        lost = [] if evicted is None else evicted
         while True:
             try:
                 return place()
             except CacheFull:
                 idle = [s for s in self._open.values() if s not in busy and s.cached_tokens]
                 if not (self.settings.evict and idle):
+                    if evicted is None:
+                        self._restore(lost)
                     raise
                 oldest = min(idle, key=lambda session: session.last_used)
-                self.ledger.evict(oldest.number)
+                lost.append(_Lost(oldest, self.ledger.evict(oldest.number), oldest.logits, oldest.likeliest))
                 oldest.logits = oldest.likeliest = None
+
+    def _restore(self, lost: Sequence[_Lost]) -> None:
+        """Nothing has been computed since they were evicted, so that what they had cached is still there."""
+        for session, evicted, logits, likeliest in reversed(lost):
+            self.ledger.restore(evicted)
+            session.logits, session.likeliest = logits, likeliest
 
     def _advance(self, new: Mapping[Session, list[int]]) -> None:
         """Compute every session's tokens that are not cached, then `new` ones, pass by pass; all of it or nothing."""
@@ -318,10 +343,12 @@ class LongContextEngine:
         reused = {session: session.cached_tokens for session in new}
         exact = {session: session.exact_tokens for session in new}
         placed: list[tuple[list[Session], tuple[Turn, ...]]] = []
+        evicted: list[_Lost] = []
         try:
             for together in self._batches(new, todo):
                 for counts in self._passes({session: len(todo[session]) for session in together}):
-                    placed.append((list(counts), self._placed(counts, new)))
+                    placed.append((list(counts), self._placed(counts, new, evicted)))
+            evicted = []  # for good: their pages are written from here on
             found: dict[Session, Next] = {}
             for sessions, turns in placed:
                 texts = [todo[s][t.cached - reused[s] :][: t.new] for s, t in zip(sessions, turns, strict=True)]
@@ -334,6 +361,7 @@ class LongContextEngine:
         except BaseException:
             for _, turns in reversed(placed):
                 self.ledger.undo(turns)
+            self._restore(evicted)
             raise
         now = next(self._clock)
         for session, tokens in new.items():

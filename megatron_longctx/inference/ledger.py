@@ -119,6 +119,14 @@ class Fork:
 
 
 @dataclass(frozen=True)
+class Evicted:
+    """What a session held on every rank when it was evicted."""
+
+    session: int
+    shards: list[_Shard]
+
+
+@dataclass(frozen=True)
 class Turn:
     """New tokens of one session, given their places.
 
@@ -298,11 +306,19 @@ class CacheLedger:
                 shard.shrink(turn.num_new(rank))
                 self._trim(rank, shard)
 
-    def evict(self, session: int) -> None:
-        """Give up a session's pages; it stays open, with nothing cached."""
-        for rank, shard in enumerate(self._shards(session)):
+    def evict(self, session: int) -> Evicted:
+        """Give up a session's pages; it stays open, with nothing cached. Returns what `restore` takes."""
+        shards = self._shards(session)
+        for rank, shard in enumerate(shards):
             self._pools[rank].give_back(shard.pages)
         self._sessions[session].shards = [_Shard() for _ in range(self.n)]
+        return Evicted(session, shards)
+
+    def restore(self, evicted: Evicted) -> None:
+        """Take back an `evict`, after all that was placed since is taken back too, and nothing of it computed."""
+        for pool, shard in zip(self._pools, evicted.shards, strict=True):
+            pool.take_back(shard.pages)
+        self._sessions[evicted.session].shards = evicted.shards
 
     def close(self, session: int) -> None:
         """Give up a session's pages and forget it."""

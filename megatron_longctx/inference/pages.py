@@ -43,6 +43,14 @@ class PagePool:
             assert self._holders[page], "a free page cannot be shared"
             self._holders[page] += 1
 
+    def take_back(self, pages: Sequence[int]) -> None:
+        """The session that gave these back holds them again; nobody has taken any of them in between and kept it."""
+        free = [page for page in pages if not self._holders[page]]
+        self._mark(free, 0)
+        self.num_free -= len(free)
+        for page in pages:
+            self._holders[page] += 1
+
     def give_back(self, pages: Sequence[int]) -> None:
         """One session less holds these."""
         for page in pages:

@@ -34,8 +34,8 @@ class EngineSettings:
         chunk = self.prefill_chunk
         if chunk is not None and chunk < 1:
             raise refuse("inference.prefill_chunk", chunk, "1 or more, or null", "Raise it.")
-        if self.rank_tokens < 1:
-            raise refuse("rank_tokens", self.rank_tokens, "1 or more", "Raise it.")
+        if not isinstance(self.rank_tokens, int) or self.rank_tokens < 1:
+            raise refuse("rank_tokens", self.rank_tokens, "an integer of 1 or more", "Correct it.")
         if self.exact and chunk is None:
             raise refuse(
                 "inference.prefill_chunk", chunk, "a number with inference.exact_reuse=true", "Set it to 2048."

@@ -113,5 +113,5 @@ def test_exact_reuse_needs_chunks(tmp_path: Path) -> None:
         EngineSettings(exact=True)
     with pytest.raises(ValueError, match=r"inference\.prefill_chunk=0: expected 1 or more"):
         EngineSettings(prefill_chunk=0)
-    with pytest.raises(ValueError, match=r"rank_tokens=0: expected 1 or more"):
+    with pytest.raises(ValueError, match=r"rank_tokens=0: expected an integer of 1 or more"):
         EngineSettings(rank_tokens=0)

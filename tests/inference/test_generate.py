@@ -75,8 +75,8 @@ def test_the_text_is_the_same_at_any_sizes_and_alone_on_standard_output(trained:
 def test_a_chat_computes_only_what_is_new(trained: Config, tmp_path: Path) -> None:
     words = [run_of(trained), "parallelism=cp2", "inference.max_new_tokens=3", "inference.temperature=0.5", "--chat"]
     out, said = generate(tmp_path, words, "abc\nde\n")
-    # Three tokens an answer: the last is computed with the next turn's.
-    assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, said)] == [(7, 0), (13, 6)]
+    # Three tokens an answer: the last is computed with the next turn's, and with the end of its line.
+    assert [(int(a), int(b)) for a, b in re.findall(SUMMARY, said)] == [(7, 0), (14, 6)]
     assert out.count("\n") >= 2
 
 
@@ -101,6 +101,7 @@ def test_a_chat_by_a_template_computes_what_its_text_does_not_begin_with(trained
     [
         (["prompt=a"], "checkpoint=: expected checkpoint=RUN"),
         (["checkpoint=nowhere", "prompt=a"], "expected a run's configuration there"),
+        ([f"checkpoint={__file__}", "prompt=a"], "expected a run's configuration there"),
         ([], "expected either prompt=TEXT or prompt_file=FILE"),
         (["prompt=a", "prompt_file=b"], "expected either prompt=TEXT or prompt_file=FILE"),
         (["prompt="], "expected some text"),
@@ -141,7 +142,7 @@ def test_a_prompt_that_is_no_text_is_refused(
 def test_a_turn_that_is_no_text_ends_no_chat(trained: Config, tmp_path: Path) -> None:
     words = [run_of(trained), "parallelism=cp2", "inference.max_new_tokens=3", "--chat"]
     _, said = generate(tmp_path, words, b"abc\n\xff\nde\n")
-    assert [int(count) for count, _ in re.findall(SUMMARY, said)] == [4 + 3, 7 + 4 + 3, 14 + 3 + 3]
+    assert [int(count) for count, _ in re.findall(SUMMARY, said)] == [4 + 3, 7 + 1 + 4 + 3, 15 + 1 + 3 + 3]
 
 
 @pytest.mark.parametrize("template", [False, True])
@@ -166,4 +167,4 @@ def test_a_turn_that_does_not_fit_ends_no_conversation_at_a_terminal(
     assert done.returncode == 0, said
     assert said.count("The conversation is as before.") == 2
     first = 4 + 3  # "abc" with the end of a line, or with a dot; and the answer
-    assert [int(count) for count, _ in re.findall(SUMMARY, said)] == [first, first + 3 + 3 + template]
+    assert [int(count) for count, _ in re.findall(SUMMARY, said)] == [first, first + 1 + 3 + 3]

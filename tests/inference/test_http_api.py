@@ -268,6 +268,11 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_there(served: Served) 
         (b'{"prompt": "a", "response_format": {"type": "json_object"}}', 400, "response_format is not supported"),
         (b'{"prompt": "a", "response_format": {"type": "text"}, "min_p": 0.0}', 200, ""),
         (b'{"prompt": "a", "repetition_penalty": 1.2}', 400, "repetition_penalty is not supported"),
+        (b'{"prompt": ["a"]}', 200, ""),
+        (b'{"prompt": [[97, 98]]}', 200, ""),
+        (b'{"prompt": ["a", "b"]}', 400, "prompt=['a', 'b']: expected one text"),
+        (b'{"prompt": [[]]}', 400, "prompt=[[]]: expected one text"),
+        (b'{"prompt": "a", "max_completion_tokens": 0}', 400, "max_completion_tokens=0: expected 1 or more"),
         (b'{"prompt": "break"}', 500, "the server failed on this request"),
     ],
     ids=lambda value: str(value)[:30],
@@ -360,6 +365,7 @@ def test_health_needs_no_key_and_everything_else_does() -> None:
         right = "Bearer " + "schlüssel".encode().decode("latin-1")
         assert answer_on(served.connect("GET /v1/models", Authorization=right))[1]["data"][0]["id"] == "m"
         assert answer_on(served.connect("GET /v1/other", Authorization=right))[0] == 404
+        assert answer_on(served.connect("GET /v1/other", Authorization=right.replace("B", "b")))[0] == 404
 
 
 def test_a_full_queue_and_a_stopping_server_say_when_to_try_again() -> None:

@@ -146,18 +146,18 @@ GOOD = {"prompt": "ab", "max_tokens": 2}
     [
         ([], 400, "not a JSON object"),
         ({**GOOD, "model": "gpt-4"}, 404, "the model is 'trained'"),
-        ({**GOOD, "prompt": ""}, 400, "a text that is not empty"),
+        ({**GOOD, "prompt": ""}, 400, "one text that is not empty"),
         ({**GOOD, "prompt": ["a", "b"]}, 400, "or a list of token ids"),
         ({**GOOD, "prompt": [97, 100000]}, 400, "token=100000: expected an id from 0 to 511"),
         ({**GOOD, "prompt": [97, -1]}, 400, "token=-1"),
         ({**GOOD, "prompt": "a" * 600}, 400, "prompt and max_tokens=602: expected at most"),
         ({**GOOD, "max_tokens": 10**30}, 400, "expected at most"),
-        ({**GOOD, "max_tokens": 0}, 400, "max_new_tokens=0"),
+        ({**GOOD, "max_tokens": 0}, 400, "max_tokens=0: expected 1 or more"),
         ({**GOOD, "max_tokens": "2"}, 400, "max_tokens='2': expected an integer"),
         ({**GOOD, "temperature": -1}, 400, "temperature=-1"),
         ({**GOOD, "temperature": float("nan")}, 400, "temperature=nan"),
         ({**GOOD, "top_p": True}, 400, "top_p=True: expected a number"),
-        ({**GOOD, "stop": [1]}, 400, "stop: expected a text"),
+        ({**GOOD, "stop": [1]}, 400, "expected a text"),
         ({**GOOD, "n": 2}, 400, "n is not supported"),
         ({**GOOD, "logit_bias": {"97": 1}}, 400, "logit_bias is not supported"),
         ({**GOOD, "prompt": "a" * 6000}, 413, "expected at most 5000"),
@@ -284,6 +284,21 @@ def test_ctrl_c_while_ranks_are_starting_ends_all_of_them(trained: Config, tmp_p
         os.killpg(job.process.pid, signal.SIGINT)
         assert job.wait(60) != 0 and "serving" not in job.out.read_text()
         assert not psutil.wait_procs(others, timeout=20)[1]
+
+
+@pytest.mark.parametrize(("verb", "ended_by"), [("generate", signal.SIGTERM), ("serve", signal.SIGKILL)], ids=str)
+def test_ranks_that_are_starting_end_with_the_first(trained: Config, tmp_path: Path, verb: str, ended_by: int) -> None:
+    """However it ends: they would wait for it for as long as a message may take."""
+    words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "prompt=x", "serve.port=0", "parallelism=cp2"]
+    words = [word for word in words if not word.startswith({"generate": "serve", "serve": "prompt"}[verb])]
+    with started(tmp_path, [*CLI, verb, *words], clean_environment(CUDA_VISIBLE_DEVICES="")) as job:
+        process = psutil.Process(job.process.pid)
+        limit = time.monotonic() + 60
+        while len(process.children()) < 2 and time.monotonic() < limit:  # one is spawn's own
+            time.sleep(0.02)
+        others = process.children()
+        os.kill(job.process.pid, ended_by)
+        assert len(others) == 2 and not psutil.wait_procs(others, timeout=30)[1]
 
 
 @pytest.mark.parametrize("missing", ["starlette", "uvicorn"])

@@ -162,6 +162,36 @@ def eviction_computes_again(engine: LongContextEngine) -> None:
     assert torch.allclose(engine.next_logits([old]), logits, atol=1e-5) and new.cached_tokens == 0
     for session in (old, new):
         session.close()
+    evicted_for_nothing(engine, room)
+
+
+def evicted_for_nothing(engine: LongContextEngine, room: int) -> None:
+    """What can never fit costs nobody a cache, however it is asked for, and in however many passes."""
+    own, ledger = engine.settings, engine.ledger
+    idle = [engine.open() for _ in range(3)]
+    engine.append(dict(zip(idle, PROMPTS, strict=True)))
+    idle.append(idle[2].fork(9))  # shares pages
+    logits, pages = engine.next_logits(idle), ledger.used_pages()
+    cached = [session.cached_tokens for session in idle]
+    for chunk in (None, room // 3):  # all at once; the last of several passes does not fit, nor what others share
+        engine.settings = replace(own, prefill_chunk=chunk)
+        fresh = engine.open()
+        for ask in (
+            lambda fresh=fresh: fresh.append([97] * (room + 1)),
+            lambda: idle[0].generate(Sampling(max_new_tokens=room)),
+            lambda fresh=fresh: engine.append({fresh: [97] * (room - 9), idle[1]: [98] * 20}),
+        ):
+            with pytest.raises(CacheFull):
+                ask()
+            assert [session.cached_tokens for session in idle] == cached and ledger.used_pages() == pages
+        fresh.close()
+    engine.settings = own
+    assert torch.equal(engine.next_logits(idle), logits)
+    for session in idle:
+        session.append([97])
+        assert_as_fresh(engine, session)
+        session.close()
+    assert ledger.used_pages() == 0
 
 
 def warming_up_computes_and_leaves_nothing(engine: LongContextEngine) -> None:
