@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +116,16 @@ def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
     if job.world_size > 1:
         args, count = (job, work, store.port), job.world_size - 1
         # A terminal's Ctrl-C goes to all processes. This one ends the others; were they to end first, it would wait for
-        # them in the process group, where nothing interrupts it. They ignore it from their first moment on.
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # them in the process group, where nothing interrupts it. It is blocked in them from their first moment on; one
+        # that comes meanwhile reaches this process afterwards.
+        resource_tracker.ensure_running()  # spawn's helper, whose start would unblock it
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             others = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
                 _other_rank, args=args, nprocs=count, join=False, daemon=True, start_method="spawn"
             ).processes
         finally:
-            signal.signal(signal.SIGINT, previous)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     try:
         _join(job, 0, 0, store)
         yield
