@@ -37,7 +37,7 @@ class Answer:
         """The text that this event adds, empty for none.
 
         Raises:
-            ApiError: the request was refused, or failed, or was not the client's to end.
+            ApiError: the request was refused, or failed, or was ended by the server.
         """
         self.running = event.finish_reason is None
         if event.finish_reason == "cancelled":

@@ -36,8 +36,6 @@ from .plan import CachePlan
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-_MERGED_ROWS = 512
-"""Most queries whose results are merged over peer memory, which is made for so many; more take a collective."""
 
 
 @dataclass(frozen=True)
@@ -168,15 +166,15 @@ class CachedAttention:
         else:
             self._place = numbers_of(runs).to(self.device)
 
-    def expect_rows(self) -> None:
-        """Make memory for what ranks find for rows, where they can read each other's. Collective; `begin_rows` works
-        without as well, over a collective of every layer."""
+    def expect_rows(self, most: int) -> None:
+        """Make memory for what ranks find for up to so many rows, where they can read each other's. Collective;
+        `begin_rows` works without and with more of them as well, over a collective of every layer."""
         group, shape = self.group, self.shape
         if group is None or self._merge is not None or not isinstance(self._engine.transport, PeerTransport):
             return
         if shape.dtype in DTYPES and all(from_all(group, fused_kernels())):
             try:
-                self._merge = PeerMerge.of(group, self.device, _MERGED_ROWS, shape.num_heads, shape.head_dim)
+                self._merge = PeerMerge.of(group, self.device, most, shape.num_heads, shape.head_dim)
             except PeerMemoryError as error:  # on all ranks alike
                 if self.rank == 0:
                     logger.warning("decode's partial results are gathered, not merged over peer memory: %s", error)

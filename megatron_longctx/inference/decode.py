@@ -93,11 +93,11 @@ class Decoder:
             self._most = 0
         elif settings.decode == "replicated":
             self._most = float("inf")  # in several steps
-        if self._most:
-            self._attention.expect_rows()
         self._graphs = self._most > 0 and _use_graphs(settings.cuda_graphs, self._attention)
         # Without graphs the host's work counts, which plans divide among the ranks as far as it is computing.
         self._prompts = self._graphs or settings.decode == "replicated"
+        if self._most:
+            self._attention.expect_rows(max(MOST_ROWS, self.most_prompt))
         self._together = most_together(self._attention.shape.num_heads, self._attention.shape.num_kv_heads)
         self._captured: dict[tuple[int, int], _Captured] = {}
         places = max(MOST_ROWS, self.most_prompt // self._together) if self._most else 0

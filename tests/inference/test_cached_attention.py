@@ -236,7 +236,7 @@ def fall_back(rank: int) -> list[str]:
     """What is logged where memory for merges cannot be had, by one rank alone."""
     said: list[str] = []
     attention = CachedAttention(dist.group.WORLD, CacheShape(1, 2, 1, 8, torch.float32), 16, CPU)
-    attention.expect_rows()  # point to point: nothing to make
+    attention.expect_rows(8)  # point to point: nothing to make
     object.__setattr__(attention._engine, "transport", PeerTransport.__new__(PeerTransport))
 
     def fails(*_: object) -> None:
@@ -245,11 +245,11 @@ def fall_back(rank: int) -> list[str]:
     cached_attention.PeerMerge.of = fails  # type: ignore[assignment, method-assign]
     cached_attention.fused_kernels = lambda: True  # type: ignore[assignment]
     cached_attention.logger.warning = lambda text, error: said.append(text % error)  # type: ignore[assignment, method-assign]
-    attention.expect_rows()
+    attention.expect_rows(8)
     assert attention._merge is None
     cached_attention.fused_kernels = lambda: rank == 0  # type: ignore[assignment]
     cached_attention.PeerMerge.of = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
-    attention.expect_rows()  # not asked for where some rank has no kernels
+    attention.expect_rows(8)  # not asked for where some rank has no kernels
     return said
 
 
