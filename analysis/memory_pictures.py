@@ -11,7 +11,7 @@ from pathlib import Path
 
 import matplotlib
 
-from analysis.recorded_memory import recorded_peaks
+from analysis.recorded_memory import EARLIER, RECORDED, recorded_peaks
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import RECOMPUTES
 from megatron_longctx.memory import Job, Prediction, predict
@@ -70,22 +70,23 @@ def per_token(path: Path) -> None:
 
 
 def measured(path: Path) -> None:
-    """Predicted peaks beside measured ones."""
-    rows = [(peak.name, peak.predicted, peak.measured) for peak in recorded_peaks()]
-    figure, axes = pyplot.subplots(figsize=(9, 0.7 + 0.42 * len(rows)))
-    for row, (_, model, real) in enumerate(rows):
-        axes.barh(row - 0.19, model, height=0.36, color="tab:blue", label="predicted" if row == 0 else None)
-        axes.barh(row + 0.19, real, height=0.36, color="tab:orange", label="measured" if row == 0 else None)
-        axes.text(
-            max(model, real), row, f"  {model:.1f} / {real:.1f} ({model / real - 1:+.1%})", va="center", fontsize=9
+    """Predicted peaks over measured ones, a dot a run."""
+    figure, axes = pyplot.subplots(figsize=(9, 4.2))
+    for colour, name, results in (
+        ("tab:blue", "{} runs of code that needs what today's does", RECORDED),
+        ("tab:brown", "{} earlier runs, before the fused cross-entropy", EARLIER),
+    ):
+        peaks = list(recorded_peaks(results))
+        over = [100 * (peak.predicted / peak.measured - 1) for peak in peaks]
+        axes.scatter(
+            [peak.measured for peak in peaks], over, s=28, color=colour, alpha=0.6, label=name.format(len(peaks))
         )
-    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
-    axes.margins(y=0.01)
-    axes.invert_yaxis()
-    axes.set_xlim(right=175)
-    axes.set_xlabel("GiB of live tensors on a rank at the peak")
-    axes.set_title("Llama-3-8B layers on H200s, bf16: peaks predicted and measured", fontsize=10.5, loc="left")
-    axes.legend(fontsize=8.5, loc="center right")
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_ylim(-15, 15)
+    axes.set_xlabel("measured: most GiB in the caching allocator, rank 0")
+    axes.set_ylabel("predicted is higher by, %")
+    axes.set_title("Llama-3-8B layers on H200s, bf16: predicted over measured peaks", fontsize=10.5, loc="left")
+    axes.legend(fontsize=8.5, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)

@@ -7,21 +7,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
 from megatron_longctx.memory import Job, predict
-from megatron_longctx.memory.shapes import Workload, published_bytes
-from megatron_longctx.schedules import backward_plan
+from megatron_longctx.memory.shapes import attention_bytes
+from megatron_longctx.schedules import Kind, Workload
+from megatron_longctx.schedules.simulate import reads_own
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
-_FIRST = "llama3_8b_128k_cp8_h200"
-_LATER = ("llama3_8b_training_h200_x4", "llama3_8b_512k_cp4_h200", "llama3_8b_recompute_h200_x4")
+EARLIER = ("llama3_8b_128k_cp8_h200",)
+"""Runs of code without Megatron's fused cross-entropy, which holds every logit once more in fp32, and without peer
+memory: what is predicted for today's code is not what they ran."""
+RECORDED = (
+    "llama3_8b_training_h200_x4",
+    "llama3_8b_recompute_h200_x4",
+    "llama3_8b_512k_cp4_h200",
+    "te_layers_bits_h200",
+    "te_layers_bits_h200_x2",
+    "te_layers_bits_h200_x4",
+)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """measured: GiB of live tensors on rank 0, with what peers read, which the allocator does not know of; of the first
-    runs, what the code of today would hold besides is added."""
+    """measured: GiB in torch's caching allocator on rank 0, as the run wrote it: what peers read is not in it."""
 
     config: Config
     measured: float
@@ -30,9 +40,10 @@ class Peak:
     def name(self) -> str:
         config = self.config
         layers = "TE layers" if config.model.implementation == "transformer_engine" else "layers"
+        first = ", first step" if config.train.steps == 1 else ""
         return (
             f"{config.model.num_layers} {layers}, {config.data.seq_length // 1024}K tokens, "
-            f"CP {config.parallelism.context_parallel_size}, {config.recompute.mode}"
+            f"CP {config.parallelism.context_parallel_size}, {config.recompute.mode}{first}"
         )
 
     @property
@@ -43,30 +54,64 @@ class Peak:
 
     @property
     def predicted(self) -> float:
-        """GiB."""
-        return predict(self.job).num_bytes / GIB
+        """GiB in the allocator."""
+        return predict(self.job).allocated_bytes / GIB
 
 
-def recorded_peaks() -> Iterator[Peak]:
-    """Of all recorded runs."""
-    for result in (_FIRST, *_LATER):
+@dataclass(frozen=True)
+class AttentionPeak:
+    """A mode's forward and backward alone, over peer memory. measured: the most bytes in the allocator beside q, k, v
+    and the gradient of the output, as the benchmark wrote it."""
+
+    name: str
+    config: Config
+    measured: int
+
+    @property
+    def ring_of_as_many_heads(self) -> bool:
+        model = self.config.model
+        return self.config.parallelism.schedule == "zigzag" and model.num_kv_heads == model.num_attention_heads
+
+    @property
+    def predicted(self) -> int:
+        job, workload = Job(self.config, 1), Workload.of(self.config)
+        backward = attention_bytes(job).backward
+        sizes = {kind: job.tokens * workload.token_bytes(kind) for kind in Kind}
+        if reads_own(job.backward):
+            return backward - 2 * sizes[Kind.Q] - sizes[Kind.KV]
+        return backward - sizes[Kind.GRAD] + sizes[Kind.OUT]  # of what it was given it reads the gradient alone
+
+
+def attention_peaks() -> Iterator[AttentionPeak]:
+    """Of passes too long to be replayed from graphs, whose memory is not counted so, of the code since fea8452."""
+    llama = compose_config(["model=llama3_8b", "attention.transport=peer"])
+    for ranks in (4, 2):
+        result = f"attention_peers_h200_x{ranks}"
+        for cell in json.loads((RESULTS / f"{result}.json").read_text())["measurements"]:
+            name, length = cell["name"], cell["length"]
+            now = cell.get("commit", "fea8452").startswith(("fea8452", "7d5fdb3"))
+            if not (now and cell.get("ours") and cell.get("peak_bytes") and length // ranks > 4096):
+                continue
+            alone = name.startswith("one device")  # over as many tokens as are the FLOPs of a rank
+            config = replace(
+                llama,
+                model=replace(llama.model, num_kv_heads=int(cell["heads"].split(":")[1])),
+                data=replace(llama.data, seq_length=int(length / ranks**0.5) if alone else length),
+                parallelism=replace(
+                    llama.parallelism,
+                    context_parallel_size=1 if alone else ranks,
+                    schedule="zigzag" if alone else name.split()[0],
+                    head_chunks=2 if "head_chunks=2" in name else 1,
+                ),
+            )
+            yield AttentionPeak(f"{ranks} GPUs, {length} tokens, {cell['heads']}, {name}", config, cell["peak_bytes"])
+
+
+def recorded_peaks(results: tuple[str, ...] = RECORDED) -> Iterator[Peak]:
+    """Of all recorded runs of these results."""
+    for result in results:
         for run in json.loads((RESULTS / f"{result}.json").read_text())["runs"]:
             parts = {name: type(getattr(Config(), name))(**values) for name, values in run["config"].items()}
-            measured = run["medians"]["mem/peak_active_gib"]
-            if result == _FIRST:
-                # Before attention's messages went through peer memory, and before Megatron's fused cross-entropy, which
-                # holds every logit once more in fp32.
+            if result in EARLIER:  # whose settings did not name a transport yet: there was one
                 parts["attention"] = replace(parts["attention"], transport="p2p")
-                config = replace(Config(), **parts)
-                measured += 4 * Peak(config, 0).job.tokens * (config.model.vocab_size or 0) / GIB
-            else:
-                config = replace(Config(), **parts)
-                measured += _read_by_peers(Peak(config, 0).job) / GIB
-            yield Peak(config, measured)
-
-
-def _read_by_peers(job: Job) -> int:
-    if job.plan.n == 1:
-        return 0
-    workload = Workload.of(job.config)
-    return 2 * max(published_bytes(plan, workload) for plan in (job.plan, backward_plan(job.plan)))
+            yield Peak(replace(Config(), **parts), run["medians"]["mem/peak_active_gib"])

@@ -11,8 +11,8 @@ from .shapes import Job
 
 GIB = 2**30
 COMFORT = 0.9
-"""Share of a device that live tensors may take without a warning: the caching allocator reserved 2% to 14% more than
-was live in the runs of analysis/results/llama3_8b_128k_cp8_h200.md."""
+"""Share of a device that live tensors may take without a warning: the caching allocator reserved up to 14% more than
+was live in recorded runs."""
 _CHEAPEST_FIRST = RECOMPUTES[:1] + RECOMPUTES[2:] + RECOMPUTES[1:2]  # in time: `layer` runs attention twice
 _CHUNK, _TILE = 4096, 16384
 """Tokens at once of the LM head and of an MLP to advise: many enough for long matrix products, few beside a layer."""

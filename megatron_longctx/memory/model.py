@@ -3,7 +3,7 @@
 A step's memory is what always lies there (weights, gradients, optimizer, buffers) and, beside it, what one of these
 phases needs: the loss, with all layers' activations kept; the backward of the last layer, which in the recomputing
 modes comes with all of that layer's activations; the optimizer's step. The largest phase is the peak. Bytes are those
-of live tensors: the caching allocator reserves more.
+of live tensors and kernels' workspaces: the caching allocator reserves more. What peers read is outside of it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .shapes import AttentionBytes, Job, LayerBytes, attention_bytes, layer_bytes, mlp_weights, stage_parameters
+
+READ_BY_PEERS = "what peers read"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class Prediction:
         return self.always_bytes + self.peak.num_bytes
 
     @property
+    def allocated_bytes(self) -> int:
+        """Those of them that torch's caching allocator knows of, and `mem/peak_active_gib` of a run counts."""
+        return self.num_bytes - sum(term.num_bytes for term in self.always if term.name == READ_BY_PEERS)
+
+    @property
     def terms(self) -> tuple[Term, ...]:
         """Everything that lies there at the peak."""
         return (*self.always, *self.peak.terms)
@@ -80,8 +87,7 @@ def _stage(job: Job, stage: int, layer: LayerBytes, attention: AttentionBytes) -
     phases = [Phase("backward of a layer", (*kept, *_layer_backward(job, layer, attention)))]
     if stage == job.config.parallelism.pipeline_parallel_size - 1:
         phases.append(Phase("loss", (*kept, *_loss(job, layer))))
-    own = _own_parameters(job, stage)
-    phases.append(Phase("optimizer step", (Term("temporaries of Adam", 4 * own),)))
+    phases.append(Phase("optimizer step", _optimizer_step(job, stage)))
     return Prediction(stage, job.tokens, _always(job, stage, attention), tuple(phases), _host_bytes(job, stage, layer))
 
 
@@ -92,16 +98,32 @@ def _own_parameters(job: Job, stage: int) -> int:
     return -(-stage_parameters(job, stage) // shards)
 
 
+def _optimizer_step(job: Job, stage: int) -> tuple[Term, ...]:
+    own, terms = _own_parameters(job, stage), []
+    if _makes_moments(job):
+        terms.append(Term("Adam's moments (fp32)", 8 * own))
+    if job.config.model.implementation != "transformer_engine":  # whose Adam works in place; torch's does not
+        terms.append(Term("temporaries of Adam", 4 * own))
+    return tuple(terms)
+
+
+def _makes_moments(job: Job) -> bool:
+    """Whether the run's peak is that of its first step, at whose end Adam makes its moments."""
+    return job.config.train.steps == 1
+
+
 def _always(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ...]:
     parameters, model = stage_parameters(job, stage), job.config.model
     # Adam's two moments, and beside bf16 weights a main copy of them; all in fp32.
-    state = 8 + (4 if job.element_bytes == 2 else 0)
+    state = (0 if _makes_moments(job) else 8) + (4 if job.element_bytes == 2 else 0)
     terms = [
         Term("weights", parameters * job.element_bytes),
         Term("gradients (fp32)", parameters * 4),
         Term("optimizer state (fp32)", _own_parameters(job, stage) * state),
         Term("attention's buffers", attention.buffers, per_token=True),
     ]
+    if attention.published:
+        terms.append(Term(READ_BY_PEERS, attention.published, per_token=True))
     if model.position_embedding == "rope":
         rope = 4 * job.tokens // job.config.train.micro_batch_size * model.kv_channels
         terms.append(Term("RoPE table (fp32)", rope, per_token=True))

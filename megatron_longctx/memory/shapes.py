@@ -8,7 +8,7 @@ from functools import cached_property
 from ..config import Config, refuse
 from ..schedules import Kind, Plan, PlanOptions, Workload, backward_plan, build_plan, keeping, keeps_received
 from ..schedules.publishing import published_bytes
-from ..schedules.simulate import kept_bytes, peak_bytes, reads_own
+from ..schedules.simulate import kept_bytes, outgoing_bytes, peak_bytes, reads_own
 
 _FC1_COLUMNS = {"swiglu": 2, "gelu": 1}
 """Columns of the MLP's first matrix, in units of the MLP's width."""
@@ -192,10 +192,11 @@ def layer_bytes(job: Job) -> LayerBytes:
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """buffers: held between calls by all layers together, with what peers read. backward: most of one backward call
-    beside them, with its inputs."""
+    """buffers: held between calls by all layers together. published: what peers read, which lies outside of the
+    caching allocator. backward: most of one backward call beside them, with its inputs."""
 
     buffers: int
+    published: int
     backward: int
 
 
@@ -210,7 +211,36 @@ def attention_bytes(job: Job) -> AttentionBytes:
     over_peers = job.fused and job.plan.n > 1 and job.config.attention.transport != "p2p"
     published = 2 * max(published_bytes(plan, workload) for plan in (job.plan, backward)) if over_peers else 0
     in_backward = sum(count * workload.token_bytes(kind) for kind, count in backward.buffers)
+    outgoing = outgoing_bytes(backward, workload)
+    summed = peak_bytes(backward, workload) - in_backward - (outgoing if over_peers else 0)
+    inputs = workload.token_bytes(Kind.Q_GRAD) + workload.token_bytes(Kind.KV)
+    inputs = inputs if reads_own(backward) else workload.token_bytes(Kind.GRAD)
+    called = inputs * job.tokens // job.config.train.micro_batch_size + kept_bytes(backward, workload)
+    called += _most_in_a_call(backward, workload) + (0 if over_peers else outgoing)
     return AttentionBytes(
-        buffers=published + sum(count * workload.token_bytes(kind) for kind, count in tokens.items()),
-        backward=peak_bytes(backward, workload) - in_backward,
+        buffers=sum(count * workload.token_bytes(kind) for kind, count in tokens.items()),
+        published=published,
+        backward=max(summed, called) if job.fused else summed,
     )
+
+
+def _most_in_a_call(plan: Plan, workload: Workload) -> int:
+    """Most bytes of any rank during a kernel of a backward plan, beside inputs and buffers: the call's results, what is
+    the rank's own of earlier ones, and the kernel's workspace.
+
+    cuDNN and FlashAttention-2 add dq up in fp32 and keep a sum for every query; where heads share keys and values they
+    first make a dk and dv for every query head.
+    """
+    e, most = workload.element_bytes, 0
+    per_query, per_key = workload.elements(Kind.Q), workload.elements(Kind.KV)
+    expanded = 2 * per_query if workload.num_kv_heads < workload.num_heads else 0
+    for rank in range(plan.n):
+        held = 0
+        for attend in (attend for step in plan.steps for attend in step.attends[rank]):
+            queries, keys = (sum(block.tokens for block in blocks) for blocks in (attend.queries, attend.keys))
+            own = [sum(b.tokens for b in blocks if b.home == rank) for blocks in (attend.queries, attend.keys)]
+            workspace = queries * 4 * (per_query + workload.num_heads * workload.batch) + keys * expanded * e
+            results = e * (queries * per_query + keys * per_key)
+            most = max(most, held + (results + workspace) // attend.heads.parts)
+            held += e * (own[0] * per_query + own[1] * per_key) // attend.heads.parts
+    return most

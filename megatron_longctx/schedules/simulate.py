@@ -361,22 +361,30 @@ def reads_own(plan: Plan) -> bool:
 def peak_bytes(plan: Plan, workload: Workload) -> int:
     """Most bytes a rank holds for one call: inputs, what is saved for backward, accumulators, buffers, results to send.
 
-    What the caller keeps beside them (the projections' own inputs, other layers' saved tensors) is not in it.
+    What the caller keeps beside them (the projections' own inputs, other layers' saved tensors) is not in it, nor what
+    a kernel needs for itself.
     """
     tokens = max(map(plan.layout.num_tokens, range(plan.n)), default=0)
     q, kv = workload.token_bytes(Kind.Q), workload.token_bytes(Kind.KV)
     out = workload.token_bytes(Kind.OUT)
-    accumulated = workload.accumulator_bytes // workload.element_bytes or 1
+    accumulated = workload.accumulator_bytes // workload.element_bytes
+    if all(len({attend.heads for attend in calls}) == len(calls) for calls in _calls(plan)):
+        accumulated = min(1, plan.n - 1)  # nothing is summed: heads go to their places, or one result is all of it
     if plan.backward:  # q, out, grad of out, lse, packed kv; gradients and their sums
         inputs = workload.token_bytes(Kind.Q_GRAD) + kv if reads_own(plan) else workload.token_bytes(Kind.GRAD)
         own = tokens * (inputs + (1 + accumulated) * (q + kv))
     else:  # q, k, v, packed kv, out and its sum
         own = tokens * (q + kv * (2 if plan.n > 1 else 1) + out + accumulated * q)
     buffers = sum(tokens * workload.token_bytes(kind) for kind, tokens in plan.buffers)
-    return own + buffers + kept_bytes(plan, workload) + _outgoing_bytes(plan, workload)
+    return own + buffers + kept_bytes(plan, workload) + outgoing_bytes(plan, workload)
 
 
-def _outgoing_bytes(plan: Plan, workload: Workload) -> int:
+def _calls(plan: Plan) -> list[list[Attend]]:
+    """Of every rank."""
+    return [[attend for step in plan.steps for attend in step.attends[rank]] for rank in range(plan.n)]
+
+
+def outgoing_bytes(plan: Plan, workload: Workload) -> int:
     """Results of one step that wait to be sent, on the rank with the most of them."""
     most = 0
     for step in plan.steps:

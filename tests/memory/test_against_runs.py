@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import time
 import weakref
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from analysis.recorded_memory import Peak, recorded_peaks
+from analysis.recorded_memory import EARLIER, RECORDED, RESULTS, AttentionPeak, Peak, attention_peaks, recorded_peaks
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
@@ -178,7 +179,9 @@ def _run(rank: int, root: Path) -> dict[str, dict[str, Any]]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        ranks: list[dict[str, dict[str, Any]]] = run_distributed(_run, 2, tmp_path_factory.mktemp("memory"))
+        ranks: list[dict[str, dict[str, Any]]] = run_distributed(
+            _run, 2, tmp_path_factory.mktemp("memory"), timeout=550
+        )
     return ranks[0]
 
 
@@ -197,6 +200,22 @@ def test_peaks_are_predicted_within_five_percent(found: dict[str, dict[str, Any]
 
 @pytest.mark.parametrize("peak", recorded_peaks(), ids=lambda peak: peak.name)
 def test_recorded_runs_are_predicted(peak: Peak) -> None:
-    """Within 3%; tiles and chunked logits, of which one run is recorded, within 10%."""
-    few = peak.config.recompute.mlp_tile_tokens is not None
-    assert peak.predicted == pytest.approx(peak.measured, rel=0.1 if few else 0.03)
+    """As the allocator counted them."""
+    assert peak.predicted == pytest.approx(peak.measured, rel=0.03)
+
+
+def test_measured_peaks_stay_as_they_were_written() -> None:
+    written = [
+        run["medians"]["mem/peak_active_gib"]
+        for result in (*RECORDED, *EARLIER)
+        for run in json.loads((RESULTS / f"{result}.json").read_text())["runs"]
+    ]
+    assert [peak.measured for peak in (*recorded_peaks(), *recorded_peaks(EARLIER))] == written
+
+
+@pytest.mark.parametrize("cell", attention_peaks(), ids=lambda cell: cell.name)
+def test_attention_alone_is_predicted(cell: AttentionPeak) -> None:
+    """Kernels' workspaces included, which CPUs do not show. Rings with as many key/value as query heads hold more:
+    partial results wait beside their sums."""
+    low = 0.24 if cell.ring_of_as_many_heads else 0.09
+    assert (1 - low) * cell.measured <= cell.predicted <= 1.06 * cell.measured
