@@ -91,14 +91,14 @@ def _rank(rank: int, cases: Cases, out: Path) -> None:
 
 
 def predict(config: Config, ranks: int) -> None:
-    """Write the predicted peak of memory into the run's folder, for the table."""
+    """Write the predicted peak of the allocator's memory into the run's folder, for the table."""
     vocab_size = padded_vocab_size(
         config.model, build_tokenizer(config.data.tokenizer, config.data.tokenizer_path).vocab_size
     )
     job = memory.Job(config, vocab_size, data_parallel_size(config, ranks), fused=torch.cuda.is_available())
     path = RunFolder.of(config).path
     path.mkdir(parents=True, exist_ok=True)
-    found = memory.predict(job).num_bytes / 2**30
+    found = memory.predict(job).allocated_bytes / 2**30
     (path / "prediction.json").write_text(json.dumps({"predicted_peak_gib": found}) + "\n")
 
 

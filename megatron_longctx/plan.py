@@ -145,7 +145,7 @@ def _price(simulation: Simulation, cluster: Cluster) -> str:
         f"  waiting        {min(simulation.exposed_s) * 1e3:.3f} to {max(simulation.exposed_s) * 1e3:.3f} ms a rank "
         "for messages",
         f"  busiest link   {busiest[0]}, {busiest[1]:.1%} of the time" if busiest else "  busiest link   none",
-        f"  memory         {simulation.peak_bytes / 2**30:.3f} GiB at most for this call",
+        f"  memory         {simulation.peak_bytes / 2**30:.3f} GiB at most for this call, kernels' workspace apart",
     ]
     return "\n".join(rows)
 
