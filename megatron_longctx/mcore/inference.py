@@ -225,6 +225,7 @@ def build_engine(
         num_kv_heads=model.num_kv_heads // tp,
         head_dim=model.kv_channels,
         dtype=megatron.params_dtype,
+        int8=config.attention.kv_int8 and n > 1,  # a rank alone sends nothing and stays exact
     )
     attention = CachedAttention(
         groups.cp, shape, ledger.slots_per_rank, device, config.attention.kernel, inference.transport
