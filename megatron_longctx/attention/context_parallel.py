@@ -87,7 +87,7 @@ class ContextParallelAttention:
         self._schedule = schedule
         self._kernel = kernel
         self._options = options
-        self._deterministic = deterministic
+        self.deterministic = deterministic
         self._transport = transport
         self._graph_tokens = graph_tokens
         self._clocks: dict[torch.device, WaitClock] = {}
@@ -240,7 +240,7 @@ class ContextParallelAttention:
             head_dim=q.shape[3],
             num_heads=q.shape[2],
             num_kv_heads=k.shape[2],
-            deterministic=self._deterministic,
+            deterministic=self.deterministic,
         )
         if request not in self._engines:
             kernel = choose(self._kernel, request)

@@ -58,13 +58,14 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=original.config)
         self.layer = original.layer_number - 1
         self.softmax_scale = original.softmax_scale
+        self._rotates = original.rotates
         self._attention = attention
         self._new = new
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """`[s, 1, h/tp, d]`, `[s, 1, g/tp, d]` twice, to `[s, 1, h/tp * d]`; masks are the plan's matter."""
         rotation = self._new.rotation
-        if rotation is not None and query.shape[0]:
+        if rotation is not None and self._rotates and query.shape[0]:
             query, key = rotation(query), rotation(key)
         return self._attention(self.layer, query, key, value, self.softmax_scale).flatten(2)
 
