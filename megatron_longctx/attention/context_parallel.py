@@ -12,6 +12,7 @@ from torch import Tensor
 from ..comm import BufferPool, MixedTransport, PeerTransport, Transport, WaitClock, choose_transport
 from ..config import KEEP_RECEIVED, refuse
 from ..kernels import KernelRequest, choose
+from ..kernels.no_grad import first_order
 from ..layout import Layout
 from ..schedules import (
     DEFAULT_OPTIONS,
@@ -284,6 +285,7 @@ class Attend(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out,) = grads
         program, engine, scale = ctx.program, ctx.engine, ctx.scale

@@ -14,6 +14,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 
 from ..config import refuse
+from ..kernels.no_grad import first_order
 from ..kernels.rotate import rotate
 from .sequence import ShardedSequence
 
@@ -98,6 +99,7 @@ class _Rotate(torch.autograd.Function):
         return rotate((x,), cos, sin, interleaved)[0]
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return rotate(grads[:1], cos, sin, ctx.interleaved, inverse=True)[0], None, None, None
