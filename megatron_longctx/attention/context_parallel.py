@@ -12,6 +12,7 @@ from torch import Tensor
 from ..comm import BufferPool, MixedTransport, PeerTransport, Transport, WaitClock, choose_transport
 from ..config import KEEP_RECEIVED, refuse
 from ..kernels import KernelRequest, choose
+from ..kernels.no_grad import first_order
 from ..layout import Layout
 from ..schedules import (
     DEFAULT_OPTIONS,
@@ -87,7 +88,7 @@ class ContextParallelAttention:
         self._schedule = schedule
         self._kernel = kernel
         self._options = options
-        self._deterministic = deterministic
+        self.deterministic = deterministic
         self._transport = transport
         self._graph_tokens = graph_tokens
         self._clocks: dict[torch.device, WaitClock] = {}
@@ -240,7 +241,7 @@ class ContextParallelAttention:
             head_dim=q.shape[3],
             num_heads=q.shape[2],
             num_kv_heads=k.shape[2],
-            deterministic=self._deterministic,
+            deterministic=self.deterministic,
         )
         if request not in self._engines:
             kernel = choose(self._kernel, request)
@@ -284,6 +285,7 @@ class Attend(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out,) = grads
         program, engine, scale = ctx.program, ctx.engine, ctx.scale

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..attention import ContextParallelAttention
+from ..kernels.no_grad import first_order
 from ..layout import Layout, build_layout
 from .attention import Call, Case, Contender
 from .packages import Found, packages
@@ -38,6 +39,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(x, group, to_heads)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _exchange(grads[0], ctx.group, not ctx.to_heads), None, None
 

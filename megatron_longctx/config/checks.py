@@ -236,6 +236,9 @@ def validate(config: Config) -> None:
     if config.attention.graph_tokens < 0:
         raise refuse("attention.graph_tokens", config.attention.graph_tokens, "0 or more", "Take 0 for no graphs.")
     _one_of("attention.keep_received", config.attention.keep_received, KEEP_RECEIVED)
+    if config.attention.kv_int8 and config.parallelism.context_parallel_size > 1 and config.model.kv_channels % 4:
+        expected = f"false with model.head_dim={config.model.kv_channels}, which 4 does not divide"
+        raise refuse("attention.kv_int8", True, expected, "Set it to false: an exact cache has no such condition.")
     _one_of("recompute.mode", config.recompute.mode, RECOMPUTES)
     if config.attention.keep_received == "true" and config.recompute.mode.startswith("attention_output"):
         raise refuse(

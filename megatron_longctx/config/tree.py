@@ -103,8 +103,8 @@ class AttentionConfig:
     # Over peer memory, attention with at most so many tokens on every rank is tried as it is and replayed from CUDA
     # graphs, and the faster way stays; 0: never replayed
     graph_tokens: int = 4096
-    # In inference keys and values travel between context-parallel ranks as 8-bit integers, with a scale for every token
-    # and head: half the bytes of bf16, and not exact. Training is not touched.
+    # In inference on several context-parallel ranks keys and values are kept and sent as 8-bit integers, with a scale
+    # for every token and head: half the bytes of bf16, and not exact. Training is not touched.
     kv_int8: bool = False
     # Whether a call keeps what it has received from other ranks until its backward, which then does not exchange it
     # again: auto (with ulysses, up to 32,768 tokens a rank: it takes the memory of one output more) | true | false.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..attention.engine import Engine
 from ..attention.executor import ForwardPass
+from ..attention.int8 import Int8ForwardPass
 from ..attention.program import Program, compile_program
 from ..comm import (
     BufferPool,
@@ -28,6 +29,7 @@ from ..comm import (
 from ..config import refuse
 from ..kernels import KernelRequest, choose
 from ..kernels.paged import DTYPES, PackedPartials, Pages, attend_pages, attend_shares, fused_kernels, merge_ranks
+from ..kernels.quantize_kv import SCALE_BYTES, pack_kv
 from ..kernels.warm_up import compile_decode, compile_merges
 from ..schedules import Kind
 from .ledger import Turn
@@ -42,7 +44,8 @@ GIB = 2**30
 class CacheShape:
     """What a rank keeps per token: keys and values of `num_kv_heads` heads of `head_dim`, in `num_layers` layers.
 
-    Heads are those of one tensor-parallel rank.
+    Heads are those of one tensor-parallel rank. int8: what is kept, sent and attended are 8-bit integers with a scale
+    for every token and head (`kernels.quantize_kv`); `dtype` is that of queries and outputs.
     """
 
     num_layers: int
@@ -50,11 +53,17 @@ class CacheShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    int8: bool = False
+
+    @property
+    def head_bytes(self) -> int:
+        """Of one head of one cached token's keys, or values."""
+        return self.head_dim + SCALE_BYTES if self.int8 else self.head_dim * self.dtype.itemsize
 
     @property
     def token_bytes(self) -> int:
         """Of one cached token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.head_bytes
 
 
 @dataclass(frozen=True)
@@ -118,17 +127,16 @@ class CachedAttention:
         self._num_new = 0
         self._rows: Rows | None = None
         self.nowhere = slots  # a slot more than there are, which nobody reads
+        kept = torch.uint8 if shape.int8 else shape.dtype
+        size = (slots + 1, 2, 1, shape.num_kv_heads, shape.head_bytes // kept.itemsize)
         try:
-            self._storage = [
-                torch.zeros(slots + 1, 2, 1, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
-                for _ in range(shape.num_layers)
-            ]
+            self._storage = [torch.zeros(size, dtype=kept, device=device) for _ in range(shape.num_layers)]
         except (RuntimeError, MemoryError) as error:  # out of memory has no type of its own on CPU
-            size = slots * shape.token_bytes / GIB
+            gib = slots * shape.token_bytes / GIB
             raise refuse(
                 "inference.cache_tokens",
                 slots * self.world,
-                f"a cache that fits into memory; this one takes {size:.2f} GiB a rank ({error})",
+                f"a cache that fits into memory; this one takes {gib:.2f} GiB a rank ({error})",
                 "Lower it, or use more context-parallel ranks.",
             ) from error
 
@@ -144,7 +152,8 @@ class CachedAttention:
         none."""
         if self.device.type == "cuda":
             compile_merges(self.shape.num_heads, self.shape.head_dim, self.shape.dtype, self.device)
-            compile_decode(self._storage[0][:, :, 0], self.shape.num_heads, page_tokens)
+            q = torch.empty(0, self.shape.num_heads, self.shape.head_dim, dtype=self.shape.dtype, device=self.device)
+            compile_decode(q, self._storage[0][:, :, 0], page_tokens)
             if self._merge is not None:
                 self._merge.compile(self.shape.num_heads, self.shape.head_dim, self.shape.dtype, self.device)
 
@@ -187,7 +196,10 @@ class CachedAttention:
     def randomize(self) -> None:
         """Fill the cache with random keys and values, for measurements."""
         for layer in self._layers:
-            layer.normal_()
+            if self.shape.int8:
+                layer.random_()[..., -SCALE_BYTES:].view(torch.float32).fill_(1 / 64)
+            else:
+                layer.normal_()
 
     @torch.inference_mode()
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -218,7 +230,8 @@ class CachedAttention:
         if self._rows is not None:
             return self._attend_rows(layer, self._rows, q, scale)
         assert self._program is not None
-        run = ForwardPass(self._program, self._engine, {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
+        kind = Int8ForwardPass if shape.int8 else ForwardPass
+        run = kind(self._program, self._engine, {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
         try:
             run.run()
         except BaseException as error:
@@ -230,10 +243,10 @@ class CachedAttention:
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
         storage = self._storage[layer]
-        if isinstance(self._place, slice):
-            torch.stack((k, v), dim=1, out=storage[self._place])
-        else:
-            storage[self._place] = torch.stack((k, v), dim=1).to(storage.dtype)
+        in_place = storage[self._place] if isinstance(self._place, slice) else None
+        new = pack_kv(k, v, in_place) if self.shape.int8 else torch.stack((k, v), dim=1, out=in_place)
+        if in_place is None:
+            storage[self._place] = new.to(storage.dtype)
 
     def attend_here(self, layer: int, q: Tensor, pages: Pages, scale: float) -> PackedPartials:
         """Queries `[B, h, d]` over what this rank holds of their sequences; see `kernels.paged.attend_pages`."""

@@ -17,7 +17,7 @@ from functools import cache
 
 from ..config import CACHE_RULES, refuse
 from ..kernels.planned import PlannedShapes
-from ..schedules import Attend, Costs, Workload
+from ..schedules import Attend, Costs, Kind, Workload
 from ..schedules.host import num_operations
 from ..schedules.simulate import simulate
 from ..topology import Cluster
@@ -259,13 +259,12 @@ _RULES = {"bytes": bytes_rule, "algorithm_1": algorithm_1, "algorithm_5": algori
 
 def _kv_per_q(figures: Figures) -> float:
     """Size of a token's keys and values as a share of its query's."""
-    return 2 * figures.workload.num_kv_heads / figures.workload.num_heads
+    workload = figures.workload
+    return workload.token_bytes(Kind.KV) / workload.token_bytes(Kind.Q)
 
 
 def _hides_from(n: int, figures: Figures) -> float:
     """Equation 2: new tokens from which on the computation takes longer than passing K and V."""
     workload = figures.workload
-    return (
-        n * figures.flops * workload.num_kv_heads * workload.element_bytes
-        / (2 * workload.num_heads * figures.bandwidth)
-    )  # fmt: skip
+    flops_per_pair = 4 * workload.num_heads * workload.head_dim
+    return n * figures.flops * workload.token_bytes(Kind.KV) / (flops_per_pair * figures.bandwidth)

@@ -74,4 +74,4 @@ def agreed_figures(config: Config, device: torch.device) -> Figures:
 
 
 def _workload(config: Config) -> Workload:
-    return replace(Workload.of(config), batch=1)
+    return replace(Workload.of(config), batch=1, kv_int8=config.attention.kv_int8)

@@ -69,13 +69,22 @@ def sample(logits: Tensor, sampling: Sampling, stream: int, step: int) -> int:
     if sampling.temperature == 0:
         return int(logits.argmax())
     # On the CPU in fp64: a draw is then the same on every device.
-    logits, order = logits.detach().cpu().double().sort(descending=True, stable=True)
-    scaled = (logits - logits[0]) / sampling.temperature  # never above 0: no temperature is too small
-    probabilities = torch.softmax(scaled[: sampling.top_k], 0)
-    if sampling.top_p < 1:
-        before = probabilities.cumsum(0) - probabilities
-        probabilities = probabilities[before < sampling.top_p]
-    sums = probabilities.cumsum(0)
-    draw = random.Random(f"{sampling.seed}/{stream}/{step}").random() * float(sums[-1])
-    index = int(torch.searchsorted(sums, draw, right=True))
-    return int(order[min(index, len(sums) - 1)])
+    logits = logits.detach().cpu().double()
+    weights = torch.exp((logits - logits.max()) / sampling.temperature)  # of numbers up to 0, at any temperature
+    if sampling.top_k is not None or sampling.top_p < 1:
+        weights = _likeliest(weights, logits, sampling)
+    # In the order of token ids: logits that other parallel sizes round otherwise move the draw's bounds as little as
+    # themselves. In the order of the logits two that are nearly equal would change places.
+    sums = weights.cumsum(0)
+    total = float(sums[-1])
+    draw = random.Random(f"{sampling.seed}/{stream}/{step}").random() * total
+    return int(torch.searchsorted(sums, min(draw, math.nextafter(total, 0)), right=True))
+
+
+def _likeliest(weights: Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
+    """`weights`, 0 for tokens that top-k or top-p leave out; of equally likely ones those with larger ids first."""
+    order = logits.sort(descending=True, stable=True).indices[: sampling.top_k]
+    kept = weights[order]
+    before = kept.cumsum(0) - kept
+    order = order[before < sampling.top_p * kept.sum()] if sampling.top_p < 1 else order
+    return torch.zeros_like(weights).index_copy_(0, order, weights[order])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_longctx.kernels.interface import AttentionKernel, Block, KernelRequest
 from megatron_longctx.kernels.limits import first_reason, wrong_device, wrong_dtype
+from megatron_longctx.kernels.reference import ReferenceKernel
 from megatron_longctx.kernels.views import heads_first, token_first
 
 
@@ -31,7 +32,12 @@ class CpuKernel(AttentionKernel):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             heads_first(block.q), heads_first(block.k), heads_first(block.v), 0.0, block.causal, scale=block.scale
         )
-        return token_first(out), lse.permute(2, 0, 1)
+        out, lse = token_first(out), lse.permute(2, 0, 1)
+        # Rows that the op finds nothing in have an lse of 0, too, among them those whose few scores are all NaN.
+        if (lse == 0).any():
+            broken = ReferenceKernel()._forward(block)[1].isnan()
+            out, lse = out.masked_fill(broken.unsqueeze(-1), torch.nan), lse.masked_fill(broken, torch.nan)
+        return out, lse
 
     def _backward(self, block: Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

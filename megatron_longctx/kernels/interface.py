@@ -59,7 +59,7 @@ class AttentionKernel(ABC):
     """Attention of one (queries x keys) block.
 
     A provider implements `why_not`, `_forward` and `_backward`. What every provider needs alike lives here, once: shape
-    checks, blocks without queries or keys, and strides no kernel can read.
+    checks, blocks without queries or keys, strides no kernel can read, and scales that are not positive.
     """
 
     name: ClassVar[str]
@@ -98,6 +98,7 @@ class AttentionKernel(ABC):
         check_block(q, k, v, causal)
         if q.numel() == 0 or k.numel() == 0:
             return q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype(q))
+        q, scale, _ = _positive(q, scale)
         return self._forward(Block(readable(q), readable(k), readable(v), causal, scale))
 
     @no_grad
@@ -133,8 +134,11 @@ class AttentionKernel(ABC):
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; with this q it must be {tuple(shape)}.")
         if q.numel() == 0 or k.numel() == 0:
             return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        q, scale, factor = _positive(q, scale)
         block = Block(readable(q), readable(k), readable(v), causal, scale)
-        return self._backward(block, readable(grad_out.to(q.dtype)), readable(out.to(q.dtype)), lse.to(lse_dtype(q)))
+        grads = (readable(grad_out.to(q.dtype)), readable(out.to(q.dtype)), lse.to(lse_dtype(q)))
+        dq, dk, dv = self._backward(block, *grads)
+        return dq if factor == 1 else dq * factor, dk, dv
 
     @abstractmethod
     def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
@@ -143,6 +147,16 @@ class AttentionKernel(ABC):
     @abstractmethod
     def _backward(self, block: Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`backward` of a checked block with at least one query and one key."""
+
+
+def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
+    """(queries, scale) of the same scores with a scale above 0, and what the queries were multiplied by: -1, 0 or 1.
+
+    Fused kernels mask with -inf and seek maxima before they scale: another sign gives them NaN.
+    """
+    if not scale <= 0:
+        return q, scale, 1
+    return (q * 0, 1.0, 0) if scale == 0 else (-q, -scale, -1)
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:

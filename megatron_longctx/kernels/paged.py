@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.kernels.interface import lse_dtype
+from megatron_longctx.kernels.quantize_kv import SCALE_BYTES, unpack_kv
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ def attend_pages(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packed
 
     Args:
         q: `[B, h, d]`; heads and their elements side by side.
-        cache: `[slots, 2, g, d]`, keys and values, q's dtype; `g` divides `h`. Strides of its first three dimensions
+        cache: `[slots, 2, g, d]`, keys and values, q's dtype; or `[slots, 2, g, d + 4]` uint8, as `quantize_kv` packs
+            them, which are attended as `unpack_kv` gives them. `g` divides `h`. Strides of its first three dimensions
             are free.
         pages: on q's device.
         scale: factor of the scores before the softmax.
@@ -137,7 +139,10 @@ def attend_pages_torch(q: Tensor, cache: Tensor, pages: Pages, scale: float, fou
             found.lse[row] = -torch.inf
             continue
         used = pages.table[row // pages.together, : -(-count // pages.page_tokens)].tolist()
-        k, v = _tokens(cache, used, pages.page_tokens)[:count].to(found.flat.dtype).permute(1, 2, 0, 3)  # [g, t, d]
+        tokens = _tokens(cache, used, pages.page_tokens)[:count]
+        if cache.dtype == torch.uint8:
+            tokens = torch.cat(unpack_kv(tokens.unsqueeze(2), q.dtype), dim=1)
+        k, v = tokens.to(found.flat.dtype).permute(1, 2, 0, 3)  # [g, t, d]
         queries = q[row].to(found.flat.dtype).view(kv_heads, heads // kv_heads, -1)
         scores = queries @ k.transpose(1, 2) * scale
         found.lse[row] = scores.logsumexp(-1).flatten()
@@ -145,7 +150,7 @@ def attend_pages_torch(q: Tensor, cache: Tensor, pages: Pages, scale: float, fou
 
 
 def _tokens(cache: Tensor, pages: list[int], page_tokens: int) -> Tensor:
-    """`[t, 2, g, d]`: the slots of some pages; in place where the pages are neighbours, which they mostly are."""
+    """`[t, 2, g, …]`: the slots of some pages; in place where the pages are neighbours, which they mostly are."""
     starts = [i for i, page in enumerate(pages) if not i or page != pages[i - 1] + 1]
     runs = [(pages[i], pages[j - 1] + 1) for i, j in pairwise([*starts, len(pages)])]
     spans = [cache[first * page_tokens : stop * page_tokens] for first, stop in runs]
@@ -171,11 +176,13 @@ def fused_kernels() -> bool:
 
 def _check(q: Tensor, cache: Tensor, pages: Pages) -> None:
     rows = q.shape[0]
-    fits = q.ndim == 3 and cache.ndim == 4 and cache.shape[1] == 2 and cache.shape[3] == q.shape[2]
+    packed = cache.dtype == torch.uint8
+    fits = q.ndim == 3 and cache.ndim == 4 and cache.shape[1] == 2
+    fits = fits and cache.shape[3] == q.shape[2] + SCALE_BYTES * packed
     if not fits or not cache.shape[2] or q.shape[1] % cache.shape[2]:
         raise ValueError(
-            f"q {tuple(q.shape)}, cache {tuple(cache.shape)}: expected q [B, h, d] and a cache [slots, 2, g, d], g a "
-            "divisor of h."
+            f"q {tuple(q.shape)}, cache {tuple(cache.shape)}: expected q [B, h, d] and a cache [slots, 2, g, d] ("
+            f"d + {SCALE_BYTES} of 8-bit values), g a divisor of h."
         )
     together = pages.together
     if together < 1 or together & (together - 1) or rows % together:
@@ -186,7 +193,7 @@ def _check(q: Tensor, cache: Tensor, pages: Pages) -> None:
             f"table {of_table}, counts {of_counts}, {pages.page_tokens} tokens a page: "
             f"expected [{rows // together}, P], [{rows}] and 1 or more."
         )
-    if q.dtype != cache.dtype or q.stride(-1) != 1 or cache.stride(-1) != 1:
+    if not (packed or q.dtype == cache.dtype) or q.stride(-1) != 1 or cache.stride(-1) != 1:
         raise ValueError(
             f"q is {q.dtype} with strides {q.stride()}, the cache {cache.dtype} with {cache.stride()}: expected one "
             "dtype, and heads whose elements lie side by side."

@@ -45,6 +45,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     q_row, q_head, slot_stride, value_stride, kv_head_stride, table_stride,
     out_split, out_row, lse_split, lse_row,
     PAGE: tl.constexpr, TOGETHER: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -86,6 +87,12 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         there = inside[:, None] & (col < head_dim)[None, :]
         keys = tl.load(at, mask=there, other=0.0)
         values = tl.load(at + value_stride, mask=there, other=0.0)
+        if INT8:  # each head's elements are followed by their scale
+            scales = (base + slot * slot_stride + head_dim).to(tl.pointer_type(tl.float32), bitcast=True)
+            of_keys = tl.load(scales, mask=inside, other=0.0)
+            of_values = tl.load(scales + value_stride // 4, mask=inside, other=0.0)
+            keys = (keys.to(tl.float32) * of_keys[:, None]).to(queries.dtype)
+            values = (values.to(tl.float32) * of_values[:, None]).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * factor
         if TOGETHER > 1:  # a query may see fewer keys than those beside it, of some blocks none
             scores = tl.where(inside[None, :] & (token[None, :] < count[:, None]), scores, -float("inf"))
@@ -172,8 +179,10 @@ def _attend(q: Tensor, cache: Tensor, pages: Pages, scale: float, parts: PackedP
         "TOGETHER": together,
         "HEADS": max(-(-_LEAST_ROWS // together), triton.next_power_of_2(group)),
         "COLS": cols,
-        "KEYS": max(_LEAST_ROWS, min(64, _KEY_BYTES // (cols * cache.element_size()))),
+        "KEYS": max(_LEAST_ROWS, min(64, _KEY_BYTES // (cols * q.element_size()))),
+        "INT8": cache.dtype == torch.uint8,
     }
+    cache = cache.view(torch.int8) if constants["INT8"] else cache
     # The launch goes to the current device, which need not be the tensors'. A CPU tensor's index, -1, changes nothing.
     with torch.cuda.device(q.get_device()):
         _attend_kernel[(kv_heads, splits, rows // together)](

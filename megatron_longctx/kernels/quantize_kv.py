@@ -14,14 +14,14 @@ from megatron_longctx.kernels.no_grad import no_grad
 logger = logging.getLogger(__name__)
 
 _LEVELS = 127
-_SCALE_BYTES = torch.float32.itemsize
+SCALE_BYTES = torch.float32.itemsize
 _SMALLEST_SCALE = 2.0**-126
 """A scale below this has no reciprocal in fp32: such rows count as zeros."""
 
 
 def packed_shape(k: Tensor) -> tuple[int, ...]:
     """The shape of what `pack_kv` gives for keys (and values) like `k`, `[t, b, g, d]`."""
-    return (k.shape[0], 2, *k.shape[1:-1], k.shape[-1] + _SCALE_BYTES)
+    return (k.shape[0], 2, *k.shape[1:-1], k.shape[-1] + SCALE_BYTES)
 
 
 @no_grad
@@ -42,8 +42,8 @@ def pack_kv(k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
         ValueError: a head dimension that 4 does not divide.
     """
     d = k.shape[-1]
-    if d % _SCALE_BYTES:
-        raise ValueError(f"head dimension {d}: expected a multiple of {_SCALE_BYTES} for 8-bit keys and values.")
+    if d % SCALE_BYTES:
+        raise ValueError(f"head dimension {d}: expected a multiple of {SCALE_BYTES} for 8-bit keys and values.")
     packed = torch.empty(packed_shape(k), dtype=torch.uint8, device=k.device) if out is None else out
     fused = _fused(packed)
     if packed.numel():
@@ -54,7 +54,7 @@ def pack_kv(k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
 @no_grad
 def unpack_kv(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The keys and values of `pack_kv`, each `[t, b, g, d]` in `dtype`."""
-    out = torch.empty(*packed.shape[:-1], packed.shape[-1] - _SCALE_BYTES, dtype=dtype, device=packed.device)
+    out = torch.empty(*packed.shape[:-1], packed.shape[-1] - SCALE_BYTES, dtype=dtype, device=packed.device)
     fused = _fused(packed)
     if out.numel():
         (fused.unpack_kv if fused else _unpack_torch)(packed, out)

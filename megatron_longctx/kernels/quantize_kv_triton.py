@@ -30,7 +30,7 @@ def _place(num_rows, batch, heads, ROWS: tl.constexpr):  # type: ignore[no-untyp
     return row.to(tl.int64), row < num_rows, t, b, h
 
 
-@triton.jit(do_not_specialize=_ANY)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=["packed"])  # type: ignore[untyped-decorator]
 def _pack_kernel(  # type: ignore[no-untyped-def]
     k,
     v,

@@ -26,20 +26,20 @@ def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: to
         merge_partials(parts, values[2], torch.empty_like(lse))
 
 
-def compile_decode(cache: Tensor, num_heads: int, page_tokens: int) -> None:
+def compile_decode(q: Tensor, cache: Tensor, page_tokens: int) -> None:
     """Attend over pages, and merge what ranks have found, for 1 to 16 sequences, and for prompts of several queries
     together: results lie multiples of 16 numbers apart or not, which makes two variants of each kernel.
 
     Args:
-        cache: `[slots, 2, g, d]` as `paged.attend_pages` takes it; not read. In a dtype that no fused kernel takes,
-            nothing is compiled.
+        q: `[0, h, d]`. In a dtype that no fused kernel takes, nothing is compiled.
+        cache: as `paged.attend_pages` takes it with such queries; not read.
     """
-    if cache.dtype not in DTYPES:
+    if q.dtype not in DTYPES:
         return
-    together = most_together(num_heads, cache.shape[2])
+    together = most_together(q.shape[1], cache.shape[2])
     for rows, beside in [(2**i, 1) for i in range(5)] + [(together << i, together) for i in range(6)]:
-        q = torch.zeros(rows, num_heads, cache.shape[3], dtype=cache.dtype, device=cache.device)
+        queries = q.new_zeros(rows, *q.shape[1:])
         table = torch.zeros(rows // beside, 1, dtype=torch.int32, device=cache.device)
         pages = Pages(table, torch.zeros(rows, dtype=torch.int64, device=cache.device), page_tokens, beside)
-        found = attend_pages(q, cache, pages, 1.0).flat
-        merge_ranks(PackedPartials(torch.stack((found, found)), *q.shape), torch.empty_like(q))
+        found = attend_pages(queries, cache, pages, 1.0).flat
+        merge_ranks(PackedPartials(torch.stack((found, found)), *queries.shape), torch.empty_like(queries))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..recompute import AttentionTape
 from .sequence import ShardedSequence
+from .settings import refuse_unless_served, skips_rope
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 
@@ -49,17 +50,14 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _refuse_unless(attention_type == "self", "attention_type", attention_type, "self", "Use it for self-attention.")
         _refuse_unless(dropout == 0, "attention_dropout", dropout, "0", "Set attention_dropout to 0.")
-        window = getattr(config, "window_size", None)
-        _refuse_unless(window is None, "window_size", window, "null", "Sliding windows have no plan yet; unset it.")
-        softmax = getattr(config, "softmax_type", "vanilla")
-        _refuse_unless(softmax == "vanilla", "softmax_type", softmax, "vanilla", "Attention sinks are not supported.")
+        refuse_unless_served(config, sequence.attention.deterministic)
         k_channels, v_channels = head_sizes.get("k_channels"), head_sizes.get("v_channels")
         _refuse_unless(
             k_channels == v_channels,
             "v_channels",
             v_channels,
             f"k_channels={k_channels}",
-            "MLA needs equal head sizes.",
+            "Heads of keys and values are of one size here.",
         )
         world = pg_collection.cp.size() if pg_collection is not None else sequence.attention.world
         _refuse_unless(
@@ -73,6 +71,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         groups = config.num_query_groups or heads
         sequence.attention.check_heads(heads // tensor_parallel, max(1, groups // tensor_parallel))
         self.layer_number = layer_number
+        self.rotates = not skips_rope(config, layer_number)
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self._sequence = sequence
@@ -132,7 +131,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
                 "what sequence.shard_batch(batch) returns, and set sequence.length first where it changes."
             )
         rotation = sequence.rotation
-        if rotation is not None:
+        if rotation is not None and self.rotates:
             query, key = rotation(query), rotation(key)
         attention, length, causal = sequence.attention, sequence.length, _CAUSAL[mask_type]
         if self._tape is not None:

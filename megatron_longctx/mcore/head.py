@@ -15,6 +15,8 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from ..kernels.no_grad import first_order
+
 
 @dataclass(frozen=True)
 class Head:
@@ -87,6 +89,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (lse - own).view(labels.shape)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, lse = ctx.saved_tensors
         head: Head = ctx.head

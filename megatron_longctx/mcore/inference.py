@@ -58,13 +58,14 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=original.config)
         self.layer = original.layer_number - 1
         self.softmax_scale = original.softmax_scale
+        self._rotates = original.rotates
         self._attention = attention
         self._new = new
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """`[s, 1, h/tp, d]`, `[s, 1, g/tp, d]` twice, to `[s, 1, h/tp * d]`; masks are the plan's matter."""
         rotation = self._new.rotation
-        if rotation is not None and query.shape[0]:
+        if rotation is not None and self._rotates and query.shape[0]:
             query, key = rotation(query), rotation(key)
         return self._attention(self.layer, query, key, value, self.softmax_scale).flatten(2)
 
@@ -225,6 +226,7 @@ def build_engine(
         num_kv_heads=model.num_kv_heads // tp,
         head_dim=model.kv_channels,
         dtype=megatron.params_dtype,
+        int8=config.attention.kv_int8 and n > 1,  # a rank alone sends nothing and stays exact
     )
     attention = CachedAttention(
         groups.cp, shape, ledger.slots_per_rank, device, config.attention.kernel, inference.transport

@@ -13,6 +13,8 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
+from ..config import refuse
+from ..kernels.no_grad import first_order
 from ..kernels.rotate import rotate
 from .sequence import ShardedSequence
 
@@ -44,9 +46,13 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
 
     The model calls it before its layers; it leaves their `Rotation` with the sequence, whose core attention applies it,
     and returns None, so that Megatron's layers rotate nothing themselves.
+
+    Raises:
+        ValueError: an embedding of another kind, whose angles or sizes its own methods say (YaRN, multimodal).
     """
 
     def __init__(self, original: RotaryEmbedding, sequence: ShardedSequence) -> None:
+        _refuse_other_kinds(original)
         torch.nn.Module.__init__(self)
         self.rotary_interleaved = original.rotary_interleaved
         self.seq_len_interpolation_factor = original.seq_len_interpolation_factor
@@ -71,6 +77,20 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
         self._sequence.rotation = self._made[1]
 
 
+def _refuse_other_kinds(original: torch.nn.Module) -> None:
+    """Subclasses may choose other frequencies; what is made of these is worked out here."""
+    if not isinstance(original, ShardedRotaryEmbedding) and any(
+        getattr(type(original), name, None) is not getattr(RotaryEmbedding, name)
+        for name in ("forward", "get_emb", "get_freqs_non_repeated")
+    ):
+        raise refuse(
+            "rotary_pos_emb",
+            type(original).__name__,
+            "Megatron's RotaryEmbedding (position_embedding_type=rope)",
+            "YaRN and multimodal positions are not served; rope_scaling and seq_len_interpolation_factor are.",
+        )
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -79,6 +99,7 @@ class _Rotate(torch.autograd.Function):
         return rotate((x,), cos, sin, interleaved)[0]
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return rotate(grads[:1], cos, sin, ctx.interleaved, inverse=True)[0], None, None, None

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..comm.crossover import Crossover
 from ..comm.reduction import Reducer, ReductionPolicy
 from ..config import ReductionConfig, refuse
+from ..kernels.no_grad import first_order
 
 _EXACT = {
     False: ("all_reduce", reduce_from_tensor_model_parallel_region),
@@ -165,6 +166,7 @@ class _Sum(torch.autograd.Function):
         return reducer.reduce_scatter(partial) if scatter else reducer.all_reduce(partial)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if ctx.scatter:
             grad = gather_from_sequence_parallel_region(grad, group=ctx.group)

@@ -11,9 +11,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from ..config import RecomputeConfig
+from ..config import RecomputeConfig, refuse
 from ..recompute import DeviceStore, HostStore
 from .core_attention import ContextParallelCoreAttention
 from .norms import norm_class
@@ -32,11 +33,14 @@ def with_context_parallel(layer: ModuleSpec, sequence: ShardedSequence) -> Modul
     from them.
 
     Raises:
-        ValueError: a spec without self-attention.
+        ValueError: a spec without self-attention, or of multi-latent attention.
     """
     attention = getattr(layer.submodules, "self_attention", None)
     if not isinstance(attention, ModuleSpec) or not hasattr(attention.submodules, "core_attention"):
         raise ValueError(f"layer spec of {layer.module}: expected a self_attention with a core_attention to replace.")
+    if isinstance(attention.module, type) and issubclass(attention.module, MultiLatentAttention):
+        expected, remedy = "a self_attention without latents", "Context-parallel attention does not serve MLA yet."
+        raise refuse("self_attention", attention.module.__name__, expected, remedy)
     layer = copy.deepcopy(layer)
     layer.submodules.self_attention.submodules.core_attention = functools.partial(
         ContextParallelCoreAttention, sequence=sequence

@@ -17,6 +17,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from ..config import refuse
+from ..kernels.no_grad import first_order
 from .unread import unread_output
 
 _Run = Callable[[Tensor], tuple[Tensor, Tensor | None]]
@@ -116,6 +117,7 @@ class _Tiled(torch.autograd.Function):
         return output
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *parameters = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)

@@ -14,6 +14,8 @@ import torch
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch import Tensor
 
+from ..kernels.no_grad import first_order
+
 
 @contextmanager
 def unread_output(linear: Any) -> Iterator[None]:
@@ -45,6 +47,7 @@ class _Unread(torch.autograd.Function):
         return x.new_zeros(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         """As Megatron computes them, to the bit."""
         x, weight = ctx.saved_tensors

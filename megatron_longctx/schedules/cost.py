@@ -14,6 +14,7 @@ from ..topology import Device
 from .plan import ALL_HEADS, Attend, Block, Heads, Kind
 
 GIB = 2**30
+_KV_SCALE_BYTES = 4
 BACKWARD_FLOPS = 2.5
 """FLOPs of the backward of attention, as a multiple of its forward: five matrix products instead of two."""
 
@@ -23,7 +24,7 @@ class Workload:
     """One attention layer as a rank of the context-parallel group sees it.
 
     num_heads, num_kv_heads: of one rank (divided by the tensor-parallel size). element_bytes: of q, k, v, out and their
-    gradients.
+    gradients. kv_int8: keys and values are 8-bit integers, with a scale in fp32 for every head of a token.
     """
 
     num_heads: int
@@ -31,6 +32,7 @@ class Workload:
     head_dim: int
     batch: int = 1
     element_bytes: int = 2
+    kv_int8: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "batch", "element_bytes"):
@@ -63,6 +65,8 @@ class Workload:
 
     def token_bytes(self, kind: Kind, heads: Heads = ALL_HEADS) -> int:
         """Bytes of one token of a block on the wire or in a buffer."""
+        if kind is Kind.KV and self.kv_int8:
+            return self.elements(kind, heads) // self.head_dim * (self.head_dim + _KV_SCALE_BYTES)
         lse = kind in (Kind.OUT, Kind.Q_GRAD)
         of_lse = _of_heads(self.num_heads, heads) * self.batch * self.accumulator_bytes if lse else 0
         return self.elements(kind, heads) * self.element_bytes + of_lse

@@ -234,6 +234,11 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (["model.num_attention_heads=5"], "model.num_attention_heads=5", "a divisor of model.hidden_size=128"),
         (["model.head_dim=7"], "model.head_dim=7", "an even head dimension with rope"),
         (
+            ["attention.kv_int8=true", "model.head_dim=6", "parallelism=cp2"],
+            "attention.kv_int8=True",
+            "false with model.head_dim=6, which 4 does not divide",
+        ),
+        (
             ["model=gpt2", "parallelism.tensor_parallel_size=5"],
             "parallelism.tensor_parallel_size=5",
             "a divisor of model.num_kv_heads=12. Nearest that divide it: 4, 6, 3",

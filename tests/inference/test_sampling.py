@@ -46,6 +46,29 @@ def test_top_k_and_top_p_keep_the_likeliest_and_their_ratios() -> None:
     assert abs(both[1] - DRAWS / 2) < 5 * DRAWS**0.5
 
 
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 30, "top_p": 0.95}], ids=lambda filters: "+".join(filters)
+)
+def test_rounding_that_swaps_neighbours_changes_no_more_than_it_moves(filters: dict[str, float]) -> None:
+    """Tokens 7 and 31 take a third of all draws each, and either is the likelier of the two."""
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(0)) * 0.5
+    logits[[7, 31]] = 4.0
+    rounding = torch.randn(40, generator=torch.Generator().manual_seed(1)) * 2e-6
+    rounding[7], rounding[31] = 1e-6, -1e-6
+    nearby = [logits + rounding, logits - rounding]
+    assert nearby[0][7] > nearby[0][31] and nearby[1][7] < nearby[1][31]
+    draws = [[sample(x, Sampling(temperature=1.0, **filters), 0, step) for step in range(1000)] for x in nearby]
+    assert min(Counter(draws[0])[token] for token in (7, 31)) > 200
+    assert draws[0] == draws[1]
+
+
+def test_equally_likely_tokens_are_left_out_from_the_last() -> None:
+    logits = torch.zeros(8)
+    for filters in ({"top_k": 3}, {"top_p": 0.3}):
+        found = {sample(logits, Sampling(temperature=1.0, **filters), 0, step) for step in range(200)}
+        assert found == {0, 1, 2}
+
+
 def test_draws_repeat_by_seed_stream_and_step_and_differ_otherwise() -> None:
     logits = torch.zeros(1000)
     base = sample(logits, Sampling(temperature=1.0, seed=3), 5, 7)

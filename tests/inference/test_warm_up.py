@@ -75,8 +75,8 @@ def test_no_merge_of_a_prompt_is_compiled_after_the_warm_up(merges: Launches) ->
 
 
 @needs_compiler
-@pytest.mark.parametrize("heads", [2, 4, 8, 32])
-def test_nor_anything_of_decode(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("heads", "int8"), [(2, False), (4, False), (8, False), (32, False), (8, True)])
+def test_nor_anything_of_decode(heads: int, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_longctx.kernels import paged_triton
 
     kernels = {name: Launches(getattr(paged_triton, name)) for name in ("_attend_kernel", "_merge_kernel")}
@@ -85,8 +85,8 @@ def test_nor_anything_of_decode(heads: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(paged_triton, "_processors", lambda _: 132)  # an H100's
     monkeypatch.setattr(paged, "attend_pages_torch", paged_triton.attend_pages_triton)
     monkeypatch.setattr(paged, "merge_ranks_torch", paged_triton.merge_ranks_triton)
-    cache = torch.zeros(256, 2, 2, D, dtype=BF16)
-    compile_decode(cache, heads, 64)
+    cache = torch.zeros(256, 2, 2, D, dtype=BF16) if not int8 else torch.zeros(256, 2, 2, D + 4, dtype=torch.uint8)
+    compile_decode(torch.empty(0, heads, D, dtype=BF16), cache, 64)
     compiled = {name: set(launches.variants) for name, launches in kernels.items()}
     tables, counts = torch.zeros(128, 5, dtype=torch.int32), torch.ones(512, dtype=torch.int64)
     together = paged.most_together(heads, 2)

@@ -125,6 +125,59 @@ def test_kernels_record_no_graph(kernel_math, make_case):
     assert not lse.requires_grad
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [0.0, -0.0, -0.4])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", CPU_PROVIDERS)
+def test_scales_that_are_not_positive(kernel_math, make_case, name, causal, scale, dtype):
+    """Kernels that mask before they scale would find NaN."""
+
+    class Scaled(type(make_case(1, 1, 1, 1, 1, 1, True))):
+        scale = 0.0
+
+    Scaled.scale = scale
+    for size in (1, 5, 40):
+        case = Scaled(size, size, 1, 4, 2, 8, causal)
+        tensors = kernel_math.tensors(case, dtype)
+        found = kernel_math.run(PROVIDERS[name](), *tensors, case)
+        kernel_math.check(
+            found,
+            kernel_math.truth(*tensors, case),
+            kernel_math.torch_own(*tensors, make_case(size, size, 1, 4, 2, 8, causal)),
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", CPU_PROVIDERS)
+def test_nan_comes_out_as_nan(kernel_math, make_case, name, causal, dtype):
+    """Whatever the number of keys: torch's op gives 0 and an lse of 0 where all of a row's few scores are NaN."""
+    for size in (1, 2, 3, 7, 8, 15, 16, 17, 40):
+        case = make_case(size, size, 1, 4, 2, 8, causal)
+        for broken in (slice(0, 1), slice(size // 2, size), slice(0, size)):
+            q, k, v, grad_out = kernel_math.tensors(case, dtype)
+            k[broken, 0, 1] = torch.nan
+            found = kernel_math.run(PROVIDERS[name](), q, k, v, grad_out, case)
+            rows = torch.zeros(size, 1, 4, dtype=torch.bool)
+            rows[broken.start if causal else 0 :, :, 2:] = True  # heads 2 and 3 read this key/value head
+            assert torch.equal(found["lse"].isnan(), rows)
+            assert torch.equal(found["out"].isnan().all(-1), rows) and torch.equal(found["out"].isnan().any(-1), rows)
+            assert found["dq"].isnan().any(-1)[rows].all()  # hidden keys count 0 times NaN there
+            assert found["dk"][broken, 0, 1].isnan().all() and not found["dk"][:, 0, 0].isnan().any()
+        q, k, v, grad_out = kernel_math.tensors(case, dtype)
+        q[size // 2, 0, 1] = torch.nan
+        found = kernel_math.run(PROVIDERS[name](), q, k, v, grad_out, case)
+        assert found["lse"].isnan().sum() == 1 and found["out"].isnan().sum() == case.d
+        assert found["dk"][: size // 2 + 1, 0, 0].isnan().all() and not found["dk"][:, 0, 1].isnan().any()
+
+
+def test_zeros_are_no_nan(kernel_math):
+    """Their lse is 0 as well, and their output."""
+    zero = torch.zeros(1, 1, 2, 8)
+    out, lse = PROVIDERS["cpu"]().forward(zero, zero, zero, causal=True, scale=1.0)
+    assert (out == 0).all() and (lse == 0).all()
+
+
 def bad_blocks():
     q, kv = torch.zeros(4, 1, 4, 8), torch.zeros(6, 1, 2, 8)
     yield "causal rectangle", (q, kv, kv, True), "equal numbers"

@@ -15,6 +15,7 @@ from megatron_longctx.kernels.paged import (
     merge_ranks_torch,
     most_together,
 )
+from megatron_longctx.kernels.quantize_kv import pack_kv, unpack_kv
 from tests.kernels.interpreter import run_interpreted
 
 COUNTS = (0, 1, 37, 128, 5)
@@ -43,6 +44,12 @@ def case(heads, kv_heads, head_dim, page_tokens, dtype, counts=COUNTS, device="c
     q = torch.randn(len(counts), heads + 2 * kv_heads, head_dim, generator=gen).to(dtype)[:, :heads]
     pages = Pages(table.to(device), torch.tensor(counts, device=device), page_tokens, together)
     return q.to(device), cache.to(device), pages, slots
+
+
+def as_int8(cache, dtype):
+    """The cache as 8-bit integers, and what these stand for."""
+    packed = pack_kv(*cache[:, :, None].unbind(1))
+    return packed[:, :, 0], torch.cat(unpack_kv(packed, dtype), 1)
 
 
 def expected(q, cache, slots, scale):
@@ -85,6 +92,14 @@ def test_queries_of_one_sequence_see_what_each_says(together, dtype):
         compare(attend_pages(q, cache, pages, 0.3), q, cache, slots, 0.3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_8_bit_keys_and_values_count_as_what_they_stand_for(dtype):
+    for heads, kv_heads, head_dim, page_tokens in ((4, 4, 16, 4), (6, 1, 20, 64)):
+        q, cache, pages, slots = case(heads, kv_heads, head_dim, page_tokens, dtype)
+        packed, rounded = as_int8(cache, dtype)
+        compare(attend_pages(q, packed, pages, 0.3), q, rounded, slots, 0.3)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "most"), [(32, 8, 16), (8, 8, 16), (6, 1, 8), (64, 1, 1), (128, 1, 1)])
 def test_queries_together_fill_a_program(heads, kv_heads, most):
     assert most_together(heads, kv_heads) == most
@@ -125,6 +140,7 @@ def test_shapes_that_do_not_fit_are_refused():
         (q[:, :3], cache, pages),
         (q[..., :8], cache, pages),
         (q.double(), cache, pages),
+        (q, cache.to(torch.uint8), pages),
         (q, cache, Pages(pages.table[:2], pages.counts, 4)),
         (q, cache, Pages(pages.table, pages.counts, 0)),
         (q, cache, Pages(pages.table, pages.counts, 4, 3)),
@@ -144,14 +160,16 @@ def compare_fused_with_torch() -> None:
     together = {1: COUNTS, **TOGETHER}
     cases = [(*each, 1) for each in itertools.product(shapes, (torch.float32, torch.float16))]
     cases += [(shape, torch.float32, beside) for shape, beside in itertools.product(shapes[1:3], TOGETHER)]
-    for shape, dtype, beside in cases:
-        q, cache, pages, slots = case(*shape, dtype, together[beside], together=beside)
+    cases = [(*each, False) for each in cases] + [(shapes[2], torch.float16, beside, True) for beside in (1, 4)]
+    for shape, dtype, beside, int8 in cases:
+        q, rounded, pages, slots = case(*shape, dtype, together[beside], together=beside)
+        cache, rounded = as_int8(rounded, dtype) if int8 else (rounded, rounded)
         for processors in (1, 40):  # one share, merged by nobody; and more shares than some sequences have tokens
             fused._processors = lambda _, count=processors: count
             found, torchs = PackedPartials.like(q), PackedPartials.like(q)
             found.flat.fill_(torch.nan)
             fused.attend_pages_triton(q, cache, pages, 0.3, found)
-            compare(found, q, cache, slots, 0.3)
+            compare(found, q, rounded, slots, 0.3)
             attend_pages_torch(q, cache, pages, 0.3, torchs)
             torch.testing.assert_close(found.flat, torchs.flat, rtol=ERRORS[dtype], atol=ERRORS[dtype])
     for n, head_dim, dtype in itertools.product((1, 3, 17), (8, 20), (torch.float32, torch.bfloat16)):
@@ -168,9 +186,17 @@ def test_fused_kernels_equal_the_definition_under_the_interpreter():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "page", "together"), [("bf16", 64, 1), ("bf16", 4, 1), ("fp32", 64, 1), ("bf16", 64, 16)]
+    ("dtype", "page", "together", "int8"),
+    [
+        ("bf16", 64, 1, False),
+        ("bf16", 4, 1, False),
+        ("fp32", 64, 1, False),
+        ("bf16", 64, 16, False),
+        ("bf16", 64, 1, True),
+        ("bf16", 64, 16, True),
+    ],
 )
-def test_kernels_compile_for_hopper(dtype, page, together, tmp_path, monkeypatch):
+def test_kernels_compile_for_hopper(dtype, page, together, int8, tmp_path, monkeypatch):
     """Triton's interpreter, which runs them on CPUs, takes more than its compiler does."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -181,8 +207,14 @@ def test_kernels_compile_for_hopper(dtype, page, together, tmp_path, monkeypatch
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"PAGE": page, "TOGETHER": together, "HEADS": 16 if together == 1 else 4, "COLS": 128}
     constants["KEYS"] = 64 if dtype == "bf16" else 32
-    constants |= {"BLOCK": 16, "WITH_LSE": dtype == "bf16"}
-    types = {"q": f"*{dtype}", "cache": f"*{dtype}", "table": "*i32", "counts": "*i64", "scale": "fp32"}
+    constants |= {"BLOCK": 16, "WITH_LSE": dtype == "bf16", "INT8": int8}
+    types = {
+        "q": f"*{dtype}",
+        "cache": "*i8" if int8 else f"*{dtype}",
+        "table": "*i32",
+        "counts": "*i64",
+        "scale": "fp32",
+    }
     types |= dict.fromkeys(("parts", "part_lse", "lse"), "*fp32")
     for kernel, out in ((fused._attend_kernel, "*fp32"), (fused._merge_kernel, f"*{dtype}")):
         chosen = {name: value for name, value in constants.items() if name in kernel.arg_names}

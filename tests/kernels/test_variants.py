@@ -142,7 +142,8 @@ def pack(draw: Draw, rng: random.Random) -> None:
     from megatron_longctx.kernels.quantize_kv_triton import pack_kv, unpack_kv
 
     k, v = draw(size(rng, 300), 2, size(rng, 17), rng.randint(1, 16), D, dtype=BF16).unbind(1)
-    packed = torch.empty(packed_shape(k), dtype=torch.uint8, device=k.device)
+    first = rng.randrange(5)  # a cache's slots, or a message
+    packed = draw(first + len(k), *packed_shape(k)[1:], dtype=torch.uint8)[first:]
     pack_kv(k, v, packed)
     first = rng.randrange(k.shape[2])
     cut = packed[rng.randrange(len(packed)) :, :, :, first:]

@@ -1,0 +1,149 @@
+"""Keys and values that lie in the cache, and travel, as 8-bit integers: the same numbers in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_longctx.comm import P2PTransport
+from megatron_longctx.config import Config
+from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape, Rows
+from megatron_longctx.inference.choice import Figures, bytes_rule
+from megatron_longctx.inference.figures import known_figures
+from megatron_longctx.inference.ledger import CacheLedger, slots_of
+from megatron_longctx.inference.plan import MODES, Batch, build
+from megatron_longctx.kernels.paged import Pages
+from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
+from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.inference import build_engine, for_inference
+from megatron_longctx.schedules import Kind, Workload
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.references import dense_attention, random_qkv
+from megatron_longctx.testing.tolerances import relative_error
+from megatron_longctx.testing.training import tiny_config
+from tests.inference.conversations import parallel
+
+CPU, LAYERS = torch.device("cpu"), 2
+HEADS, KV_HEADS, DIM = 4, 2, 8
+Sent = list[tuple[torch.dtype, int]]
+
+
+@contextmanager
+def watched() -> Iterator[Sent]:
+    """(dtype, bytes) of every message that this rank sends point to point."""
+    sent: Sent = []
+    original = P2PTransport.start
+
+    def start(self, sends, receives, after=()):  # type: ignore[no-untyped-def]
+        sent.extend((tensor.dtype, tensor.nbytes) for tensor, _ in sends)
+        return original(self, sends, receives, after)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(P2PTransport, "start", start)
+        yield sent
+
+
+def over_the_cache(rank: int) -> dict[str, list[tuple[float, float]]]:
+    """By mode, of every turn, how far it is off the attention over rounded keys and values, and off the exact one."""
+    n, length, counts = dist.get_world_size(), 42, (23, 1, 17, 1)
+    qkv = [random_qkv(length, 1, HEADS, KV_HEADS, DIM, torch.float32, seed=layer)[:3] for layer in range(LAYERS)]
+    rounded = [unpack_kv(pack_kv(k, v), torch.float32) for _, k, v in qkv]
+    truths = [
+        [dense_attention(q, *kv, torch.zeros_like(q), causal=True)["out"] for kv in (near, (k, v))]
+        for (q, k, v), near in zip(qkv, rounded, strict=True)
+    ]
+    found: dict[str, list[tuple[float, float]]] = {}
+    shape = CacheShape(LAYERS, HEADS, KV_HEADS, DIM, torch.float32, int8=True)
+    for mode in (*MODES, "rows"):
+        ledger = CacheLedger(n, 80 // n + 6, 4, few=3)
+        attention = CachedAttention(dist.group.WORLD, shape, ledger.slots_per_rank, CPU)
+        assert attention.num_bytes == ledger.slots_per_rank * shape.token_bytes
+        session = ledger.open()
+        for count in counts:
+            (turn,) = ledger.append({session: count})
+            plan = build(mode if mode in MODES else "pass_kv", Batch(n, ledger.slots_per_rank, (turn,)))
+            with watched() as sent:
+                if mode == "rows" and count == 1:
+                    mine, numbers = [turn.cached], torch.tensor([ledger.pages(session, rank)], dtype=torch.int32)
+                    slots = slots_of(turn.new_runs[rank]) or [attention.nowhere]
+                    held = torch.tensor([ledger.num_tokens(session, rank)])
+                    attention.begin_rows(Rows(Pages(numbers, held, 4), torch.tensor(slots)))
+                else:
+                    mine = [turn.cached + p for span in turn.new_spans(rank) for p in span]
+                    attention.begin(plan)
+                for layer, truth in enumerate(truths):
+                    out = attention(layer, *(x[mine] for x in qkv[layer]))
+                    errors = tuple(relative_error(out, exact[mine]) for exact in truth) if mine else (0.0, 1.0)
+                    found.setdefault(mode, []).append(errors)  # type: ignore[arg-type]
+            keys = [m.block.tokens for step in plan.steps for m in step.moves if m.source == rank]
+            row = 2 * KV_HEADS * (DIM + 4)
+            of_keys = sum(size for dtype, size in sent if dtype == torch.uint8)
+            if mode == "pass_kv":
+                assert of_keys == sum(size for _, size in sent) == LAYERS * sum(keys) * row, "nothing else travels"
+            elif mode != "rows" or count == 1:
+                assert not of_keys
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_mode_attends_the_8_bit_values_and_sends_their_bytes(n: int) -> None:
+    for found in run_distributed(over_the_cache, n):
+        assert set(found) == {*MODES, "rows"}
+        for mode, errors in found.items():
+            for off, from_exact in errors:
+                assert off < 1e-5, f"{mode}: {off} off the attention over 8-bit values"
+                assert from_exact > 1e-4, f"{mode}: exact"
+
+
+def through_the_engine(rank: int, configs: list[Config]) -> list[torch.Tensor]:
+    """Logits of each model after a prompt, another turn and single tokens."""
+    found = []
+    for config in configs:
+        collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
+        with watched() as sent:
+            engine, _ = build_engine(for_inference(config), collection, None)
+            session = engine.open()
+            session.append(list(range(40, 70)))
+            session.append(list(range(90, 103)))
+            for token in (7, 8):
+                session.append([token])
+            found.append(engine.next_logits([session])[0])
+        travel = {"pass_kv": {torch.uint8 if config.attention.kv_int8 else torch.float32}}
+        assert {dtype for dtype, _ in sent} <= travel.get(config.inference.mode, {torch.float32})
+        assert bool(sent) == (config.parallelism.context_parallel_size > 1)
+        engine.warm_up()
+        engine.model.attention.randomize()
+        assert engine.next_logits([session]).isfinite().all()
+        groups.destroy()
+    return found
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_engine_of_a_run_keeps_and_sends_8_bit_values(tmp_path: Path) -> None:
+    """In every mode and in decode, alike; a rank alone stays exact."""
+    config = tiny_config(tmp_path, "x", {"attention.kv_int8": True})
+    ways = [{"mode": mode} for mode in MODES] + [{"mode": "pass_q", "decode": "replicated"}]
+    exact = [parallel(tiny_config(tmp_path, "x"), n, mode="pass_kv") for n in (1, 2)]
+    alone = run_distributed(through_the_engine, 1, [exact[0], parallel(config, 1, mode="pass_kv")])[0]
+    assert torch.equal(*alone)
+    configs = [exact[1], *(parallel(config, 2, **way) for way in ways)]
+    for plain, *rounded in run_distributed(through_the_engine, 2, configs):
+        torch.testing.assert_close(plain, alone[0], rtol=2e-5, atol=2e-5)
+        for other in rounded:
+            torch.testing.assert_close(other, rounded[0], rtol=2e-5, atol=2e-5)
+            assert 1e-5 < relative_error(other, plain) < 0.02
+
+
+def test_a_rule_weighs_the_bytes_that_travel(tmp_path: Path) -> None:
+    plain, int8 = (Workload(8, 8, 64, kv_int8=each) for each in (False, True))
+    k = torch.zeros(1, 1, 8, 64)
+    assert int8.token_bytes(Kind.KV) == torch.Size(packed_shape(k)).numel()
+    assert int8.token_bytes(Kind.Q) == plain.token_bytes(Kind.Q)
+    assert [bytes_rule(50, 50, 4, Figures(each))[1]["threshold"] for each in (plain, int8)] == [2.0, 2 * 68 / 128]
+    config = parallel(tiny_config(tmp_path, "x", {"attention.kv_int8": True}), 2)
+    assert known_figures(config, CPU, tmp_path).workload.kv_int8

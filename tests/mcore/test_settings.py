@@ -1,0 +1,220 @@
+"""What Megatron's configuration says is done or refused, field by field, and layers without RoPE have none."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
+from megatron_longctx.inference.ledger import CacheLedger
+from megatron_longctx.inference.plan import Batch, build
+from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
+from megatron_longctx.mcore.inference import CachedGPT
+from megatron_longctx.mcore.rope import ShardedRotaryEmbedding
+from megatron_longctx.mcore.sequence import ShardedSequence
+from megatron_longctx.mcore.settings import REFUSED
+from megatron_longctx.mcore.spec import with_context_parallel
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.sequences import sequence_of
+from tests.mcore.tiny_gpt import DenseAttention, Layout, model_config
+
+VOCABULARY, LENGTH = 64, 23
+OTHER: dict[str, Any] = {
+    "window_size": (4, 0),
+    "softmax_type": "learnable",
+    "experimental_attention_variant": "dsa",
+    "mtp_num_layers": 1,
+    "mrope_section": [2, 1, 1],
+}
+"""Values that are refused, where that is not True."""
+
+SERVED = """
+attention_dropout context_parallel_size deterministic_mode kv_channels no_rope_freq num_attention_heads
+num_query_groups rotary_interleaved softmax_scale tensor_model_parallel_size
+"""
+"""Core attention, or RoPE, does what they say, or refuses the values that it cannot serve."""
+HARMLESS = {
+    "sizes, and Megatron's own layers around core attention": """
+        num_layers hidden_size ffn_hidden_size hidden_dropout fp32_residual_connection
+        apply_residual_connection_post_layernorm layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear
+        add_qkv_bias gated_linear_unit activation_func activation_func_fp8_input_store glu_linear_offset
+        activation_func_clamp_value normalization qk_layernorm qk_l2_norm attention_output_gate test_mode
+        heterogeneous_block_specs hetereogenous_dist_checkpoint clone_scatter_output_in_embedding
+        init_method output_layer_init_method init_method_std embedding_init_method embedding_init_method_std
+        init_model_with_meta_device perform_initialization use_cpu_initialization transformer_impl""",
+    "how the same numbers are computed (scores divided by a layer's number are multiplied by it again)": """
+        fp16 bf16 params_dtype enable_autocast autocast_dtype attention_backend attention_softmax_in_fp32
+        apply_query_key_layer_scaling masked_softmax_fusion disable_bf16_reduced_precision_matmul
+        bias_activation_fusion persist_layer_norm memory_efficient_layer_norm bias_dropout_fusion apply_rope_fusion
+        use_te_activation_func use_fused_weighted_squared_relu gradient_accumulation_fusion
+        cross_entropy_loss_fusion cross_entropy_fusion_impl""",
+    "of what is refused, without meaning alone": """
+        window_attn_skip_freq qk_clip_alpha qk_clip_threshold mtp_loss_scaling_factor mtp_standalone
+        dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
+        linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+        linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+        use_mamba_mem_eff_path max_seqlen_per_dp_cp_rank kitchen_attention_backend""",
+    "how TransformerEngine would spread the sequence: the schedule says it here": """
+        cp_comm_type hierarchical_context_parallel_sizes""",
+    "other parallelism and its communication, and losses over it": """
+        sequence_parallel pipeline_model_parallel_comm_backend pipeline_model_parallel_size pipeline_dtype
+        virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size moe_extended_tp
+        timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
+        calculate_per_token_loss num_microbatches_with_partial_activation_checkpoints
+        async_tensor_model_parallel_allreduce use_te_rng_tracker tp_comm_overlap tp_comm_bulk_wgrad
+        tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag
+        tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1
+        tp_comm_bootstrap_backend overlap_moe_expert_parallel_comm delay_wgrad_compute
+        ep_overlap_early_attn_memory_release variable_seq_lengths overlap_p2p_comm batch_p2p_comm batch_p2p_sync
+        use_ring_exchange_p2p deallocate_pipeline_outputs defer_embedding_wgrad_compute wgrad_deferral_limit
+        overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage num_layers_in_first_pipeline_stage
+        num_layers_in_last_pipeline_stage pipeline_model_parallel_layout account_for_embedding_in_pipeline_split
+        account_for_loss_in_pipeline_split barrier_with_L1_time symmetric_ar_type""",
+    "what is kept, recomputed, captured or moved to the host, and logs": """
+        recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations
+        cpu_offloading cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations
+        cpu_offloading_weights cpu_offloading_double_buffering fine_grained_activation_offloading offload_modules
+        min_offloaded_tensor_size enable_cuda_graph cuda_graph_use_single_mempool cuda_graph_retain_backward_graph
+        cuda_graph_warmup_steps external_cuda_graph cuda_graph_impl cuda_graph_scope config_logger_dir""",
+    "linear layers in 8 or 4 bits, and Megatron's own inference": """
+        fp8 fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len
+        fp8_amax_compute_algo fp8_wgrad tp_only_amax_red first_last_layers_bf16 num_layers_at_start_in_bf16
+        num_layers_at_end_in_bf16 use_kitchen fp4 fp4_recipe fp4_param fp4_quantizer_factory quant_recipe
+        disable_parameter_transpose_cache inference_rng_tracker inference_sampling_seed
+        use_inference_optimized_layers inference_fuse_tp_communication mlp_chunks_for_prefill""",
+    "experts": """
+        num_moe_experts moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap
+        moe_layer_freq moe_ffn_hidden_size moe_router_load_balancing_type moe_router_topk moe_enable_routing_replay
+        moe_router_topk_limited_devices moe_router_padding_for_quantization moe_router_padding_for_fp8
+        moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor
+        moe_router_score_function moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate
+        moe_router_force_load_balancing moe_grouped_gemm moe_use_legacy_grouped_gemm moe_aux_loss_coeff
+        moe_z_loss_coeff moe_input_jitter_eps moe_token_dropping moe_token_dispatcher_type moe_enable_deepep
+        moe_flex_dispatcher_backend moe_per_layer_logging moe_expert_capacity_factor
+        moe_pad_expert_input_to_capacity moe_token_drop_policy moe_layer_recompute moe_permute_fusion
+        moe_router_fusion moe_apply_probs_on_input moe_latent_size moe_deepep_num_sms moe_hybridep_num_sms""",
+}
+"""Of no consequence to core attention, by why."""
+
+
+def test_every_field_of_megatrons_is_in_one_list() -> None:
+    lists = [*SERVED.split(), *REFUSED, *" ".join(HARMLESS.values()).split()]
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert sorted(lists) == sorted(fields), f"new {fields - {*lists}}, gone {({*lists}) - fields}"
+
+
+def _core(settings: dict[str, Any], deterministic: bool = False) -> ContextParallelCoreAttention:
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
+    for name, value in settings.items():  # some cannot be constructed without what else they need
+        setattr(config, name, value)
+    sequence = ShardedSequence(ContextParallelAttention(deterministic=deterministic), 8)
+    return ContextParallelCoreAttention(
+        sequence=sequence, config=config, layer_number=1, attn_mask_type=AttnMaskType.causal
+    )
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_where_the_layer_is_built(name: str) -> None:
+    assert next(f for f in dataclasses.fields(TransformerConfig) if f.name == name).default == REFUSED[name][0]
+    with pytest.raises(ValueError, match=re.escape(f"{name}={OTHER.get(name, True)}: expected ")):
+        _core({name: OTHER.get(name, True)})
+
+
+def test_deterministic_mode_needs_deterministic_attention() -> None:
+    with pytest.raises(ValueError, match=r"deterministic_mode=True: .* Give ContextParallelAttention deterministic=T"):
+        _core({"deterministic_mode": True})
+    _core({"deterministic_mode": True}, deterministic=True)
+
+
+def test_other_kinds_of_rope_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    yarn = YarnRotaryEmbedding(kv_channels=16, use_cpu_initialization=True)
+    for other in (yarn, MultimodalRotaryEmbedding(16, 1.0)):
+        with pytest.raises(ValueError, match=f"rotary_pos_emb={type(other).__name__}: expected Megatron's RotaryEmb"):
+            ShardedRotaryEmbedding(other, sequence_of())
+    other_frequencies = type("Other", (RotaryEmbedding,), {"__doc__": "of other frequencies"})
+    once = ShardedRotaryEmbedding(other_frequencies(16, 1.0, use_cpu_initialization=True), sequence_of())
+    ShardedRotaryEmbedding(once, sequence_of())  # as the cache's does
+
+
+def test_a_spec_of_multi_latent_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="self_attention=MLASelfAttention: expected a self_attention without latents"):
+        with_context_parallel(get_gpt_layer_local_spec(multi_latent_attention=True), sequence_of())
+
+
+def _gpt(config: TransformerConfig, sequence: ShardedSequence | None, **settings: Any) -> GPTModel:
+    spec = get_gpt_layer_local_spec()
+    if sequence is None:
+        spec.submodules.self_attention.submodules.core_attention = DenseAttention
+    else:
+        spec = with_context_parallel(spec, sequence)
+    gpt = GPTModel(config, spec, VOCABULARY, LENGTH, position_embedding_type="rope", **settings)
+    if sequence is not None:
+        gpt.rotary_pos_emb = ShardedRotaryEmbedding(gpt.rotary_pos_emb, sequence)
+    return gpt.eval()
+
+
+def _config(context: int) -> TransformerConfig:
+    layout = Layout(context=context)
+    return model_config(layout, num_layers=3, no_rope_freq=[0, 1, 0], init_method_std=0.1, normalization="LayerNorm")
+
+
+def _megatrons_own(rank: int, path: Path) -> None:
+    collection = groups.initialize(seed=7)
+    gpt = _gpt(_config(1), None, pg_collection=collection)
+    tokens = torch.arange(LENGTH)[None] ** 2 % VOCABULARY
+    with torch.no_grad():
+        everywhere = _config(1)
+        everywhere.no_rope_freq = None
+        logits = gpt(tokens, torch.arange(LENGTH)[None], None)[0]
+        gpt.decoder.layers[1].self_attention.config = everywhere
+        turned = gpt(tokens, torch.arange(LENGTH)[None], None)[0]
+    assert (turned - logits).norm() > 0.02 * logits.norm(), "a rotation more shows"
+    torch.save((gpt.state_dict(), tokens, logits), path)
+    groups.destroy()
+
+
+def _ours(rank: int, path: Path) -> None:
+    """In a forward pass, and over the cache."""
+    world = torch.distributed.get_world_size()
+    collection = groups.initialize(context=world, seed=7)
+    state, tokens, expected = torch.load(path, weights_only=False)
+    config = _config(world)
+    sequence = ShardedSequence(ContextParallelAttention(collection.cp), LENGTH)
+    gpt = _gpt(config, sequence, pg_collection=collection)
+    gpt.load_state_dict(state)
+    batch = sequence.shard_batch({"tokens": tokens, "positions": torch.arange(LENGTH)[None]})
+    mine = sequence.positions(torch.device("cpu"))
+    with torch.no_grad():
+        logits = gpt(batch["tokens"], batch["positions"], None)[0]
+    torch.testing.assert_close(logits, expected[mine], rtol=2e-5, atol=2e-5)
+
+    ledger, shape = CacheLedger(world, 8, 4), CacheShape(3, 4, 2, 8, torch.float32)
+    attention = CachedAttention(collection.cp, shape, ledger.slots_per_rank, torch.device("cpu"))
+    cached = CachedGPT(gpt, attention, VOCABULARY, None)
+    turns = ledger.append({ledger.open(): LENGTH})
+    attention.begin(build("pass_kv", Batch(world, ledger.slots_per_rank, turns)))
+    mine = torch.tensor([position for span in turns[0].new_spans(rank) for position in span])
+    logits = cached.logits(tokens[0, mine], mine, torch.arange(len(mine)))
+    torch.testing.assert_close(logits, expected[mine], rtol=2e-5, atol=2e-5)
+    groups.destroy()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_layers_without_rope_are_megatrons(tmp_path: Path) -> None:
+    run_distributed(_megatrons_own, 1, tmp_path / "own")
+    for world in (1, 2):
+        run_distributed(_ours, world, tmp_path / "own")
