@@ -17,6 +17,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from torch import Tensor
 
+from .. import files
 from ..config import Config, DataConfig, refuse
 
 
@@ -67,7 +68,7 @@ def write_corpus(
     shutil.rmtree(prefix / "cache", ignore_errors=True)
     for suffix in (".bin", ".idx"):
         os.replace(f"{partial}{suffix}", f"{prefix}{suffix}")
-    Path(f"{prefix}.json").write_text(json.dumps(asdict(corpus), indent=2) + "\n")
+    files.write_text(Path(f"{prefix}.json"), json.dumps(asdict(corpus), indent=2) + "\n")
     return corpus
 
 
