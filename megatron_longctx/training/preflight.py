@@ -76,9 +76,10 @@ def check(config: Config, world_size: int) -> int | None:
         resumed = checkpoint.check(folder.checkpoints, fingerprint(config, vocab_size))
     except OSError as error:
         raise folder.unusable(error, config.run.root) from error
-    if resumed is not None:
-        _check_batch(config, folder)
-    return resumed
+    if resumed is None:
+        return None
+    _check_batch(config, folder)
+    return resumed.iteration
 
 
 def _check_memory(config: Config, world_size: int, vocab_size: int) -> None:

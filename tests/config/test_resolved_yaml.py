@@ -43,6 +43,7 @@ def spoiled(tmp_path: Path, old: str, new: str) -> Path:
         ("model:\n", "novelty: 1\nmodel:\n", "novelty"),
         ("steps: 20\n", "steps: many\n", "many"),
         ("train:\n", "train: [\n", "resolved.yaml"),
+        ("name: tiny\n", "name: !!python/object/apply:os._exit [7]\n", "could not determine a constructor"),
     ],
 )
 def test_a_file_of_another_version_or_none_at_all(old: str, new: str, says: str, tmp_path: Path) -> None:

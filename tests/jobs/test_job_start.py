@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
 import signal
@@ -158,17 +159,39 @@ def test_another_batch_size_is_refused(resuming: list[str], capsys: pytest.Captu
     )
 
 
-def test_a_cut_checkpoint_is_refused(resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cut_checkpoint_is_refused(jobs: Jobs, resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     victim = sorted(Path("runs/first/checkpoints/iter_0000040").glob("*.distcp"))[0]
     victim.write_bytes(victim.read_bytes()[:100])
     said = refused(resuming, capsys)
-    assert said.startswith(str(victim)) and "has 100 bytes, expected " in said and "restore the checkpoint" in said
+    assert said.startswith(str(victim)) and "has 100 bytes, expected " in said
+    assert f"The newest checkpoint before it that is whole is runs/first/checkpoints/iter_{jobs.stops[1]:07d}: " in said
+
+
+class _Planted:
+    def __reduce__(self) -> tuple[object, ...]:
+        return exec, ("open('ran', 'w').close()",)
+
+
+@pytest.mark.parametrize("verb", ["train", "generate", "serve"])
+def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(
+    verb: str, resuming: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path("runs/first/checkpoints/iter_0000040")
+    (path / "digests.json").unlink()  # whoever plants can write these as well
+    (path / ".metadata").write_bytes(pickle.dumps(_Planted()))
+    words = {"train": resuming, "generate": ["checkpoint=runs/first", "prompt=a"], "serve": ["checkpoint=runs/first"]}
+    capsys.readouterr()
+    assert cli.main([verb, *words[verb]]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"megatron-longctx {verb}: {path} is damaged (builtins.exec has no place in a checkpoint")
+    assert said.count("\n") == 1
+    assert not Path("ran").exists()
 
 
 def test_a_checkpoint_that_is_gone_is_refused(resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree("runs/first/checkpoints/iter_0000040")
     said = refused(resuming, capsys)
-    assert said.startswith("runs/first/checkpoints/iter_0000040 does not exist, expected the checkpoint")
+    assert said.startswith("runs/first/checkpoints/iter_0000040 does not exist, expected a checkpoint. The newest ")
 
 
 def test_a_resolved_yaml_of_another_version_does_not_stop_a_run(resuming: list[str]) -> None:
