@@ -72,6 +72,17 @@ def write_corpus(
     return corpus
 
 
+def _check_indices(prefix: str) -> None:
+    """Refuse what is no array among the indices that Megatron keeps: it would unpickle that, and so run it."""
+    for path in sorted(Path(prefix).glob("cache/*/*.npy")):
+        try:
+            if not isinstance(numpy.load(path, mmap_mode="r", allow_pickle=False), numpy.ndarray):
+                raise ValueError("it holds several")
+        except (ValueError, OSError, EOFError) as error:
+            expected, remedy = f"an array of numbers in {path} ({error})", f"Delete {path.parent}: it is written again."
+            raise refuse("data.prefix", prefix, expected, remedy) from error
+
+
 class _WholeDataset(IndexedDataset):  # type: ignore[misc]
     """Its base's clean-up complains on standard error of what a failed start has not set."""
 
@@ -107,6 +118,7 @@ def check_corpus(data: DataConfig) -> int:
         raise refuse(
             "data.prefix", data.prefix, f"a Megatron index file ({error or type(error).__name__})", remedy
         ) from error
+    _check_indices(data.prefix)
     tokens = int(lengths.sum())
     if tokens * item != sizes[1]:
         wanted = f"{tokens * item} bytes in {data.prefix}.bin, as its index says; it has {sizes[1]}"

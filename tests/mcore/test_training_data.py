@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -203,6 +205,40 @@ def test_nothing_to_train_on(root: Path) -> None:
     for split in ("0,100,0", "1,99,0"):
         with pytest.raises(ValueError, match=rf"data.split={split}: expected a training part of at least 33 tokens"):
             _data(changed(_config(root), {"data.split": split}))
+
+
+class _Planted:
+    def __init__(self, mark: Path) -> None:
+        self.code = f"open({str(mark)!r}, 'w').close()"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return exec, (self.code,)
+
+
+@pytest.mark.parametrize("form", ["pickle", "object array", "archive", "cut", "empty"])
+def test_indices_that_are_no_arrays_are_refused_and_not_run(tmp_path: Path, form: str) -> None:
+    tiny_corpus(tmp_path / "corpus")
+    config = _config(tmp_path)
+    before = _data(config).batch(0, 4)["tokens"]
+    check_corpus(config.data)
+    (index,) = (tmp_path / "corpus/cache").rglob("*shuffle_index.npy")
+    whole = index.read_bytes()
+    evil = _Planted(tmp_path / "ran")
+    with index.open("wb") as stream:
+        if form == "pickle":
+            pickle.dump(evil, stream)
+        elif form == "object array":
+            numpy.save(stream, numpy.array([evil], dtype=object), allow_pickle=True)
+        elif form == "archive":
+            numpy.savez(stream, numpy.array([evil], dtype=object))
+        elif form == "cut":
+            stream.write(whole[:-5])
+    with pytest.raises(ValueError, match=r"data.prefix=.*: expected an array of numbers in .*shuffle_index\.npy"):
+        check_corpus(config.data)
+    assert not (tmp_path / "ran").exists()
+    shutil.rmtree(index.parent)  # as the message says
+    check_corpus(config.data)
+    assert torch.equal(_data(config).batch(0, 4)["tokens"], before)
 
 
 def test_a_corpus_written_anew_is_served_anew(root: Path) -> None:
