@@ -24,6 +24,7 @@ from .compose import RESOLVED, load_config, override_config
 from .config import Config, refuse
 from .inference.engine import LongContextEngine
 from .mcore import checkpoint, groups
+from .mcore.identity import refusal, tokenizer_identity
 from .mcore.inference import build_engine, for_inference
 from .mcore.model import fingerprint, padded_vocab_size
 from .mcore.tokenizer import build_tokenizer
@@ -79,8 +80,12 @@ def job_of(own: Mapping[str, str], settings: Sequence[str], options: Any = None)
     checkpoints = run / "checkpoints"
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
     number = None if iteration is None else int(iteration)
-    if checkpoint.check(checkpoints, fingerprint(config, vocab_size), number) is None:
+    saved = checkpoint.check(checkpoints, fingerprint(config, vocab_size), number)
+    if saved is None:
         raise refuse("checkpoint", run, "a run with a checkpoint", "Train it with train.save=true first.")
+    error = refusal(saved.extra.get("data", {}), {"data.tokenizer": tokenizer_identity(config, tokenizer)}, run)
+    if error is not None and config.train.check_data:
+        raise error
     job = InferenceJob(config, checkpoints, number, options)
     if device_type(config) == "cuda" and job.world_size > torch.cuda.device_count() and "RANK" not in os.environ:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"

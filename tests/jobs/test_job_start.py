@@ -159,6 +159,43 @@ def test_another_batch_size_is_refused(resuming: list[str], capsys: pytest.Captu
     )
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("data.seq_length=32", "data.seq_length=32: expected 64, with which runs/first has been trained so far; "),
+        ("data.prefix=other", "data.prefix=other: expected data/tiny (SHA-256 "),
+        ("train.seed=1", "train.seed=1: expected 1234, "),
+    ],
+)
+def test_other_data_is_refused_unless_told_otherwise(
+    word: str, expected: str, resuming: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for suffix in (".idx", ".bin"):
+        shutil.copy(f"data/tiny{suffix}", f"other{suffix}")
+    tokens = bytearray(Path("other.bin").read_bytes())
+    tokens[0] += 1
+    Path("other.bin").write_bytes(tokens)
+    said = refused([*resuming, word], capsys)
+    assert said.startswith(expected) and said.endswith("or set train.check_data=false to go on with this.")
+    with pytest.raises(AssertionError, match="ranks were started"):
+        cli.main(["train", *resuming, word, "train.check_data=false"])
+
+
+def test_data_of_an_earlier_version_is_trained_on(resuming: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    note = json.loads(Path("data/tiny.json").read_text())
+    del note["tokenizer_sha256"]
+    for suffix in (".idx", ".bin"):
+        shutil.copy(f"data/tiny{suffix}", f"other{suffix}")
+    Path("other.json").write_text(json.dumps(note))
+    with pytest.raises(AssertionError, match="ranks were started"):
+        cli.main(["train", *resuming, "data.prefix=other"])
+    assert len([said for said in caplog.messages if said.startswith("other.json does not say")]) == 1
+    Path("other.json").write_text(json.dumps(note | {"tokenizer_sha256": "0" * 64}))
+    assert cli.main(["train", *resuming, "data.prefix=other"]) == 2
+    with pytest.raises(AssertionError, match="ranks were started"):
+        cli.main(["train", *resuming, "data.prefix=other", "train.check_data=false"])
+
+
 def test_a_cut_checkpoint_is_refused(jobs: Jobs, resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     victim = sorted(Path("runs/first/checkpoints/iter_0000040").glob("*.distcp"))[0]
     victim.write_bytes(victim.read_bytes()[:100])
