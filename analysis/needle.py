@@ -141,9 +141,9 @@ def _train_rank(rank: int, stages: Sequence[Config]) -> int:
         folder = RunFolder.of(config)
         trainer = Trainer(config, folder, stop)
         if trainer.step < config.train.steps:
-            folder.prepare(config, trainer.step)
-            trainer.sinks.append(_Bar(config, trainer.step))
-            trainer.train()
+            with folder.prepare(config, trainer.step):
+                trainer.sinks.append(_Bar(config, trainer.step))
+                trainer.train()
         groups.destroy()
         if trainer.step < config.train.steps:
             break

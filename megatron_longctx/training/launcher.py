@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -23,6 +24,7 @@ from ..compose import compose_config
 from ..config import Config
 from . import auto, preflight, worker
 from .run_folder import RunFolder
+from .run_lock import RunLock
 from .signals import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
@@ -91,11 +93,15 @@ def _start_ranks(config: Config) -> None:
     world_size = preflight.local_world_size(config)
     resumed = preflight.check(config, world_size)
     folder = RunFolder.of(config)
-    folder.prepare(config, resumed)
+    with folder.prepare(config, resumed) as lock:
+        _run_ranks(config, world_size, folder, lock)
+
+
+def _run_ranks(config: Config, world_size: int, folder: RunFolder, lock: RunLock) -> None:
     device = preflight.device_type(config)
     with _blocked(STOP_SIGNALS):  # ranks inherit this: what comes before they listen waits for them
         # Rank 0 hosts the meeting, not this process: ranks whose launcher dies still have to checkpoint together.
-        job = (world_size, _free_port(), str(folder.path))
+        job = (world_size, _free_port(), str(folder.path), lock)
         logger.info("starting %d %s rank%s; run folder %s", world_size, device, "s" * (world_size > 1), folder.path)
         context = mp.start_processes(worker.spawned, args=job, nprocs=world_size, join=False, start_method="spawn")  # type: ignore[attr-defined, no-untyped-call]
         forward = _Forward(context.pids())
@@ -110,6 +116,7 @@ def _start_ranks(config: Config) -> None:
         for process in context.processes:
             if process.is_alive():
                 process.kill()
+                process.join()  # it holds the lock
 
 
 def _free_port() -> int:
@@ -179,7 +186,7 @@ def _join(config: Config, place: Placement) -> None:
         try:
             config = auto.settled(config)
             resumed = preflight.check(config, place.world_size)
-            RunFolder.of(config).prepare(config, resumed)
+            atexit.register(RunFolder.of(config).prepare(config, resumed).release)
             answer = [config]
         except ValueError as error:
             answer = [error]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..compose import load_config
 from ..config import Config
 from .run_folder import RunFolder
+from .run_lock import RunLock
 from .signals import StopRequest
 
 logger = logging.getLogger("megatron_longctx")
@@ -22,8 +23,8 @@ logger = logging.getLogger("megatron_longctx")
 MEETING_HOST = "127.0.0.1"  # of ranks that one launcher starts on its host
 
 
-def spawned(local_rank: int, world_size: int, port: int, run_folder: str) -> None:
-    """Entry of a rank that the launcher started on this host."""
+def spawned(local_rank: int, world_size: int, port: int, run_folder: str, lock: RunLock) -> None:
+    """Entry of a rank that the launcher started on this host. It has the run's lock until it ends."""
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         return  # it died while this rank was starting; from here on its death arrives as SIGINT
