@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import logging
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy
 import torch
@@ -105,7 +106,7 @@ def save(
 
     Raises:
         ValueError: if ``extra`` or the fingerprint is not JSON-able, or ``keep`` is below 1.
-        OSError: on every rank, if rank 0 cannot write.
+        OSError: it cannot be written; what has been written of it is deleted.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}, expected at least 1: give the number of checkpoints to keep, or None")
@@ -113,20 +114,39 @@ def save(
     final = iteration_directory(directory, iteration)
     partial = final.with_name(final.name + ".partial")
     on_rank_zero(lambda: checkpoint_folder.start(partial))
-
     _finish_parameter_gather(state.models)
     sharded = _sharded_state_dict(state, is_loading=False, with_rng=True)
     sharded |= {"iteration": iteration, "extra": extra}
     content = {"fingerprint": fingerprint, "layout": _layout(), "optimizer": checkpoint_optimizer.kind(state.optimizer)}
+    try:
+        digests = _write(partial, sharded, content)
+        on_rank_zero(lambda: checkpoint_folder.publish(partial, final, digests, keep))
+    except BaseException:
+        if dist.get_rank() == 0:  # it takes room that a full disk does not have
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def _write(partial: Path, sharded: dict[str, Any], content: dict[str, Any]) -> checkpoint_digests.Digests:
+    """All files of a checkpoint; gives the digests of those with tensors."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     # Replicas hold the same tensors: let them share the writing.
     strategy = FullyParallelSaveStrategyWrapper(InProcessSaveStrategy(), group)
-    dist_checkpointing.save(sharded, str(partial), strategy, content_metadata=content)
+    try:
+        dist_checkpointing.save(sharded, str(partial), strategy, content_metadata=content)
+    except CheckpointException as error:
+        _raise_together(f"{partial} cannot be written ({reason(error)})", error)
     # dist_checkpointing.save ends with a barrier: every rank's files are complete here.
     own = _on_every_rank(lambda: _own_digests(partial))
-    digests = {name: digest for of_rank in own for name, digest in of_rank.items()}
-    on_rank_zero(lambda: checkpoint_folder.publish(partial, final, digests, keep))
-    return final
+    return {name: digest for of_rank in own for name, digest in of_rank.items()}
+
+
+def _raise_together(what: str, error: BaseException) -> NoReturn:
+    """Raise what rank 0, which alone knows more than that some rank has failed, says of it. All ranks are here."""
+    said = [what]
+    dist.broadcast_object_list(said, src=0)
+    raise OSError(said[0]) from error
 
 
 def load(directory: Path, state: TrainingState, *, iteration: int | None = None) -> Loaded:

@@ -131,7 +131,9 @@ def _reason(error: ProcessException, folder: RunFolder) -> str:
     note = folder.first_error()
     name = getattr(error, "signal_name", None)
     if name is None:
-        return note or f"rank {error.error_index} died: {error}"
+        # A note that could not be written: the traceback's last line is `module.Class: what`.
+        kind, colon, what = str(error).rstrip().rpartition("\n")[2].partition(":")
+        return note or f"rank {error.error_index} failed: {kind.rpartition('.')[2]}{colon}{what}"
     hint = "; out of memory? (see dmesg)" if name == "SIGKILL" else ""
     killed = f"rank {error.error_index} was killed by {name}{hint}"
     return killed if note is None else f"{killed}\n{note}"

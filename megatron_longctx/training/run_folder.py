@@ -7,6 +7,7 @@ import time
 import traceback
 from pathlib import Path
 
+from .. import files
 from ..compose import RESOLVED, load_config, save_config
 from ..config import Config, refuse
 from .run_lock import RunLock
@@ -15,7 +16,7 @@ _REMEDY = "Set run.root to a folder of yours on a disk with space."
 
 
 class RunFolder:
-    """Paths of one run: `resolved.yaml`, `metrics.jsonl`, `log.txt`, `lock`, `checkpoints/`, W&B's data, errors of ranks."""
+    """Paths of one run: `resolved.yaml`, `metrics.jsonl`, `log.txt`, `lock`, `checkpoints/`, W&B's, errors of ranks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,17 +82,16 @@ class RunFolder:
             old.unlink()
 
     def note_error(self, rank: int, error: BaseException) -> None:
-        """Record why `rank` failed; the earliest note of a job names the rank that brought it down."""
-        self.errors.mkdir(parents=True, exist_ok=True)
+        """Record why `rank` failed, if that can be written; the earliest note names who brought the job down."""
         text = "".join(traceback.format_exception(error))
         summary = f"{type(error).__name__}: {error}"
-        self._note_path(rank).write_text(f"{time.time():.6f}\n{summary}\n\n{text}")
+        with contextlib.suppress(OSError):  # what has failed is raised all the same
+            self.errors.mkdir(parents=True, exist_ok=True)
+            files.write_text(self._note_path(rank), f"{time.time():.6f}\n{summary}\n\n{text}")
 
     def first_error(self) -> str | None:
         """The earliest note, as `rank k failed: …`; None if no rank left one."""
-        notes = []
-        for path in self.errors.glob("rank_*.txt"):
-            notes.append((float(path.read_text().partition("\n")[0]), path))
+        notes = [(float(path.read_text().partition("\n")[0]), path) for path in self.errors.glob("rank_*.txt")]
         return self._told(min(notes)[1]) if notes else None
 
     def error_of(self, rank: int) -> str | None:

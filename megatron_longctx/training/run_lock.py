@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import fcntl
@@ -70,7 +71,8 @@ class RunLock:
     def _say(self, text: str) -> None:
         assert self._fd is not None
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, text.encode(), 0)
+        with contextlib.suppress(OSError):  # on a full disk it is held without a name
+            os.pwrite(self._fd, text.encode(), 0)
 
     def _close(self) -> None:
         assert self._fd is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -50,6 +51,24 @@ def test_a_failing_rank_says_what_happened(workplace: Path, tiny: tuple[str, ...
         note = workplace / said[1].removeprefix("(its traceback: ").removesuffix(")")
         assert "Traceback (most recent call last)" in note.read_text()
         assert job.left_over() == []
+
+
+def test_a_full_disk_is_named_and_the_last_checkpoint_is_safe(workplace: Path, tiny: tuple[str, ...]) -> None:
+    settings = " ".join(command(tiny, "train.save_interval=2"))
+    assert finished(workplace, command(tiny, "train.steps=2")).process.returncode == 0
+    # In blocks of 1,024 bytes: the run's small files are below, a checkpoint's tensors are not.
+    job = finished(workplace, ["bash", "-c", f"ulimit -f 100; exec {settings}"])
+    assert job.process.returncode == 1, job.said()
+    said = job.err.read_text().splitlines()
+    assert len(said) == 2 and re.match(
+        r"megatron-longctx train: rank \d failed: DiskFull: runs/default/checkpoints/iter_0000004\.partial cannot be "
+        r"written \(.*File too large.*\)\. [\d,]+ of [\d,]+ MiB are free on /.*\. "
+        r"runs/default/checkpoints/iter_0000002 \(\d MiB\) is safe\. Free space, .* goes on from step 2\.$",
+        said[0],
+    ), said
+    left = sorted(path.name for path in (workplace / "runs/default/checkpoints").iterdir())
+    assert left == ["iter_0000002", "latest_checkpointed_iteration.txt"], "what does not fit takes no room"
+    assert job.left_over() == []
 
 
 def test_under_torchrun_a_failing_rank_names_itself_without_traceback(workplace: Path, tiny: tuple[str, ...]) -> None:
