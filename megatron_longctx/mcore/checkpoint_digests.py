@@ -61,7 +61,7 @@ def damage(path: Path, part: int = 0, parts: int = 1, *, data: bool = True) -> s
         return None
     try:
         expected = _read(path)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"{path / DIGESTS} is damaged ({error}), expected the digests of the checkpoint's files"
     for name, (size, _) in expected.items():
         found = (path / name).stat().st_size if (path / name).is_file() else 0

@@ -48,7 +48,7 @@ class _Unpickler(pickle.Unpickler):
         self._classes = frozenset(classes)
 
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if (module, name) in self._classes or is_dtype:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint and was not loaded")

@@ -174,7 +174,7 @@ def _note(data: DataConfig) -> dict[str, Any]:
     try:
         note: dict[str, Any] = json.loads(path.read_text())
         note["tokenizer"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise refuse("data.prefix", data.prefix, f"a JSON object with `tokenizer` in {path}", _REMEDY) from error
     return note
 

@@ -9,11 +9,13 @@ import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_longctx import cli, names
+from megatron_longctx import cli, inference_job, names
 from megatron_longctx.compose import compose_config, load_config
+from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.testing.jobs import CLI, Job, finished, latest_checkpoint, started, steps_recorded
 from megatron_longctx.training import launcher
 
@@ -179,6 +181,23 @@ def test_other_data_is_refused_unless_told_otherwise(
     assert said.startswith(expected) and said.endswith("or set train.check_data=false to go on with this.")
     with pytest.raises(AssertionError, match="ranks were started"):
         cli.main(["train", *resuming, word, "train.check_data=false"])
+
+
+@pytest.mark.parametrize("verb", ["generate", "serve"])
+def test_another_tokenizer_than_the_checkpoints_is_refused(
+    verb: str, resuming: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def another(library: str, path: str | None) -> Any:
+        tokenizer = build_tokenizer(library)
+        tokenizer.path = "resolved.yaml"
+        return tokenizer
+
+    monkeypatch.setattr(inference_job, "build_tokenizer", another)
+    shutil.copy("runs/first/resolved.yaml", "resolved.yaml")
+    prompt = ["prompt=a"] if verb == "generate" else []
+    assert cli.main([verb, "checkpoint=runs/first", *prompt]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"megatron-longctx {verb}: data.tokenizer=byte-level: expected byte-level (SHA-256 ")
 
 
 def test_data_of_an_earlier_version_is_trained_on(resuming: list[str], caplog: pytest.LogCaptureFixture) -> None:
