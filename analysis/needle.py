@@ -125,7 +125,7 @@ def write_lessons(prefix: Path, config: Config) -> None:
     length = config.data.seq_length
     lessons = haystack.lessons(length, max(2, _LESSON_TOKENS // length), config.train.seed)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
-    write_corpus([[" " + "".join(lessons)]], prefix, tokenizer, config.data.tokenizer)
+    write_corpus([[" " + "".join(lessons)]], prefix, tokenizer)
 
 
 def _train_rank(rank: int, stages: Sequence[Config]) -> int:
@@ -141,9 +141,9 @@ def _train_rank(rank: int, stages: Sequence[Config]) -> int:
         folder = RunFolder.of(config)
         trainer = Trainer(config, folder, stop)
         if trainer.step < config.train.steps:
-            folder.prepare(config, trainer.step)
-            trainer.sinks.append(_Bar(config, trainer.step))
-            trainer.train()
+            with folder.prepare(config, trainer.step):
+                trainer.sinks.append(_Bar(config, trainer.step))
+                trainer.train()
         groups.destroy()
         if trainer.step < config.train.steps:
             break
@@ -285,7 +285,7 @@ def stages_of(length: int, steps: Sequence[int], words: Sequence[str]) -> list[C
     stages, done = [], 0
     for share, more in zip(SHARES, steps, strict=True):
         done += more
-        own = [f"data.seq_length={length // share}", f"train.steps={done}"]
+        own = [f"data.seq_length={length // share}", f"train.steps={done}", "train.check_data=false"]
         config = compose_config([*_WORDS, "data.prefix=data/needle", *own, *words])
         prefix = f"{config.data.prefix}_{config.data.seq_length}"
         stages.append(replace(config, data=replace(config.data, prefix=prefix)))

@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from . import files
 from .config import Config, refuse, validate
 
 RESOLVED = "resolved.yaml"
@@ -86,18 +87,21 @@ def override_config(config: Config, overrides: Sequence[str]) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write `config` as YAML."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(config.as_dict())))
+    files.write_text(path, OmegaConf.to_yaml(OmegaConf.create(config.as_dict())))
 
 
 def load_config(path: Path) -> Config:
     """Read what `save_config` wrote.
 
     Raises:
-        ValueError: the file is missing, is not YAML, or has keys or values that `Config` does not know.
+        ValueError: the file is missing, is cut short, is not YAML, or has keys or values that `Config` does not know.
     """
     try:
-        loaded = OmegaConf.merge(_schema(), OmegaConf.load(path))
-        config = cast(Config, OmegaConf.to_object(loaded))
+        loaded = OmegaConf.load(path)
+        # The last line that is written. Without this check a shorter file would mean the defaults of what it lacks.
+        if OmegaConf.select(loaded, "run.root") is None or not path.read_bytes().endswith(b"\n"):
+            raise ValueError("it is empty or cut short")
+        config = cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), loaded)))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"{path}: expected a run's configuration there. Start the run with `megatron-longctx train`."

@@ -24,6 +24,7 @@ from .compose import RESOLVED, load_config, override_config
 from .config import Config, refuse
 from .inference.engine import LongContextEngine
 from .mcore import checkpoint, groups
+from .mcore.identity import refusal, tokenizer_identity
 from .mcore.inference import build_engine, for_inference
 from .mcore.model import fingerprint, padded_vocab_size
 from .mcore.tokenizer import build_tokenizer
@@ -78,9 +79,14 @@ def job_of(own: Mapping[str, str], settings: Sequence[str], options: Any = None)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     checkpoints = run / "checkpoints"
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
-    if checkpoint.check(checkpoints, fingerprint(config, vocab_size)) is None:
+    number = None if iteration is None else int(iteration)
+    saved = checkpoint.check(checkpoints, fingerprint(config, vocab_size), number)
+    if saved is None:
         raise refuse("checkpoint", run, "a run with a checkpoint", "Train it with train.save=true first.")
-    job = InferenceJob(config, checkpoints, None if iteration is None else int(iteration), options)
+    error = refusal(saved.extra.get("data", {}), {"data.tokenizer": tokenizer_identity(config, tokenizer)}, run)
+    if error is not None and config.train.check_data:
+        raise error
+    job = InferenceJob(config, checkpoints, number, options)
     if device_type(config) == "cuda" and job.world_size > torch.cuda.device_count() and "RANK" not in os.environ:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"
         raise refuse(sizes, job.world_size, f"at most {torch.cuda.device_count()}, the GPUs here", "Set them lower.")

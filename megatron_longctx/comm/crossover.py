@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-import os
 import re
 import socket
 import time
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import files
 from ..schedules.calibration import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -202,10 +202,8 @@ def _save(found: Crossover, case: Case, path: Path) -> None:
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(data, indent=1) + "\n")
-        partial.replace(path)
+        files.write_text(path, json.dumps(data, indent=1) + "\n")
     except OSError as error:
         logger.warning("%s cannot be written (%s): it will be measured again", path, error)

@@ -184,6 +184,9 @@ class TrainConfig:
     precision: str = "bf16"  # fp32 | bf16
     device: str = "auto"  # auto | cpu | cuda
     check_memory: bool = True  # on GPUs: refuse a run that is predicted not to fit, warn where it will be close
+    # Refuse a tokenizer that the dataset was not written with and, on resume, another dataset, tokenizer, seq_length,
+    # split or seed than the run's. false: go on with them, from the sample after the last.
+    check_data: bool = True
     seed: int = 1234
     save: bool = True  # checkpoint at the end and when stopped
     save_interval: int | None = None  # steps; null: only at the end and when stopped

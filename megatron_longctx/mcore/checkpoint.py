@@ -3,22 +3,21 @@
 On disk (Megatron-LM's layout)::
 
     <directory>/latest_checkpointed_iteration.txt    written last, atomically, by rank 0
-    <directory>/iter_0000100/                        common.pt, metadata.json, .metadata, *.distcp
+    <directory>/iter_0000100/                        common.pt, metadata.json, .metadata, *.distcp, digests.json
 
-A checkpoint is written to ``iter_0000100.partial`` and renamed when complete; only the tracker file makes it count.
+Before a checkpoint is loaded its files are compared with their digests; nothing in it is unpickled freely.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy
 import torch
@@ -33,13 +32,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_longctx.mcore import checkpoint_optimizer
-from megatron_longctx.mcore.checkpoint_writer import InProcessSaveStrategy
+from . import checkpoint_digests, checkpoint_folder, checkpoint_optimizer, checkpoint_reader
+from .checkpoint_check import REMEDY, Damaged, examine, reason, with_remedy
+from .checkpoint_folder import TRACKER, iteration_directory, latest
+from .checkpoint_writer import InProcessSaveStrategy
 
-TRACKER = "latest_checkpointed_iteration.txt"
-_REMEDY = "restore the checkpoint, or choose another iteration or directory"
+__all__ = ("TRACKER", "Loaded", "Saved", "TrainingState", "check", "latest", "load", "on_rank_zero", "save")
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
@@ -64,39 +63,27 @@ class TrainingState:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What ``load`` read besides tensors.
+class Saved:
+    """What a checkpoint says besides tensors.
 
     Attributes:
         iteration: the checkpoint's iteration.
         extra: the dictionary given to ``save``.
-        rng_restored: False if the parallel sizes changed, so that the freshly seeded random states were kept.
     """
 
     iteration: int
     extra: dict[str, Any]
-    rng_restored: bool
 
 
-def iteration_directory(directory: Path, iteration: int) -> Path:
-    """Where the checkpoint of ``iteration`` lies."""
-    return Path(directory) / f"iter_{iteration:07d}"
+@dataclass(frozen=True)
+class Loaded(Saved):
+    """What ``load`` read besides tensors.
 
-
-def latest(directory: Path) -> int | None:
-    """The iteration of the newest complete checkpoint, or None if there is none.
-
-    Raises:
-        ValueError: if the tracker file does not hold a number.
+    Attributes:
+        rng_restored: False if the parallel sizes changed, so that the freshly seeded random states were kept.
     """
-    tracker = Path(directory) / TRACKER
-    try:
-        text = tracker.read_text().strip()
-    except FileNotFoundError:
-        return None
-    if not text.isdecimal():
-        raise ValueError(f"{tracker} holds {text!r}, expected an iteration number: write the number of a checkpoint")
-    return int(text)
+
+    rng_restored: bool
 
 
 def save(
@@ -119,26 +106,47 @@ def save(
 
     Raises:
         ValueError: if ``extra`` or the fingerprint is not JSON-able, or ``keep`` is below 1.
-        OSError: on every rank, if rank 0 cannot write.
+        OSError: it cannot be written; what has been written of it is deleted.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}, expected at least 1: give the number of checkpoints to keep, or None")
     extra, fingerprint = _jsonable("extra", extra), _jsonable("fingerprint", state.fingerprint)
     final = iteration_directory(directory, iteration)
     partial = final.with_name(final.name + ".partial")
-    _on_rank_zero(lambda: _empty_directory(partial))
-
+    on_rank_zero(lambda: checkpoint_folder.start(partial))
     _finish_parameter_gather(state.models)
     sharded = _sharded_state_dict(state, is_loading=False, with_rng=True)
     sharded |= {"iteration": iteration, "extra": extra}
     content = {"fingerprint": fingerprint, "layout": _layout(), "optimizer": checkpoint_optimizer.kind(state.optimizer)}
+    try:
+        digests = _write(partial, sharded, content)
+        on_rank_zero(lambda: checkpoint_folder.publish(partial, final, digests, keep))
+    except BaseException:
+        if dist.get_rank() == 0:  # it takes room that a full disk does not have
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def _write(partial: Path, sharded: dict[str, Any], content: dict[str, Any]) -> checkpoint_digests.Digests:
+    """All files of a checkpoint; gives the digests of those with tensors."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     # Replicas hold the same tensors: let them share the writing.
     strategy = FullyParallelSaveStrategyWrapper(InProcessSaveStrategy(), group)
-    dist_checkpointing.save(sharded, str(partial), strategy, content_metadata=content)
+    try:
+        dist_checkpointing.save(sharded, str(partial), strategy, content_metadata=content)
+    except CheckpointException as error:
+        _raise_together(f"{partial} cannot be written ({reason(error)})", error)
     # dist_checkpointing.save ends with a barrier: every rank's files are complete here.
-    _on_rank_zero(lambda: _publish(partial, final, iteration, keep))
-    return final
+    own = _on_every_rank(lambda: _own_digests(partial))
+    return {name: digest for of_rank in own for name, digest in of_rank.items()}
+
+
+def _raise_together(what: str, error: BaseException) -> NoReturn:
+    """Raise what rank 0, which alone knows more than that some rank has failed, says of it. All ranks are here."""
+    said = [what]
+    dist.broadcast_object_list(said, src=0)
+    raise OSError(said[0]) from error
 
 
 def load(directory: Path, state: TrainingState, *, iteration: int | None = None) -> Loaded:
@@ -156,15 +164,18 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None)
         ValueError: on every rank, if the checkpoint is missing, damaged, of another model or of another optimizer.
     """
     fingerprint = _jsonable("fingerprint", state.fingerprint)
-    path, content = _on_rank_zero(lambda: _inspect(Path(directory), iteration))
+    path, common = _examine_together(Path(directory), iteration)
+    content = common["content_metadata"]
     _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer))
     with_rng = content["layout"] == _layout()
     hyperparameters = checkpoint_optimizer.hyperparameters(state.optimizer)
     sharded = _sharded_state_dict(state, is_loading=True, with_rng=with_rng)
     try:
-        loaded = dist_checkpointing.load(sharded, str(path))
+        loaded = checkpoint_reader.load(sharded, path)
     except (CheckpointingException, CheckpointException) as error:
-        raise ValueError(f"{path} cannot be loaded ({error}), expected a complete checkpoint: {_REMEDY}") from error
+        raise ValueError(
+            f"{path} cannot be loaded ({reason(error)}), expected a complete checkpoint: {REMEDY}"
+        ) from error
 
     for name, model in _named_models(state.models):
         model.load_state_dict(loaded[name])
@@ -180,6 +191,20 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None)
     elif state.optimizer is not None and dist.get_rank() == 0:
         _logger.warning("random states not restored: checkpoint was saved at %s, now %s", content["layout"], _layout())
     return Loaded(int(loaded["iteration"]), loaded["extra"], with_rng)
+
+
+def _examine_together(directory: Path, iteration: int | None) -> tuple[Path, dict[str, Any]]:
+    """See that a checkpoint is whole, each rank a part of its files; its directory, and its content without tensors."""
+    number = on_rank_zero(lambda: latest(directory)) if iteration is None else iteration
+    if number is None:
+        raise ValueError(f"{directory} has no {TRACKER}, expected a checkpoint: give the directory of a finished save")
+    try:
+        path, common = examine(directory, number, on_rank_zero, _damage)
+    except Damaged as error:
+        raise with_remedy(error, directory, number, on_rank_zero, _damage) from error
+    if dist.get_rank() == 0 and not checkpoint_digests.exist(path):
+        _logger.warning("%s was saved without digests: damage to it may go unnoticed", path)
+    return path, common
 
 
 def _named_models(models: Sequence[torch.nn.Module]) -> list[tuple[str, Any]]:
@@ -250,7 +275,7 @@ def _set_rng(states: Mapping[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(states["tracker"])
 
 
-def _on_rank_zero(work: Callable[[], _T]) -> _T:
+def on_rank_zero(work: Callable[[], _T]) -> _T:
     """Do file work on rank 0 and give its result, or its failure, to every rank: none is left waiting."""
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -268,57 +293,30 @@ def _on_rank_zero(work: Callable[[], _T]) -> _T:
     return result
 
 
-def _empty_directory(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
-    path.mkdir(parents=True)
-
-
-def _publish(partial: Path, final: Path, iteration: int, keep: int | None) -> None:
-    replaced = final.with_name(final.name + ".replaced")
-    if final.exists():
-        final.rename(replaced)
-    partial.rename(final)
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    temporary = final.parent / (TRACKER + ".partial")
-    with temporary.open("w") as stream:
-        stream.write(str(iteration))
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(final.parent / TRACKER)
-    if keep is not None:
-        numbers = [path.name.removeprefix("iter_") for path in final.parent.glob("iter_*")]
-        # Iterations after this one belong to an abandoned branch of the run; they are the user's to delete.
-        kept = sorted(int(number) for number in numbers if number.isdecimal() and int(number) <= iteration)
-        for number in kept[:-keep]:
-            shutil.rmtree(iteration_directory(final.parent, number))
-
-
-def _inspect(directory: Path, iteration: int | None) -> tuple[Path, dict[str, Any]]:
-    """Find a checkpoint, see that all of its files are whole, and read what it says about itself."""
-    if iteration is None:
-        iteration = latest(directory)
-    if iteration is None:
-        raise ValueError(f"{directory} has no {TRACKER}, expected a checkpoint: give the directory of a finished save")
-    path = iteration_directory(directory, iteration)
-    if not path.is_dir():
-        raise ValueError(f"{path} does not exist, expected the checkpoint of iteration {iteration}: {_REMEDY}")
+def _on_every_rank(work: Callable[[], _T]) -> list[_T]:
+    """What every rank's ``work`` gives, by rank, or the first failure of reading or writing, to every rank."""
+    mine: Any
     try:
-        content = dist_checkpointing.load_content_metadata(str(path))
-        metadata = FileSystemReader(path).read_metadata()
-    except Exception as error:  # a damaged archive or pickle raises almost anything, by where the damage lies
-        raise ValueError(f"{path} is damaged ({error}), expected a complete checkpoint: {_REMEDY}") from error
-    if content is None or not {"fingerprint", "layout", "optimizer"} <= content.keys():
-        raise ValueError(f"{path} carries no fingerprint, expected a checkpoint of this project: {_REMEDY}")
-    ends: dict[str, int] = {}
-    for part in metadata.storage_data.values():
-        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
-    for name, end in ends.items():
-        size = (path / name).stat().st_size if (path / name).is_file() else 0
-        if size < end:
-            raise ValueError(f"{path / name} has {size} bytes, expected {end}: {_REMEDY}")
-    return path, content
+        mine = work()
+    except OSError as error:
+        mine = error
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    for outcome in found:
+        if isinstance(outcome, OSError):
+            raise outcome
+    return found
+
+
+def _own_digests(partial: Path) -> checkpoint_digests.Digests:
+    """Of the files with tensors that this rank has written."""
+    return checkpoint_digests.of_files(partial, [path.name for path in partial.glob(f"__{dist.get_rank()}_*")])
+
+
+def _damage(path: Path) -> str | None:
+    """As ``checkpoint_digests.damage`` of all parts, each found by one rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return next(filter(None, _on_every_rank(lambda: checkpoint_digests.damage(path, rank, world))), None)
 
 
 def _check_content(path: Path, content: Mapping[str, Any], fingerprint: Mapping[str, Any], kind: str | None) -> None:
@@ -353,17 +351,31 @@ def _jsonable(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def check(directory: Path, fingerprint: Mapping[str, Any]) -> int | None:
-    """See, in one process and without loading, that the latest checkpoint of `directory` is whole and of this model.
+def check(directory: Path, fingerprint: Mapping[str, Any], iteration: int | None = None) -> Saved | None:
+    """See, in one process and without loading, that a checkpoint of ``directory`` is there and of this model.
+
+    The digests of files with tensors, nearly all of its bytes, are left to ``load``.
+
+    Args:
+        iteration: which checkpoint; None for the latest.
 
     Returns:
-        Its iteration; None if there is no checkpoint.
+        What it says; None if there is no checkpoint.
 
     Raises:
-        ValueError: as `load` does.
+        ValueError: as ``load`` does.
     """
-    iteration = latest(directory)
-    if iteration is not None:
-        path, content = _inspect(Path(directory), iteration)
-        _check_content(path, content, _jsonable("fingerprint", fingerprint), content["optimizer"])
-    return iteration
+
+    def once(work: Callable[[], _T]) -> _T:
+        return work()
+
+    number = latest(directory) if iteration is None else iteration
+    if number is None:
+        return None
+    try:
+        path, common = examine(directory, number, once, lambda path: checkpoint_digests.damage(path, data=False))
+    except Damaged as error:
+        raise with_remedy(error, directory, number, once, checkpoint_digests.damage) from error
+    content = common["content_metadata"]
+    _check_content(path, content, _jsonable("fingerprint", fingerprint), content["optimizer"])
+    return Saved(number, common["extra"])

@@ -61,9 +61,17 @@ def _write_buckets(transforms: list[Any], buckets: list[Any]) -> dict[int, Any] 
     for _ in buckets:
         index, outcome = results.get_nowait()
         if isinstance(outcome, Exception):
-            return outcome
+            return _operating_systems(outcome)
         written[index] = outcome
     return dict(sorted(written.items()))
+
+
+def _operating_systems(error: Exception) -> Exception:
+    """The failure of the operating system that `error` came of, if any: torch's own says nothing of a full disk."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
 @contextlib.contextmanager

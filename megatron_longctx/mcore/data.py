@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -17,7 +19,12 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from torch import Tensor
 
+from .. import files
 from ..config import Config, DataConfig, refuse
+from .identity import tokenizer_digest
+
+logger = logging.getLogger(__name__)
+_REMEDY = "Write it with `megatron-longctx data`, or set data.prefix to another."
 
 
 @dataclass(frozen=True)
@@ -26,13 +33,12 @@ class Corpus:
 
     tokenizer: str
     vocab_size: int
+    tokenizer_sha256: str
     documents: int
     tokens: int
 
 
-def write_corpus(
-    documents: Iterable[Iterable[str]], prefix: Path, tokenizer: MegatronTokenizerText, library: str
-) -> Corpus:
+def write_corpus(documents: Iterable[Iterable[str]], prefix: Path, tokenizer: MegatronTokenizerText) -> Corpus:
     """Tokenize documents into Megatron's indexed form.
 
     Every document is one or more texts (files, say), each closed by the end-of-document token and kept together as one
@@ -41,8 +47,7 @@ def write_corpus(
     Args:
         documents: the texts of every document.
         prefix: path without suffix; `.bin`, `.idx` and `.json` are written.
-        tokenizer: as `build_tokenizer` gives it.
-        library: its name, recorded for the check at load time.
+        tokenizer: as `build_tokenizer` gives it; recorded for the check at load time.
 
     Raises:
         ValueError: no document has any text.
@@ -62,13 +67,24 @@ def write_corpus(
         for suffix in (".bin", ".idx"):
             os.remove(f"{partial}{suffix}")
         raise ValueError(f"no text for {prefix}: expected at least one document that is not empty. Check the source.")
-    corpus = Corpus(library, tokenizer.vocab_size, count, tokens)
+    corpus = Corpus(tokenizer.library, tokenizer.vocab_size, tokenizer_digest(tokenizer), count, tokens)
     # Megatron keeps sample indices there under names that do not depend on the text.
     shutil.rmtree(prefix / "cache", ignore_errors=True)
     for suffix in (".bin", ".idx"):
         os.replace(f"{partial}{suffix}", f"{prefix}{suffix}")
-    Path(f"{prefix}.json").write_text(json.dumps(asdict(corpus), indent=2) + "\n")
+    files.write_text(Path(f"{prefix}.json"), json.dumps(asdict(corpus), indent=2) + "\n")
     return corpus
+
+
+def _check_indices(prefix: str) -> None:
+    """Refuse what is no array among the indices that Megatron keeps: it would unpickle that, and so run it."""
+    for path in sorted(Path(prefix).glob("cache/*/*.npy")):
+        try:
+            if not isinstance(numpy.load(path, mmap_mode="r", allow_pickle=False), numpy.ndarray):
+                raise ValueError("it holds several")
+        except (ValueError, OSError, EOFError) as error:
+            expected, remedy = f"an array of numbers in {path} ({error})", f"Delete {path.parent}: it is written again."
+            raise refuse("data.prefix", prefix, expected, remedy) from error
 
 
 class _WholeDataset(IndexedDataset):  # type: ignore[misc]
@@ -89,27 +105,29 @@ def check_corpus(data: DataConfig) -> int:
     Raises:
         ValueError: names what is wrong with `data.prefix` and what to do.
     """
-    remedy = "Write it with `megatron-longctx data`, or set data.prefix to another."
     sizes = []
     for suffix in (".idx", ".bin"):
         path = Path(data.prefix + suffix)
         if not path.is_file():
-            raise refuse("data.prefix", data.prefix, f"the files {data.prefix}.idx and .bin; {path} is missing", remedy)
+            raise refuse(
+                "data.prefix", data.prefix, f"the files {data.prefix}.idx and .bin; {path} is missing", _REMEDY
+            )
         sizes.append(path.stat().st_size)
     if not all(sizes):
-        raise refuse("data.prefix", data.prefix, "files that are not empty", remedy)
+        raise refuse("data.prefix", data.prefix, "files that are not empty", _REMEDY)
     try:
         dataset = _WholeDataset(data.prefix)
         lengths = numpy.asarray(dataset.sequence_lengths, dtype=numpy.int64)
         item = numpy.dtype(dataset.index.dtype).itemsize
     except Exception as error:  # a corrupt index fails in many ways: assertions, struct and numpy errors
         raise refuse(
-            "data.prefix", data.prefix, f"a Megatron index file ({error or type(error).__name__})", remedy
+            "data.prefix", data.prefix, f"a Megatron index file ({error or type(error).__name__})", _REMEDY
         ) from error
+    _check_indices(data.prefix)
     tokens = int(lengths.sum())
     if tokens * item != sizes[1]:
         wanted = f"{tokens * item} bytes in {data.prefix}.bin, as its index says; it has {sizes[1]}"
-        raise refuse("data.prefix", data.prefix, wanted, f"The file is cut or not of this index. {remedy}")
+        raise refuse("data.prefix", data.prefix, wanted, f"The file is cut or not of this index. {_REMEDY}")
     if tokens < data.seq_length + 1:
         raise refuse(
             "data.seq_length",
@@ -117,15 +135,48 @@ def check_corpus(data: DataConfig) -> int:
             f"at most {tokens - 1}: {data.prefix} has {tokens} tokens",
             "Lower data.seq_length or use more text.",
         )
-    note = Path(data.prefix + ".json")
-    if note.is_file():
-        try:
-            made_with = json.loads(note.read_text())["tokenizer"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise refuse("data.prefix", data.prefix, f"a JSON object with `tokenizer` in {note}", remedy) from error
-        if made_with != data.tokenizer:
-            raise refuse("data.tokenizer", data.tokenizer, f"{made_with}, which {data.prefix} was written with", remedy)
+    note = _note(data)
+    if note and note["tokenizer"] != data.tokenizer:
+        wanted = f"{note['tokenizer']}, which {data.prefix} was written with"
+        raise refuse("data.tokenizer", data.tokenizer, wanted, _REMEDY)
     return tokens
+
+
+def check_tokenizer(data: DataConfig, tokenizer: MegatronTokenizerText) -> None:
+    """Refuse a tokenizer whose content is not that of the one the dataset was written with.
+
+    Raises:
+        ValueError: names both.
+    """
+    note, found = _note(data), (tokenizer.vocab_size, tokenizer_digest(tokenizer))
+    if not note:
+        return
+    written = (note.get("vocab_size", found[0]), note.get("tokenizer_sha256", found[1]))
+    if written != found:
+        shown, now = (f"{size} tokens, SHA-256 {str(digest)[:12]}…" for size, digest in (written, found))
+        raise refuse(
+            "data.tokenizer_path",
+            data.tokenizer_path,
+            f"the tokenizer that {data.prefix} was written with ({shown}); this one has {now}",
+            "Use that one, write the dataset with this one (`megatron-longctx data`), or set train.check_data=false.",
+        )
+    if "tokenizer_sha256" not in note:
+        logger.warning(
+            "%s.json does not say which files its tokenizer had: only their number of tokens was compared", data.prefix
+        )
+
+
+def _note(data: DataConfig) -> dict[str, Any]:
+    """What `<prefix>.json` says; empty without one, since only this project's datasets have it."""
+    path = Path(data.prefix + ".json")
+    if not path.is_file():
+        return {}
+    try:
+        note: dict[str, Any] = json.loads(path.read_text())
+        note["tokenizer"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise refuse("data.prefix", data.prefix, f"a JSON object with `tokenizer` in {path}", _REMEDY) from error
+    return note
 
 
 class TrainingData:

@@ -19,14 +19,14 @@ from .sequence import ShardedSequence
 
 @dataclass(frozen=True)
 class LossSum:
-    """Summed token losses and their number, over all ranks and micro-batches."""
+    """Summed token losses and what their mask sums to, over all ranks and micro-batches."""
 
     loss_sum: float
     num_tokens: float
 
     @property
     def mean(self) -> float:
-        return self.loss_sum / max(self.num_tokens, 1.0)
+        return self.loss_sum / self.num_tokens if self.num_tokens > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TrainStep:
     num_micro_batches: int
 
     def run(self, batches: Iterator[dict[str, Tensor]]) -> LossSum:
-        """Gradients end up reduced over ranks and divided by the step's number of tokens.
+        """Gradients end up reduced over ranks and divided by what the loss masks of the whole step sum to.
 
         Args:
             batches: `num_micro_batches` whole micro-batches of `[b, S]` tensors; this rank takes its share of each.
@@ -56,7 +56,11 @@ class TrainStep:
             micro_batch_size=self.micro_batch_size,
             forward_only=False,
         )
-        return _reduce(results, self.groups)
+        loss = _reduce(results, self.groups)
+        if loss.num_tokens > 0:
+            for model in self.models:
+                model.scale_gradients(1.0 / loss.num_tokens)
+        return loss
 
 
 def local_device() -> torch.device:
@@ -72,10 +76,12 @@ def _forward_step(batches: Iterator[dict[str, Tensor]], model: Any, sequence: Sh
 
 
 def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron's three-part form: it divides by the number of tokens once, over all ranks and micro-batches."""
+    """Megatron's three-part form. It would sum numbers of tokens as integers, and a mask may have fractions: told of no
+    tokens it leaves the division to `TrainStep.run`."""
     loss_sum = (losses.float() * mask).sum()
-    num_tokens = mask.sum().to(torch.int)
-    return loss_sum, num_tokens, {"loss": torch.stack((loss_sum.detach(), num_tokens.float()))}
+    num_tokens = mask.sum(dtype=torch.float64)
+    found = torch.stack((loss_sum.detach().double(), num_tokens))
+    return loss_sum, torch.zeros((), dtype=torch.int), {"loss": found}
 
 
 def _reduce(results: list[dict[str, Tensor]], groups: ProcessGroupCollection) -> LossSum:
@@ -83,7 +89,7 @@ def _reduce(results: list[dict[str, Tensor]], groups: ProcessGroupCollection) ->
     total = torch.zeros(2, dtype=torch.float64, device=local_device())
     last_stage = groups.pp.rank() == groups.pp.size() - 1
     if last_stage and groups.tp.rank() == 0:  # tensor-parallel ranks all have the same loss
-        total += sum(result["loss"].double() for result in results)
+        total += sum(result["loss"] for result in results)
     dist.all_reduce(total)
     loss_sum, num_tokens = total.tolist()
     return LossSum(loss_sum, num_tokens)

@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from megatron_longctx import files
+
 _PACKAGES = (
     "megatron-longctx",
     "megatron-core",
@@ -50,7 +52,7 @@ def environment() -> dict[str, Any]:
 
 def write(path: Path) -> None:
     """Write `environment()` as JSON."""
-    path.write_text(json.dumps(environment(), indent=2) + "\n")
+    files.write_text(path, json.dumps(environment(), indent=2) + "\n")
 
 
 def commit() -> str | None:

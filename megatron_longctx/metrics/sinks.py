@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 from uuid import uuid4
 
-from megatron_longctx import names
+from megatron_longctx import files, names
 from megatron_longctx.config import Config
 from megatron_longctx.metrics.flops import FORMULA
 from megatron_longctx.metrics.timers import Eta, clock_text
@@ -86,9 +85,7 @@ class JsonlSink:
                 continue
             if not isinstance(step, int) or step <= resumed_step:
                 kept.append(line + "\n")
-        replacement = self.path.with_suffix(self.path.suffix + ".tmp")
-        replacement.write_text("".join(kept), encoding="utf-8")
-        os.replace(replacement, self.path)
+        files.write_text(self.path, "".join(kept))
 
     def write(self, record: Mapping[str, Value]) -> None:
         """Append one record.
@@ -143,7 +140,7 @@ class WandbSink:
     def _stable_id(self) -> str:
         path = self.folder / "wandb_id.txt"
         if not path.exists():
-            path.write_text(uuid4().hex[:12] + "\n", encoding="utf-8")
+            files.write_text(path, uuid4().hex[:12] + "\n")
         return path.read_text(encoding="utf-8").strip()
 
     def _give_up(self, error: Exception) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .. import files
 from ..topology import Cluster, as_data, cluster_from
 from .cost import Costs, KernelSample, MessageSample, ModeSample, Workload
 
@@ -53,9 +54,7 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
         "costs": asdict(calibration.costs),
         "environment": calibration.environment,
     }
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(data, indent=1) + "\n")
-    partial.replace(path)
+    files.write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def load_calibration(path: Path) -> Calibration:

@@ -19,6 +19,7 @@ import psutil
 from .. import names
 
 CLI = (sys.executable, "-m", "megatron_longctx.cli")
+_PATIENCE_S = 500.0  # for what takes seconds on a machine that does nothing else
 _ROOT = Path(__file__).resolve().parents[2]
 # What would make a process take itself for a rank of somebody else's job, or change what it prints.
 _STRANGERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONWARNINGS")
@@ -39,7 +40,7 @@ class Job:
     err: Path
     family: set[psutil.Process] = field(default_factory=set)
 
-    def wait_for(self, text: str, timeout: float = 120.0) -> None:
+    def wait_for(self, text: str, timeout: float = _PATIENCE_S) -> None:
         """Wait until `text` is on standard output.
 
         Raises:
@@ -54,7 +55,7 @@ class Job:
             time.sleep(0.02)
         self.remember()
 
-    def wait(self, timeout: float = 120.0) -> int:
+    def wait(self, timeout: float = _PATIENCE_S) -> int:
         """The exit code.
 
         Raises:
@@ -122,10 +123,10 @@ def finished(folder: Path, command: Sequence[str], environment: Mapping[str, str
     """Run `command` in `folder` to its end.
 
     Raises:
-        AssertionError: it takes more than two minutes.
+        AssertionError: it takes much longer than on any machine.
     """
     with started(folder, command, environment) as job:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + _PATIENCE_S
         while job.process.poll() is None and time.monotonic() < deadline:
             job.remember()
             time.sleep(0.1)

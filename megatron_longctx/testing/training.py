@@ -55,7 +55,7 @@ def tiny_corpus(prefix: Path, documents: int = 40, seed: int = 0) -> Corpus:
     source = random.Random(seed)
     words = ["".join(source.choices("abcdefgh", k=source.randint(2, 6))) for _ in range(12)]
     texts = [[" ".join(source.choices(words, k=source.randint(5, 40)))] for _ in range(documents)]
-    return write_corpus(texts, prefix, build_tokenizer("byte-level"), "byte-level")
+    return write_corpus(texts, prefix, build_tokenizer("byte-level"))
 
 
 def tiny_config(root: Path, name: str, settings: Mapping[str, Any] | None = None) -> Config:

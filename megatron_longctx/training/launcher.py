@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -23,6 +24,7 @@ from ..compose import compose_config
 from ..config import Config
 from . import auto, preflight, worker
 from .run_folder import RunFolder
+from .run_lock import RunLock
 from .signals import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
@@ -91,11 +93,15 @@ def _start_ranks(config: Config) -> None:
     world_size = preflight.local_world_size(config)
     resumed = preflight.check(config, world_size)
     folder = RunFolder.of(config)
-    folder.prepare(config, resumed)
+    with folder.prepare(config, resumed) as lock:
+        _run_ranks(config, world_size, folder, lock)
+
+
+def _run_ranks(config: Config, world_size: int, folder: RunFolder, lock: RunLock) -> None:
     device = preflight.device_type(config)
     with _blocked(STOP_SIGNALS):  # ranks inherit this: what comes before they listen waits for them
         # Rank 0 hosts the meeting, not this process: ranks whose launcher dies still have to checkpoint together.
-        job = (world_size, _free_port(), str(folder.path))
+        job = (world_size, _free_port(), str(folder.path), lock)
         logger.info("starting %d %s rank%s; run folder %s", world_size, device, "s" * (world_size > 1), folder.path)
         context = mp.start_processes(worker.spawned, args=job, nprocs=world_size, join=False, start_method="spawn")  # type: ignore[attr-defined, no-untyped-call]
         forward = _Forward(context.pids())
@@ -110,6 +116,7 @@ def _start_ranks(config: Config) -> None:
         for process in context.processes:
             if process.is_alive():
                 process.kill()
+                process.join()  # it holds the lock
 
 
 def _free_port() -> int:
@@ -124,7 +131,9 @@ def _reason(error: ProcessException, folder: RunFolder) -> str:
     note = folder.first_error()
     name = getattr(error, "signal_name", None)
     if name is None:
-        return note or f"rank {error.error_index} died: {error}"
+        # A note that could not be written: the traceback's last line is `module.Class: what`.
+        kind, colon, what = str(error).rstrip().rpartition("\n")[2].partition(":")
+        return note or f"rank {error.error_index} failed: {kind.rpartition('.')[2]}{colon}{what}"
     hint = "; out of memory? (see dmesg)" if name == "SIGKILL" else ""
     killed = f"rank {error.error_index} was killed by {name}{hint}"
     return killed if note is None else f"{killed}\n{note}"
@@ -179,7 +188,7 @@ def _join(config: Config, place: Placement) -> None:
         try:
             config = auto.settled(config)
             resumed = preflight.check(config, place.world_size)
-            RunFolder.of(config).prepare(config, resumed)
+            atexit.register(RunFolder.of(config).prepare(config, resumed).release)
             answer = [config]
         except ValueError as error:
             answer = [error]

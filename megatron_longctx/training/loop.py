@@ -17,6 +17,7 @@ from .. import names
 from ..config import Config
 from ..mcore import checkpoint, groups, model, optimizer
 from ..mcore.data import TrainingData, micro_batches
+from ..mcore.identity import identity
 from ..mcore.sequence import build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
 from ..mcore.tokenizer import build_tokenizer
@@ -24,6 +25,7 @@ from ..metrics import environment
 from ..metrics.flops import performance, training_flops
 from ..metrics.hardware import current_device_name, peak_tflops
 from ..metrics.sinks import ConsoleSink, JsonlSink, Sink, WandbSink
+from . import resume
 from .nonfinite import NonFiniteError, dump
 from .profiling import profiled
 from .run_folder import RunFolder
@@ -60,6 +62,7 @@ class Trainer:
         tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
         self.vocab_size = model.padded_vocab_size(config.model, tokenizer.vocab_size)
         self.data = TrainingData(config, tokenizer, self.vocab_size)
+        self.identity = checkpoint.on_rank_zero(lambda: identity(config, tokenizer))
         self.sequence = build_sequence(config, self.groups.cp)
         self._build()
         dp_size = self.groups.dp.size()
@@ -203,20 +206,14 @@ class Trainer:
         if checkpoint.latest(self.folder.checkpoints) is None:
             return 0
         loaded = checkpoint.load(self.folder.checkpoints, self._state())
-        samples = loaded.extra["consumed_samples"]
-        batch = self.config.train.global_batch_size
-        if samples != loaded.iteration * batch:
-            raise ValueError(
-                f"train.global_batch_size={batch}: expected {samples // loaded.iteration}, with which "
-                f"{self.folder.path} was trained to step {loaded.iteration}. Set it back, or start a run "
-                "of another run.name."
-            )
+        if (untold := resume.check(self.config, self.folder.path, loaded, self.identity)) and dist.get_rank() == 0:
+            logger.warning(untold)
         logger.info("resumed from step %d of %s", loaded.iteration, self.folder.checkpoints)
         return loaded.iteration
 
     def _save(self) -> None:
         begin = time.perf_counter()
-        extra = {"consumed_samples": self.step * self.config.train.global_batch_size}
+        extra = {"consumed_samples": self.step * self.config.train.global_batch_size, "data": self.identity}
         keep = self.config.train.keep_checkpoints
         path = checkpoint.save(self.folder.checkpoints, self.step, self._state(), extra, keep=keep)
         logger.info("saved %s in %.1f s", path, time.perf_counter() - begin)

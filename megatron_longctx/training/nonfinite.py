@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import files
+
 
 class NonFiniteError(ArithmeticError):
     """Training met NaN or infinity and stopped."""
@@ -40,7 +42,7 @@ def dump(
             if any(counts.values()):
                 bad[f"{index}.{name}"] = counts
     facts = {"step": step, "values": {k: str(v) for k, v in values.items()}, "nonfinite_elements": bad}
-    (target / f"rank_{rank}.json").write_text(json.dumps(facts, indent=2) + "\n")
+    files.write_text(target / f"rank_{rank}.json", json.dumps(facts, indent=2) + "\n")
     torch.save([dict(batch) for batch in batches], target / f"rank_{rank}_batches.pt")
     return target
 

@@ -8,15 +8,16 @@ import os
 import torch
 
 from .. import memory
-from ..compose import load_config
 from ..config import Config, data_parallel_size, refuse
 from ..kernels import AUTO_ORDER, KernelRequest, available
 from ..mcore import checkpoint
-from ..mcore.data import check_corpus
+from ..mcore.data import check_corpus, check_tokenizer
+from ..mcore.identity import identity
 from ..mcore.model import fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
 from ..schedules import PlanOptions, build_plan, check_heads
+from . import resume
 from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ def check(config: Config, world_size: int) -> int | None:
     build_plan(par.schedule, par.context_parallel_size, config.data.seq_length, True, options)
     check_corpus(config.data)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
+    if config.train.check_data:
+        check_tokenizer(config.data, tokenizer)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
     if device == "cuda" and config.train.check_memory:
         _check_memory(config, world_size, vocab_size)
@@ -76,9 +79,10 @@ def check(config: Config, world_size: int) -> int | None:
         resumed = checkpoint.check(folder.checkpoints, fingerprint(config, vocab_size))
     except OSError as error:
         raise folder.unusable(error, config.run.root) from error
-    if resumed is not None:
-        _check_batch(config, folder)
-    return resumed
+    if resumed is None:
+        return None
+    resume.check(config, folder.path, resumed, identity(config, tokenizer))
+    return resumed.iteration
 
 
 def _check_memory(config: Config, world_size: int, vocab_size: int) -> None:
@@ -90,21 +94,6 @@ def _check_memory(config: Config, world_size: int, vocab_size: int) -> None:
     logger.info(memory.summary(job))
     if warning := memory.check(job, capacity, host):
         logger.warning(warning)
-
-
-def _check_batch(config: Config, folder: RunFolder) -> None:
-    """Refuse another batch size than the run's own, since the order of samples goes by it."""
-    try:
-        earlier = load_config(folder.resolved).train.global_batch_size
-    except ValueError:  # missing, or of another version: the checkpoint itself is asked when it is loaded
-        return
-    if earlier != config.train.global_batch_size:
-        raise refuse(
-            "train.global_batch_size",
-            config.train.global_batch_size,
-            f"{earlier}, with which {folder.path} has been trained so far",
-            "Set it back, or start a run of another run.name.",
-        )
 
 
 def _check_kernel(config: Config, device: str) -> None:

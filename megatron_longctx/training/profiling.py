@@ -13,6 +13,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from .. import files
 from ..metrics.step_profile import Span, profile_of
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ def profiled(folder: Path, step: int) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     recorded.export_chrome_trace(str(folder / f"step_{step}.trace.json.gz"))
     found = profile_of(_spans(recorded.events(), on_gpu))
-    (folder / f"step_{step}.json").write_text(json.dumps(found.as_dict(), indent=2) + "\n")
-    (folder / f"step_{step}.md").write_text(found.table() + "\n")
+    files.write_text(folder / f"step_{step}.json", json.dumps(found.as_dict(), indent=2) + "\n")
+    files.write_text(folder / f"step_{step}.md", found.table() + "\n")
     logger.info("profile of step %d in %s\n%s", step, folder, found.table())
 
 

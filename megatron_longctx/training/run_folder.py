@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
 from pathlib import Path
 
+from .. import files
 from ..compose import RESOLVED, load_config, save_config
 from ..config import Config, refuse
+from .run_lock import RunLock
 
 _REMEDY = "Set run.root to a folder of yours on a disk with space."
 
 
 class RunFolder:
-    """Paths of one run: `resolved.yaml`, `metrics.jsonl`, `log.txt`, `checkpoints/`, W&B's data, errors of ranks."""
+    """Paths of one run: `resolved.yaml`, `metrics.jsonl`, `log.txt`, `lock`, `checkpoints/`, W&B's, errors of ranks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,23 +45,30 @@ class RunFolder:
     def errors(self) -> Path:
         return self.path / "errors"
 
-    def prepare(self, config: Config, resumed_step: int | None) -> None:
+    def prepare(self, config: Config, resumed_step: int | None) -> RunLock:
         """Write the run's configuration; an earlier, different one is kept under the step it was in force until.
 
+        Returns:
+            the right to write into the folder, to be released at the job's end.
+
         Raises:
-            ValueError: the folder cannot be written.
+            ValueError: the folder cannot be written, or another job writes into it.
         """
-        try:
-            self._prepare(config, resumed_step)
-        except OSError as error:
-            raise self.unusable(error, config.run.root) from error
+        with contextlib.ExitStack() as failed:
+            try:
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+                lock = failed.enter_context(RunLock(self.path / "lock"))
+                self._prepare(config, resumed_step)
+            except OSError as error:
+                raise self.unusable(error, config.run.root) from error
+            failed.pop_all()
+        return lock
 
     def unusable(self, error: OSError, root: str) -> ValueError:
         """The refusal of a run whose folder in `root` cannot be used."""
         return refuse("run.root", root, f"to be able to write {self.path} ({error.strerror or error})", _REMEDY)
 
     def _prepare(self, config: Config, resumed_step: int | None) -> None:
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
         if self.resolved.is_file():
             try:
                 unchanged = load_config(self.resolved) == config
@@ -72,17 +82,16 @@ class RunFolder:
             old.unlink()
 
     def note_error(self, rank: int, error: BaseException) -> None:
-        """Record why `rank` failed; the earliest note of a job names the rank that brought it down."""
-        self.errors.mkdir(parents=True, exist_ok=True)
+        """Record why `rank` failed, if that can be written; the earliest note names who brought the job down."""
         text = "".join(traceback.format_exception(error))
         summary = f"{type(error).__name__}: {error}"
-        self._note_path(rank).write_text(f"{time.time():.6f}\n{summary}\n\n{text}")
+        with contextlib.suppress(OSError):  # what has failed is raised all the same
+            self.errors.mkdir(parents=True, exist_ok=True)
+            files.write_text(self._note_path(rank), f"{time.time():.6f}\n{summary}\n\n{text}")
 
     def first_error(self) -> str | None:
         """The earliest note, as `rank k failed: …`; None if no rank left one."""
-        notes = []
-        for path in self.errors.glob("rank_*.txt"):
-            notes.append((float(path.read_text().partition("\n")[0]), path))
+        notes = [(float(path.read_text().partition("\n")[0]), path) for path in self.errors.glob("rank_*.txt")]
         return self._told(min(notes)[1]) if notes else None
 
     def error_of(self, rank: int) -> str | None:

@@ -37,7 +37,7 @@ def prepare(source: str, out: Path, glob: str, library: str, tokenizer_path: str
     tokenizer = build_tokenizer(library, tokenizer_path)
     documents = tqdm(_documents(source, glob), desc="tokenizing", unit=" documents", disable=not sys.stderr.isatty())
     try:
-        corpus = write_corpus(documents, out, tokenizer, library)
+        corpus = write_corpus(documents, out, tokenizer)
     finally:
         for partial in out.parent.glob(f"{out.name}.partial.*"):  # of a source that turned out bad half-way
             partial.unlink()

@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from ..compose import load_config
 from ..config import Config
+from .disk import disk_full
 from .run_folder import RunFolder
+from .run_lock import RunLock
 from .signals import StopRequest
 
 logger = logging.getLogger("megatron_longctx")
@@ -22,8 +24,8 @@ logger = logging.getLogger("megatron_longctx")
 MEETING_HOST = "127.0.0.1"  # of ranks that one launcher starts on its host
 
 
-def spawned(local_rank: int, world_size: int, port: int, run_folder: str) -> None:
-    """Entry of a rank that the launcher started on this host."""
+def spawned(local_rank: int, world_size: int, port: int, run_folder: str, lock: RunLock) -> None:
+    """Entry of a rank that the launcher started on this host. It has the run's lock until it ends."""
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         return  # it died while this rank was starting; from here on its death arrives as SIGINT
@@ -75,11 +77,22 @@ def run(config: Config) -> None:
         trainer = Trainer(config, folder, stop)
         trainer.train()
     except BaseException as error:
-        folder.note_error(rank, error)
+        full = disk_full(error, folder)
+        folder.note_error(rank, full or error)
+        if full is not None:
+            raise full from error
         raise
     dist.barrier()
     stop.close()
     dist.destroy_process_group()
+
+
+class _LogFile(logging.FileHandler):
+    """Gives up where nothing can be written, after a last word: the console has the same lines."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        logging.getLogger().removeHandler(self)
+        logger.warning("%s cannot be written any more (%s)", self.baseFilename, sys.exc_info()[1])
 
 
 def _log_to(path: Path, rank: int) -> None:
@@ -87,7 +100,7 @@ def _log_to(path: Path, rank: int) -> None:
     form = logging.Formatter("%(asctime)s %(message)s" if rank == 0 else f"rank {rank}: %(message)s", "%H:%M:%S")
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
     if rank == 0:
-        handlers.append(logging.FileHandler(path))
+        handlers.append(_LogFile(path))
     root = logging.getLogger()
     root.handlers.clear()
     for handler in handlers:

@@ -78,6 +78,7 @@ def test_a_folder_gives_one_document_a_package(source: Path, tmp_path: Path, say
     tokens = sum(len(text) + 1 for texts in expected for text in texts)
     assert out == f"{prefix}: 2 documents, {tokens} tokens ({source}), the byte-level tokenizer"
     note = json.loads(prefix.with_suffix(".json").read_text())
+    assert len(note.pop("tokenizer_sha256")) == 64
     assert note == {"tokenizer": "byte-level", "vocab_size": 512, "documents": 2, "tokens": tokens}
     assert sorted(path.name for path in prefix.parent.iterdir()) == ["corpus.bin", "corpus.idx", "corpus.json"]
 

@@ -43,6 +43,7 @@ def spoiled(tmp_path: Path, old: str, new: str) -> Path:
         ("model:\n", "novelty: 1\nmodel:\n", "novelty"),
         ("steps: 20\n", "steps: many\n", "many"),
         ("train:\n", "train: [\n", "resolved.yaml"),
+        ("name: tiny\n", "name: !!python/object/apply:os._exit [7]\n", "could not determine a constructor"),
     ],
 )
 def test_a_file_of_another_version_or_none_at_all(old: str, new: str, says: str, tmp_path: Path) -> None:
@@ -51,6 +52,20 @@ def test_a_file_of_another_version_or_none_at_all(old: str, new: str, says: str,
         load_config(path)
     text = str(caught.value)
     assert text.startswith(f"{path}: ") and says in text and text.endswith("Restore or delete it.")
+
+
+def test_a_file_that_is_cut_is_not_taken_for_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "resolved.yaml"
+    save_config(Config(), path)
+    whole = path.read_bytes()
+    lines = [at + 1 for at, byte in enumerate(whole[:-1]) if byte == ord("\n")]
+    for end in (0, 1, len(whole) - 3, len(whole) - 1, *lines[::-8]):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match="not a configuration of this version") as caught:
+            load_config(path)
+        assert str(path) in str(caught.value), end
+    path.write_bytes(whole)
+    assert load_config(path) == Config()
 
 
 def test_values_are_validated_on_loading_too(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -11,8 +13,10 @@ import pytest
 import torch
 
 from megatron_longctx import cli
-from megatron_longctx.testing.jobs import CLI, finished, started
+from megatron_longctx.compose import load_config
+from megatron_longctx.testing.jobs import CLI, finished, latest_checkpoint, started, steps_recorded
 from megatron_longctx.training import launcher
+from megatron_longctx.training.run_lock import RunLock
 
 SOON_S = 100.0  # far below the 600 s that a collective waits for a rank that is gone
 
@@ -49,6 +53,24 @@ def test_a_failing_rank_says_what_happened(workplace: Path, tiny: tuple[str, ...
         assert job.left_over() == []
 
 
+def test_a_full_disk_is_named_and_the_last_checkpoint_is_safe(workplace: Path, tiny: tuple[str, ...]) -> None:
+    settings = " ".join(command(tiny, "train.save_interval=2"))
+    assert finished(workplace, command(tiny, "train.steps=2")).process.returncode == 0
+    # In blocks of 1,024 bytes: the run's small files are below, a checkpoint's tensors are not.
+    job = finished(workplace, ["bash", "-c", f"ulimit -f 100; exec {settings}"])
+    assert job.process.returncode == 1, job.said()
+    said = job.err.read_text().splitlines()
+    assert len(said) == 2 and re.match(
+        r"megatron-longctx train: rank \d failed: DiskFull: runs/default/checkpoints/iter_0000004\.partial cannot be "
+        r"written \(.*File too large.*\)\. [\d,]+ of [\d,]+ MiB are free on /.*\. "
+        r"runs/default/checkpoints/iter_0000002 \(\d MiB\) is safe\. Free space, .* goes on from step 2\.$",
+        said[0],
+    ), said
+    left = sorted(path.name for path in (workplace / "runs/default/checkpoints").iterdir())
+    assert left == ["iter_0000002", "latest_checkpointed_iteration.txt"], "what does not fit takes no room"
+    assert job.left_over() == []
+
+
 def test_under_torchrun_a_failing_rank_names_itself_without_traceback(workplace: Path, tiny: tuple[str, ...]) -> None:
     torchrun = [CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.cli"]
     settings = ["train", *tiny, "parallelism=cp2", "train.steps=2"]
@@ -59,6 +81,41 @@ def test_under_torchrun_a_failing_rank_names_itself_without_traceback(workplace:
     said = job.err.read_text()
     assert "megatron-longctx train: rank 0 failed: IsADirectoryError: " in said
     assert 'File "/' not in said.split("megatron-longctx train: rank 0 failed")[0], "a traceback of ours"
+    assert job.left_over() == []
+
+
+def test_a_second_job_of_the_same_run_is_refused_and_the_first_goes_on(
+    workplace: Path, tiny: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workplace)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with started(workplace, command(tiny)) as job:
+        job.wait_for("step    2/")
+        assert cli.main(["train", *tiny, "train.steps=3"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(
+            "megatron-longctx train: run.name=default: expected a run that no other job is training; "
+        )
+        assert f"process {job.process.pid}, since " in said and said.count("\n") == 1
+        assert load_config(workplace / "runs/default/resolved.yaml").train.steps == 4000, (
+            "the refused job wrote its own"
+        )
+        job.process.terminate()
+        assert job.wait(SOON_S) == 0, job.said()
+        assert job.left_over() == []
+    last = latest_checkpoint(workplace / "runs/default")
+    assert steps_recorded(workplace / "runs/default") == list(range(1, last + 1))
+
+
+def test_under_torchrun_all_ranks_of_a_second_job_end(workplace: Path, tiny: tuple[str, ...]) -> None:
+    torchrun = [CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.cli"]
+    (workplace / "runs/default").mkdir(parents=True)
+    with RunLock(workplace / "runs/default/lock"):
+        job = finished(workplace, [*torchrun, "train", *tiny, "parallelism=cp2", "train.steps=2"])
+    assert job.process.returncode == 1
+    said = job.err.read_text()
+    assert said.count("megatron-longctx train: ") == 1 and f"process {os.getpid()}, since " in said
+    assert not (workplace / "runs/default/resolved.yaml").exists()
     assert job.left_over() == []
 
 
@@ -163,6 +220,7 @@ def test_a_run_folder_that_cannot_be_written(
     run = workplace / "runs/default"
     (run / "checkpoints").mkdir(parents=True)
     (run / "resolved.yaml").mkdir()
+    (run / "lock").touch()
     said = no_ranks(*tiny)
     assert said.startswith("run.root=runs: expected to be able to write runs/default (Is a directory).")
 

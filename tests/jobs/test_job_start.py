@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_longctx import cli, names
+from megatron_longctx import cli, inference_job, names
 from megatron_longctx.compose import compose_config, load_config
+from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.testing.jobs import CLI, Job, finished, latest_checkpoint, started, steps_recorded
 from megatron_longctx.training import launcher
 
@@ -158,17 +161,93 @@ def test_another_batch_size_is_refused(resuming: list[str], capsys: pytest.Captu
     )
 
 
-def test_a_cut_checkpoint_is_refused(resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("data.seq_length=32", "data.seq_length=32: expected 64, with which runs/first has been trained so far; "),
+        ("data.prefix=other", "data.prefix=other: expected data/tiny (SHA-256 "),
+        ("train.seed=1", "train.seed=1: expected 1234, "),
+    ],
+)
+def test_other_data_is_refused_unless_told_otherwise(
+    word: str, expected: str, resuming: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for suffix in (".idx", ".bin"):
+        shutil.copy(f"data/tiny{suffix}", f"other{suffix}")
+    tokens = bytearray(Path("other.bin").read_bytes())
+    tokens[0] += 1
+    Path("other.bin").write_bytes(tokens)
+    said = refused([*resuming, word], capsys)
+    assert said.startswith(expected) and said.endswith("or set train.check_data=false to go on with this.")
+    with pytest.raises(AssertionError, match="ranks were started"):
+        cli.main(["train", *resuming, word, "train.check_data=false"])
+
+
+@pytest.mark.parametrize("verb", ["generate", "serve"])
+def test_another_tokenizer_than_the_checkpoints_is_refused(
+    verb: str, resuming: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def another(library: str, path: str | None) -> Any:
+        tokenizer = build_tokenizer(library)
+        tokenizer.path = "resolved.yaml"
+        return tokenizer
+
+    monkeypatch.setattr(inference_job, "build_tokenizer", another)
+    shutil.copy("runs/first/resolved.yaml", "resolved.yaml")
+    prompt = ["prompt=a"] if verb == "generate" else []
+    assert cli.main([verb, "checkpoint=runs/first", *prompt]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"megatron-longctx {verb}: data.tokenizer=byte-level: expected byte-level (SHA-256 ")
+
+
+def test_data_of_an_earlier_version_is_trained_on(resuming: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    note = json.loads(Path("data/tiny.json").read_text())
+    del note["tokenizer_sha256"]
+    for suffix in (".idx", ".bin"):
+        shutil.copy(f"data/tiny{suffix}", f"other{suffix}")
+    Path("other.json").write_text(json.dumps(note))
+    with pytest.raises(AssertionError, match="ranks were started"):
+        cli.main(["train", *resuming, "data.prefix=other"])
+    assert len([said for said in caplog.messages if said.startswith("other.json does not say")]) == 1
+    Path("other.json").write_text(json.dumps(note | {"tokenizer_sha256": "0" * 64}))
+    assert cli.main(["train", *resuming, "data.prefix=other"]) == 2
+    with pytest.raises(AssertionError, match="ranks were started"):
+        cli.main(["train", *resuming, "data.prefix=other", "train.check_data=false"])
+
+
+def test_a_cut_checkpoint_is_refused(jobs: Jobs, resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     victim = sorted(Path("runs/first/checkpoints/iter_0000040").glob("*.distcp"))[0]
     victim.write_bytes(victim.read_bytes()[:100])
     said = refused(resuming, capsys)
-    assert said.startswith(str(victim)) and "has 100 bytes, expected " in said and "restore the checkpoint" in said
+    assert said.startswith(str(victim)) and "has 100 bytes, expected " in said
+    assert f"The newest checkpoint before it that is whole is runs/first/checkpoints/iter_{jobs.stops[1]:07d}: " in said
+
+
+class _Planted:
+    def __reduce__(self) -> tuple[object, ...]:
+        return exec, ("open('ran', 'w').close()",)
+
+
+@pytest.mark.parametrize("verb", ["train", "generate", "serve"])
+def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(
+    verb: str, resuming: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path("runs/first/checkpoints/iter_0000040")
+    (path / "digests.json").unlink()  # whoever plants can write these as well
+    (path / ".metadata").write_bytes(pickle.dumps(_Planted()))
+    words = {"train": resuming, "generate": ["checkpoint=runs/first", "prompt=a"], "serve": ["checkpoint=runs/first"]}
+    capsys.readouterr()
+    assert cli.main([verb, *words[verb]]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"megatron-longctx {verb}: {path} is damaged (builtins.exec has no place in a checkpoint")
+    assert said.count("\n") == 1
+    assert not Path("ran").exists()
 
 
 def test_a_checkpoint_that_is_gone_is_refused(resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree("runs/first/checkpoints/iter_0000040")
     said = refused(resuming, capsys)
-    assert said.startswith("runs/first/checkpoints/iter_0000040 does not exist, expected the checkpoint")
+    assert said.startswith("runs/first/checkpoints/iter_0000040 does not exist, expected a checkpoint. The newest ")
 
 
 def test_a_resolved_yaml_of_another_version_does_not_stop_a_run(resuming: list[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,15 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 
 from megatron_longctx.config import Config, DataConfig
-from megatron_longctx.mcore.data import Corpus, TrainingData, check_corpus, micro_batches, write_corpus
+from megatron_longctx.mcore.data import (
+    Corpus,
+    TrainingData,
+    check_corpus,
+    check_tokenizer,
+    micro_batches,
+    write_corpus,
+)
+from megatron_longctx.mcore.identity import tokenizer_digest
 from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
 from megatron_longctx.testing.training import changed, tiny_config, tiny_corpus
 
@@ -28,7 +38,7 @@ def test_a_tokenizer_whose_package_is_missing_is_refused_by_its_name(monkeypatch
 
 
 def _write(prefix: Path, *documents: list[str]) -> Corpus:
-    return write_corpus(documents, prefix, TOKENIZER, "byte-level")
+    return write_corpus(documents, prefix, TOKENIZER)
 
 
 def test_byte_level_tokens() -> None:
@@ -45,7 +55,13 @@ def test_a_corpus_is_what_was_written(tmp_path: Path) -> None:
     # Every text ends with the end of document; texts of one document stay together; no text, no document.
     assert [dataset[i].tolist() for i in range(len(dataset))] == [[97, 98, 256, 99, 256], [0xC3, 0xA9, 256]]
     note = json.loads((tmp_path / "sub" / "text.json").read_text())
-    assert note == {"tokenizer": "byte-level", "vocab_size": TOKENIZER.vocab_size, "documents": 2, "tokens": 8}
+    assert note == {
+        "tokenizer": "byte-level",
+        "vocab_size": TOKENIZER.vocab_size,
+        "tokenizer_sha256": tokenizer_digest(TOKENIZER),
+        "documents": 2,
+        "tokens": 8,
+    }
     assert sorted(path.name for path in (tmp_path / "sub").iterdir()) == ["text.bin", "text.idx", "text.json"]
 
 
@@ -102,6 +118,28 @@ def test_a_corpus_without_a_note_is_fine(tmp_path: Path) -> None:
     _write(tmp_path / "corpus", ["hello world"])
     (tmp_path / "corpus.json").unlink()
     assert check_corpus(DataConfig(prefix=str(tmp_path / "corpus"), seq_length=4)) == 12
+
+
+def _written_by_another(prefix: Path, **changes: object) -> None:
+    note = json.loads(prefix.with_suffix(".json").read_text()) | changes
+    prefix.with_suffix(".json").write_text(json.dumps({key: value for key, value in note.items() if value is not None}))
+
+
+def test_another_tokenizer_of_the_same_library_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _write(tmp_path / "corpus", ["hello world"])
+    data = DataConfig(prefix=str(tmp_path / "corpus"), seq_length=4)
+    check_tokenizer(data, TOKENIZER)
+    assert caplog.messages == []
+    _written_by_another(tmp_path / "corpus", tokenizer_sha256="0" * 64)
+    with pytest.raises(ValueError, match=r"expected the tokenizer that .* was written with \(512 tokens, SHA-256 0000"):
+        check_tokenizer(data, TOKENIZER)
+    # Of an earlier version: nothing is known of its files.
+    _written_by_another(tmp_path / "corpus", tokenizer_sha256=None)
+    check_tokenizer(data, TOKENIZER)
+    assert len(caplog.messages) == 1 and "only their number of tokens was compared" in caplog.messages[0]
+    _written_by_another(tmp_path / "corpus", vocab_size=511)
+    with pytest.raises(ValueError, match=r"was written with \(511 tokens, .* this one has 512 tokens"):
+        check_tokenizer(data, TOKENIZER)
 
 
 LENGTH = 32
@@ -203,6 +241,40 @@ def test_nothing_to_train_on(root: Path) -> None:
     for split in ("0,100,0", "1,99,0"):
         with pytest.raises(ValueError, match=rf"data.split={split}: expected a training part of at least 33 tokens"):
             _data(changed(_config(root), {"data.split": split}))
+
+
+class _Planted:
+    def __init__(self, mark: Path) -> None:
+        self.code = f"open({str(mark)!r}, 'w').close()"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return exec, (self.code,)
+
+
+@pytest.mark.parametrize("form", ["pickle", "object array", "archive", "cut", "empty"])
+def test_indices_that_are_no_arrays_are_refused_and_not_run(tmp_path: Path, form: str) -> None:
+    tiny_corpus(tmp_path / "corpus")
+    config = _config(tmp_path)
+    before = _data(config).batch(0, 4)["tokens"]
+    check_corpus(config.data)
+    (index,) = (tmp_path / "corpus/cache").rglob("*shuffle_index.npy")
+    whole = index.read_bytes()
+    evil = _Planted(tmp_path / "ran")
+    with index.open("wb") as stream:
+        if form == "pickle":
+            pickle.dump(evil, stream)
+        elif form == "object array":
+            numpy.save(stream, numpy.array([evil], dtype=object), allow_pickle=True)
+        elif form == "archive":
+            numpy.savez(stream, numpy.array([evil], dtype=object))
+        elif form == "cut":
+            stream.write(whole[:-5])
+    with pytest.raises(ValueError, match=r"data.prefix=.*: expected an array of numbers in .*shuffle_index\.npy"):
+        check_corpus(config.data)
+    assert not (tmp_path / "ran").exists()
+    shutil.rmtree(index.parent)  # as the message says
+    check_corpus(config.data)
+    assert torch.equal(_data(config).batch(0, 4)["tokens"], before)
 
 
 def test_a_corpus_written_anew_is_served_anew(root: Path) -> None:

@@ -26,6 +26,7 @@ RUN: dict[str, Any] = {
     "train.micro_batch_size": 2,
     "train.save": True,
 }
+LONGER = {"data.seq_length": 120, "train.check_data": False, "train.steps": 8}
 CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))
 SCHEDULE = "parallelism.schedule"
 
@@ -66,6 +67,8 @@ def _jobs(root: Path) -> list[tuple[int, dict[str, Job]]]:
             "chain single again": job("chain"),
             "chain complete": job("chain"),
             "chain other batch": job("chain", {"train.global_batch_size": 4, "train.steps": 12}, fails=True),
+            "chain other length": job("chain", {"data.seq_length": 90, "train.steps": 12}, fails=True),
+            "unsharded longer, as told": job("unsharded", unsharded | LONGER),
             "chain other model": job("chain", {"model.hidden_size": 64, "train.steps": 12}, fails=True),
             "chain other optimizer": job("chain", {**unsharded, "train.steps": 12}, fails=True),
         }),
@@ -149,10 +152,17 @@ def test_a_complete_run_changes_nothing(runs: Runs) -> None:
     assert (run.error, run.losses, run.first_step, run.last_step) == (None, [], STEPS, STEPS)
 
 
+def test_a_run_that_is_told_so_goes_on_with_longer_sequences(runs: Runs) -> None:
+    run = runs["unsharded longer, as told"]
+    assert (run.error, run.first_step, run.last_step) == (None, 6, 8)
+    assert run.losses[-1] < runs["whole"].losses[2]
+
+
 def test_refusals_name_both_values(root: Path, runs: Runs) -> None:
     batch = runs["chain other batch"].error or ""
     assert batch.startswith("ValueError: train.global_batch_size=4: expected 8, with which")
-    assert "step 10" in batch
+    assert batch.endswith("has been trained so far. Set it back, or start a run of another run.name.")
+    assert (runs["chain other length"].error or "").startswith("ValueError: data.seq_length=90: expected 100, with wh")
     assert "hidden_size: checkpoint 32, model 64" in (runs["chain other model"].error or "")
     assert "'distributed', expected 'fp32'" in (runs["chain other optimizer"].error or "")
     assert checkpoint.latest(root / "chain" / "checkpoints") == STEPS

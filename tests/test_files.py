@@ -1,0 +1,44 @@
+"""Small files survive a full disk: they are there whole, or as they were."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx import files
+from megatron_longctx.testing.jobs import clean_environment
+
+
+def test_what_is_written_is_there(tmp_path: Path) -> None:
+    files.write_text(tmp_path / "note", "first\n")
+    files.write_text(tmp_path / "note", "secönd\n")
+    assert (tmp_path / "note").read_text(encoding="utf-8") == "secönd\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["note"]
+
+
+# Python ignores the signal that comes with the limit, which cannot be raised again: hence a process of its own.
+WRITE_TOO_MUCH = """
+import resource, sys
+from pathlib import Path
+from megatron_longctx import files
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    files.write_text(Path(sys.argv[1]), "x" * 5000)
+except OSError as error:
+    sys.exit(error.errno)
+"""
+
+
+@pytest.mark.parametrize("before", [None, "as it was\n"])
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, before: str | None) -> None:
+    path = tmp_path / "note"
+    if before is not None:
+        path.write_text(before)
+    done = subprocess.run([sys.executable, "-c", WRITE_TOO_MUCH, str(path)], env=clean_environment(), timeout=120)
+    assert done.returncode == errno.EFBIG
+    assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == ([("note", before)] if before else [])
