@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 from types import FrameType
 from typing import NoReturn
 
@@ -103,8 +104,11 @@ def _start_ranks(config: Config) -> None:
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # says at length which ranks it ends
     stopped: list[int] = []
     try:
-        while not context.join(timeout=1.0, grace_period=_KILL_AFTER_S):
-            stopped = stopped_ranks(context.pids())
+        ended = False
+        while not ended:
+            wait(context.sentinels, timeout=1.0)
+            stopped = stopped_ranks(context.pids())  # before `join` kills what is left
+            ended = context.join(timeout=0.0, grace_period=_KILL_AFTER_S)
     except ProcessException as error:
         raise JobFailed(with_cause(_reason(error, folder), stopped, config.parallelism.timeout_s)) from None
     finally:
