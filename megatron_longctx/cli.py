@@ -8,8 +8,11 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from . import __version__
@@ -35,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=stream)
     logging.getLogger("megatron_longctx").setLevel(logging.INFO)
     try:
-        code = int(arguments.run(arguments) or 0)
+        with _interrupts_during_imports():
+            code = int(arguments.run(arguments) or 0)
         sys.stdout.flush()  # here, where a closed pipe is expected
         return code
     except ValueError as error:
@@ -55,6 +59,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"megatron-longctx {arguments.verb}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+@contextmanager
+def _interrupts_during_imports() -> Iterator[None]:
+    """Let Ctrl-C end this process where a module is being imported: some catch KeyboardInterrupt, and all goes on."""
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+                os.write(2, b"megatron-longctx: interrupted\n")
+                os._exit(128 + number)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not ours or threading.current_thread() is not threading.main_thread():  # it is ignored, or somebody else's
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -77,7 +77,7 @@ def override_config(config: Config, overrides: Sequence[str]) -> Config:
         if name in recipes():
             layers.append(OmegaConf.create({name: OmegaConf.load(bundled("recipes") / name / f"{value}.yaml")}))
     try:
-        keys = OmegaConf.from_dotlist([word for word in overrides if word.partition("=")[0] in _fields()])
+        keys = OmegaConf.from_dotlist([_for_yaml(word) for word in overrides if word.partition("=")[0] in _fields()])
         result = cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), *layers, keys)))
     except OmegaConfBaseException as error:
         raise ValueError(_explain(error, overrides)) from None
@@ -101,7 +101,7 @@ def load_config(path: Path) -> Config:
         # The last line that is written. Without this check a shorter file would mean the defaults of what it lacks.
         if OmegaConf.select(loaded, "run.root") is None or not path.read_bytes().endswith(b"\n"):
             raise ValueError("it is empty or cut short")
-        config = cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), loaded)))
+        config = config_of(loaded)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"{path}: expected a run's configuration there. Start the run with `megatron-longctx train`."
@@ -112,6 +112,11 @@ def load_config(path: Path) -> Config:
         ) from None
     validate(config)
     return config
+
+
+def config_of(values: Any) -> Config:
+    """What `Config.as_dict` gave, as a configuration again; its ranges are not checked."""
+    return cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), values)))
 
 
 def _schema() -> DictConfig:
@@ -161,12 +166,25 @@ def _check_word(word: str) -> None:
         )
 
 
+def _is_bare_text(name: str, value: str) -> bool:
+    """Whether this is text without quotes, which a grammar might take for something else."""
+    expected, _ = _fields().get(name, ("", None))
+    as_it_is = value == "null" if expected.endswith("or null") else False
+    quoted = "${" in value or re.fullmatch(r"'[^']*'|\"[^\"]*\"", value)
+    return expected.startswith("text") and not as_it_is and not quoted
+
+
+def _for_yaml(word: str) -> str:
+    """`word`, with text in quotes: `::` would be a mapping, `1e3` a number."""
+    name, _, value = word.partition("=")
+    escaped = value.replace("'", "''")
+    return f"{name}='{escaped}'" if _is_bare_text(name, value) else word
+
+
 def _for_hydra(word: str) -> str:
     """`word`, with text in the quotes that Hydra's grammar wants around commas, spaces, brackets and the like."""
     name, _, value = word.partition("=")
-    expected, _ = _fields().get(name, ("", None))
-    as_it_is = value == "null" if expected.endswith("or null") else False
-    if not expected.startswith("text") or as_it_is or "${" in value or re.fullmatch(r"'[^']*'|\"[^\"]*\"", value):
+    if not _is_bare_text(name, value):
         return word
     escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
     return f"{name}='{escaped}'"

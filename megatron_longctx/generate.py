@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .chat import Chat, Message, TextStream, chat_of
+from .comm import from_rank_0
 from .config import Config, refuse
 from .inference.engine import LongContextEngine, Session
 from .inference.sampling import Sampling
@@ -135,7 +136,7 @@ class _Talk:
     def _extend(self, messages: list[Message]) -> None:
         """Compute of the conversation what is not cached; all of it where it no longer begins with that."""
         self.messages = messages
-        tokens = _from_rank_0(lambda: list(self.tokenizer.tokenize(self.chat.text(messages))))
+        tokens = _computed_once(lambda: list(self.tokenizer.tokenize(self.chat.text(messages))))
         cached = self._session.tokens[: self._session.cached_tokens]
         if len(tokens) > len(cached) and tokens[: len(cached)] == cached:
             del self._session.tokens[len(cached) :]  # given out last, and not computed
@@ -163,7 +164,7 @@ class _Talk:
         return said + rest, times
 
 
-def _from_rank_0(compute: Callable[[], list[int]]) -> list[int]:
+def _computed_once(compute: Callable[[], list[int]]) -> list[int]:
     """What rank 0 computes, on every rank: a template may ask for the time.
 
     Raises:
@@ -175,11 +176,10 @@ def _from_rank_0(compute: Callable[[], list[int]]) -> list[int]:
             found[0] = compute()
         except ValueError as error:
             found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    if found[0] is None:
-        raise ValueError(found[1])
-    tokens: list[int] = found[0]
-    return tokens
+    tokens, refusal = from_rank_0(found)
+    if tokens is None:
+        raise ValueError(refusal)
+    return list(tokens)
 
 
 def _sampling(config: Config, stop: tuple[int, ...]) -> Sampling:
@@ -203,16 +203,16 @@ def _turns(prompt: str | None) -> Iterator[tuple[str, bool]]:
     if dist.get_rank() == 0 and isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # not the end of a conversation
     while True:
-        line: list[Any] = [None, False]
+        line: Any = None
         if dist.get_rank() == 0:
             at_terminal = sys.stdin.isatty()
             if at_terminal:
                 print("> ", end="", file=sys.stderr, flush=True)
             line = [sys.stdin.readline(), at_terminal]
-        dist.broadcast_object_list(line, src=0)
-        if not line[0]:
+        text, at_terminal = from_rank_0(line)
+        if not text:
             return
-        yield line[0], line[1]
+        yield text, at_terminal
 
 
 def _summary(engine: LongContextEngine, session: Session, begin: float, times: Sequence[float]) -> str:

@@ -5,7 +5,6 @@ Every rank makes the same calls. Rank 0 is the process that was started, so that
 
 from __future__ import annotations
 
-import datetime
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from .comm.local_ranks import end_with_parent
+from .comm.local_ranks import end_with_parent, stopped_ranks, with_cause
+from .comm.rendezvous import Placement, host_store, join, join_store, listen
 from .compose import RESOLVED, load_config, override_config
 from .config import Config, refuse
 from .inference.engine import LongContextEngine
@@ -31,7 +31,6 @@ from .mcore.tokenizer import build_tokenizer
 from .training.launcher import JobFailed
 from .training.preflight import device_type
 
-_HOST = "127.0.0.1"
 _GRACE_S = 5.0
 
 
@@ -48,6 +47,10 @@ class InferenceJob:
     def world_size(self) -> int:
         par = self.config.parallelism
         return par.context_parallel_size * par.tensor_parallel_size
+
+    @property
+    def timeout_s(self) -> float:
+        return self.config.parallelism.timeout_s
 
 
 Work = Callable[[InferenceJob, LongContextEngine, Any], None]
@@ -106,7 +109,9 @@ def run(job: InferenceJob, work: Work) -> None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if world != job.world_size:
             raise refuse("world size", world, f"context x tensor = {job.world_size}", "Start that many ranks.")
-        _join(job, rank, int(os.environ.get("LOCAL_RANK", "0")), None)
+        local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        place = Placement(rank, world, local, here, one_host=here == world)
+        join(place, None, job.timeout_s, torch.cuda.is_available())
         _work(job, work)
         dist.destroy_process_group()
         return
@@ -117,7 +122,7 @@ def run(job: InferenceJob, work: Work) -> None:
 @contextmanager
 def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
     """The other ranks, for as long as the context takes; this process is rank 0."""
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = host_store(listen(), job.timeout_s)
     others: list[Any] = []
     if job.world_size > 1:
         args, count = (job, work, store.port), job.world_size - 1
@@ -133,16 +138,21 @@ def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     try:
-        _join(job, 0, 0, store)
+        join(Placement.local(0, job.world_size), store, job.timeout_s, torch.cuda.is_available())
         yield
         dist.barrier()
-    except RuntimeError as error:  # what a broken connection is to the process group
-        for process in others:
-            process.join(timeout=_GRACE_S)
-        failed = [process for process in others if process.exitcode]
-        if not failed:
+    except RuntimeError as error:  # what a broken connection, or a rank that hangs, is to the process group
+        if not others:
             raise
-        raise JobFailed(f"another rank ended with exit code {failed[0].exitcode}: {error}") from error
+        for process in others:
+            process.join(timeout=_GRACE_S / len(others))
+        stopped = stopped_ranks([os.getpid(), *(process.pid for process in others)])
+        failed = [process for process in others if process.exitcode]
+        said = f"another rank ended with exit code {failed[0].exitcode}: {error}" if failed else str(error)
+        told = with_cause(said, stopped, job.timeout_s)
+        if told == str(error):
+            raise
+        raise JobFailed(told) from error
     except KeyboardInterrupt:
         for process in others:
             process.kill()
@@ -158,32 +168,14 @@ def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
 
 def _other_rank(index: int, job: InferenceJob, work: Work, port: int) -> None:
     end_with_parent()
-    limit = datetime.timedelta(seconds=job.config.parallelism.timeout_s)
-    store = dist.TCPStore(_HOST, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
-    _join(job, index + 1, index + 1, store)
+    place, store = Placement.local(index + 1, job.world_size), join_store(port, job.timeout_s)
+    join(place, store, job.timeout_s, torch.cuda.is_available())
     try:
         _work(job, work)
     except ValueError:
         return  # rank 0 has met it as well, and says so
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _join(job: InferenceJob, rank: int, local_rank: int, store: Any) -> None:
-    """Become a rank of the job's process group; without a store by torchrun's environment."""
-    limit = datetime.timedelta(seconds=job.config.parallelism.timeout_s)
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(local_rank)
-    else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.world_size))
-    backend = "nccl" if cuda else "gloo"
-    if store is None:
-        dist.init_process_group(backend, timeout=limit)
-    else:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=job.world_size, timeout=limit)
-    if cuda:
-        dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
 def _work(job: InferenceJob, work: Work) -> None:

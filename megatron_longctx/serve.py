@@ -5,41 +5,51 @@ Rank 0 takes requests over HTTP; before every round all ranks are told what came
 
 from __future__ import annotations
 
-import ipaddress
 import logging
+import math
 import os
 import queue
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
 from .chat import chat_of
+from .comm import from_rank_0
 from .config import ServeConfig, refuse
+from .http_api.access import Access, access_of
 from .http_api.requests import Model
 from .inference.engine import LongContextEngine
 from .inference.sampling import Sampling
 from .inference.scheduler import Event, Limits, Request, Scheduler
 from .inference_job import InferenceJob, job_of, run, split_words
-from .mcore.tokenizer import build_tokenizer, text_of
+from .mcore.tokenizer import build_tokenizer, text_of, token_chars
+from .training.signals import handled
 
 logger = logging.getLogger(__name__)
 
-API_KEY = "MEGATRON_LONGCTX_API_KEY"
 _HEARTBEAT_S = 2.0  # other ranks wait for news no longer than this
 
 
 @dataclass
 class Inbox:
-    """Requests and cancellations on their way from the server's thread to the ranks, and events on their way back."""
+    """Requests and cancellations on their way from the server's thread to the ranks, and events on their way back.
+
+    Attributes:
+        stalled_s: ranks that take longer for a round are taken to hang.
+        round_began: when the round under way did, by `time.monotonic`; None between two.
+    """
 
     max_waiting: int
+    stalled_s: float = math.inf
+    round_began: float | None = None
     # Of the kind that a signal handler may put into, too.
     arrived: queue.SimpleQueue[Request | int] = field(default_factory=queue.SimpleQueue)
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -54,19 +64,31 @@ class Inbox:
         return self.stopped.is_set()
 
     @property
+    def stalled(self) -> bool:
+        """Whether the ranks hang, or one of them does, which the others wait for."""
+        began = self.round_began
+        return began is not None and time.monotonic() - began > self.stalled_s
+
+    @property
     def num_requests(self) -> int:
         """Under way, those that wait included."""
         return len(self._listeners)
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, listen: Callable[[Event], None]) -> int | None:
-        """The request's number, its events going to `listen`; None where too many wait already."""
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling, salt: int, listen: Callable[[Event], None]
+    ) -> int | None:
+        """The request's number, its events going to `listen`; None where too many wait already.
+
+        Args:
+            salt: whose request it is.
+        """
         with self._lock:
             if len(self._listeners) >= self.max_waiting or self.stopping:
                 return None
             number = self._number
             self._number += 1
             self._listeners[number] = listen
-        self.arrived.put(Request(number, tuple(prompt), sampling))
+        self.arrived.put(Request(number, tuple(prompt), sampling, salt))
         return number
 
     def cancel(self, number: int) -> None:
@@ -119,9 +141,7 @@ def serve(words: Sequence[str]) -> None:
     _require_packages()
     own, settings = split_words(words, ("checkpoint", "iteration"))
     job = job_of(own, settings, os.path.basename(os.path.abspath(own.get("checkpoint", ""))))  # `.` has a name, too
-    host = job.config.serve.host
-    if not _is_loopback(host) and not os.environ.get(API_KEY):
-        raise refuse("serve.host", host, f"a loopback address, or {API_KEY} in the environment", "Set a key.")
+    _access(job.config.serve)
     data = job.config.data
     chat_of(job.config.inference.chat_template, build_tokenizer(data.tokenizer, data.tokenizer_path))
     if os.environ.get("RANK", "0") == "0":
@@ -138,6 +158,10 @@ def _require_packages() -> None:
         raise refuse("serve", f"({error})", "the packages starlette and uvicorn", remedy) from None
 
 
+def _access(settings: ServeConfig) -> Access:
+    return access_of(settings.host, settings.allowed_hosts, settings.api_keys, os.environ)
+
+
 def _listen(settings: ServeConfig) -> socket.socket:
     address = settings.host, settings.port
     try:
@@ -148,24 +172,17 @@ def _listen(settings: ServeConfig) -> socket.socket:
         raise refuse("serve.host:serve.port", where, expected, "Choose another port; 0 takes any free one.") from None
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _serve(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None:
     settings = job.config.serve
     chunk = job.config.inference.prefill_chunk or Limits.prefill_chunk
     engine.warm_up(chunk, settings.max_active)
     scheduler = Scheduler(engine, Limits(settings.max_active, chunk, settings.keep_sessions))
     if dist.get_rank() != 0:
-        for number in (signal.SIGINT, signal.SIGTERM):  # which may go to all ranks: rank 0 says when it ends
+        for number in handled():  # which may go to all ranks: rank 0 says when it ends
             signal.signal(number, signal.SIG_IGN)
         _rounds(scheduler, None)
         return
-    inbox = Inbox(settings.max_waiting)
+    inbox = Inbox(settings.max_waiting, min(settings.stalled_s, job.timeout_s / 2))
     model = Model(
         name=str(job.options),
         encode=tokenizer.tokenize,
@@ -173,6 +190,8 @@ def _serve(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None
         stop_token=tokenizer.eod,
         chat=chat_of(job.config.inference.chat_template, tokenizer),
         default_tokens=job.config.inference.max_new_tokens,
+        bounds=scheduler.bounds,
+        token_chars=token_chars(tokenizer),
     )
     with _serving(model, inbox, settings):
         _rounds(scheduler, inbox)
@@ -184,10 +203,9 @@ def _serving(model: Model, inbox: Inbox, settings: ServeConfig) -> Iterator[None
     from .http_api.app import Api
     from .http_api.server import server_of
 
-    key = os.environ.get(API_KEY) or None
-    api = Api(model, inbox, settings.max_body_bytes, settings.timeout_s, key)
+    api = Api(model, inbox, settings.max_body_bytes, settings.timeout_s, _access(settings))
     server, listener = server_of(api, settings.max_connections), _listen(settings)
-    previous = {n: signal.signal(n, inbox.ask_to_stop) for n in (signal.SIGINT, signal.SIGTERM)}
+    previous = {n: signal.signal(n, inbox.ask_to_stop) for n in handled()}
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
         with ThreadPoolExecutor(1, "http") as pool:
@@ -208,19 +226,33 @@ def _serving(model: Model, inbox: Inbox, settings: ServeConfig) -> Iterator[None
 def _rounds(scheduler: Scheduler, inbox: Inbox | None) -> None:
     """Until rank 0, which has the inbox, is stopped."""
     while True:
-        news: list[Any] = [None]
+        news: list[Any] | None = None
         if inbox is not None:
             arrived = inbox.take(wait=not scheduler.busy and not inbox.stopped.is_set())
-            news = [None if inbox.stopped.is_set() else arrived]
-        dist.broadcast_object_list(news, src=0)
-        if news[0] is None:
+            news = None if inbox.stopped.is_set() else [_plain(item) for item in arrived]
+            inbox.round_began = time.monotonic()
+        news = from_rank_0(news)  # which waits for all ranks, also where there is nothing to do
+        if news is None:
             scheduler.close()
             return
-        for item in news[0]:
-            if isinstance(item, Request):
-                scheduler.submit(item)
+        for item in news:
+            if isinstance(item, dict):
+                sampling = Sampling(**item["sampling"] | {"stop": tuple(item["sampling"]["stop"])})
+                scheduler.submit(Request(item["number"], tuple(item["prompt"]), sampling, item["salt"]))
             else:
                 scheduler.cancel(item)
         events = scheduler.advance() if scheduler.busy else []
         if inbox is not None:
+            inbox.round_began = None
             inbox.deliver(events)
+
+
+def _plain(item: Request | int) -> dict[str, Any] | int:
+    if isinstance(item, int):
+        return item
+    return {
+        "number": item.number,
+        "prompt": item.prompt,  # not by `asdict`, which copies token by token
+        "sampling": asdict(item.sampling),
+        "salt": item.salt,
+    }

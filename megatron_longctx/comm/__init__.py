@@ -8,7 +8,7 @@ them. `BufferPool` lends the memory in which messages land; `WaitClock` measures
 
 from .buffers import BufferPool
 from .choose import Transport, choose_transport, transport_name
-from .collect import from_all, from_first, gather_over, sum_over
+from .collect import from_all, from_first, from_rank_0, gather_over, sum_over
 from .mixed import MixedTransport
 from .outbox import Outbox, OutboxBuilder, Sent
 from .p2p import Exchange, P2PTransport
@@ -35,6 +35,7 @@ __all__ = [
     "choose_transport",
     "from_all",
     "from_first",
+    "from_rank_0",
     "gather_over",
     "measured_wait",
     "sum_over",

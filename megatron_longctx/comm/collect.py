@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import json
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,6 +34,21 @@ def from_first(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
     if group is not None and dist.get_world_size(group) > 1:
         dist.broadcast(values, group=group, group_src=0)
     return values
+
+
+def from_rank_0(value: Any = None) -> Any:
+    """What rank 0 gives, on every rank: what JSON can say, with lists for tuples. Collective; every rank waits for all.
+
+    JSON, since a pickle runs whatever it is told to where it is read.
+    """
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    said = json.dumps(value).encode() if dist.get_rank() == 0 else b""
+    size = torch.tensor([len(said)], device=device)
+    dist.all_reduce(size)
+    data = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else torch.empty(int(size), dtype=torch.uint8)
+    data = data.to(device)
+    dist.broadcast(data, src=0)
+    return json.loads(data.cpu().numpy().tobytes())
 
 
 def from_all(group: dist.ProcessGroup | None, value: T) -> list[T]:

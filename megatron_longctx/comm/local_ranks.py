@@ -8,15 +8,16 @@ import os
 import pickle
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-_HOST = "127.0.0.1"
+from .rendezvous import Placement, host_store, join, join_store, listen
 
 
 def run_ranks(
@@ -46,17 +47,10 @@ def run_ranks(
         TimeoutError: the ranks did not end in time; they are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # The ranks meet at a port that is taken before they start: a free one may be gone by the time they bind it.
-        store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        store = host_store(listen(), timeout)
         # A server's ranks would begin with the environment that it once had itself.
-        environment = {
-            **os.environ,
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": _HOST,
-            "MASTER_PORT": str(store.port),
-        }
-        job = (fn, args, world_size, backend, timeout, threads, environment, folder)
+        environment = {**os.environ, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        job = (fn, args, store.port, backend, timeout, threads, environment, folder)
         context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
             _rank_main, args=job, nprocs=world_size, join=False, start_method=start_method
         )
@@ -82,11 +76,34 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
+def stopped_ranks(pids: Sequence[int]) -> list[int]:
+    """Which of these processes, by their place in the list, exist and are stopped: the others wait for them."""
+
+    def stopped(pid: int) -> bool:
+        try:
+            return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        except psutil.NoSuchProcess:
+            return False
+
+    return [rank for rank, pid in enumerate(pids) if stopped(pid)]
+
+
+def with_cause(said: str, stopped: Sequence[int], timeout_s: float) -> str:
+    """What a rank said as it failed, with what it may have waited for. stopped: ranks that were, then."""
+    wait = f"a rank waits at most parallelism.timeout_s={timeout_s:g} s for the others"
+    if stopped:
+        ranks = f"rank{'s' * (len(stopped) > 1)} {', '.join(map(str, stopped))}"
+        return f"{ranks} had been stopped (SIGSTOP); {wait}\n{said}"
+    if "timed out" in said.lower() or "timeout" in said.lower():
+        return f"{said}\n{wait.capitalize()}: one of them hung, or took longer."
+    return said
+
+
 def _rank_main(
     rank: int,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
-    world_size: int,
+    port: int,
     backend: str,
     timeout: float,
     threads: int | None,
@@ -96,13 +113,10 @@ def _rank_main(
     end_with_parent()
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // world_size))
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    limit = datetime.timedelta(seconds=timeout)
-    port = int(environment["MASTER_PORT"])
-    store = dist.TCPStore(_HOST, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    place = Placement.local(rank, int(environment["WORLD_SIZE"]))
+    join(place, join_store(port, timeout), timeout, cuda=backend == "nccl")
+    if threads is not None:
+        torch.set_num_threads(threads)
     result = fn(rank, *args)
     Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
     dist.barrier()

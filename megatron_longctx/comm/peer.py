@@ -24,6 +24,7 @@ from .flags import FlagOperations
 from .hosts import Hosts
 from .outbox import Outbox, Sent
 from .p2p import Exchange
+from .rendezvous import timeout_of
 from .symmetric import finish, make_room, remedy_by, share
 from .together import PeerMemoryError, together
 
@@ -152,6 +153,7 @@ class PeerTransport:
         # NCCL connects nobody yet, so that a group which others know by another name does no harm.
         found: dist.ProcessGroup = dist.new_group(
             [ranks[rank] for rank in self.peers],
+            timeout=timeout_of(self.group),
             backend="nccl" if self.device.type == "cuda" else None,
             use_local_synchronization=True,
         )

@@ -217,8 +217,10 @@ def _validate_serve(serve: ServeConfig) -> None:
     for name in ("max_active", "max_waiting", "max_connections", "max_body_bytes"):
         _at_least(f"serve.{name}", getattr(serve, name), 1)
     _at_least("serve.keep_sessions", serve.keep_sessions, 0)
-    if not 0 < serve.timeout_s < float("inf"):
-        raise refuse("serve.timeout_s", serve.timeout_s, "more than 0 seconds, and finite", "30 is the default.")
+    for name, default in (("timeout_s", 30), ("stalled_s", 10)):
+        if not 0 < getattr(serve, name) < float("inf"):
+            expected = "more than 0 seconds, and finite"
+            raise refuse(f"serve.{name}", getattr(serve, name), expected, f"{default} is the default.")
     if not 0 <= serve.port < 2**16:
         raise refuse("serve.port", serve.port, "0 to 65535", "0 takes any free port.")
 

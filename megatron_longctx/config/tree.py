@@ -237,15 +237,22 @@ class InferenceConfig:
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """`megatron-longctx serve`. An API key comes from the environment: MEGATRON_LONGCTX_API_KEY."""
+    """`megatron-longctx serve`. API keys come from the environment, a key a line: MEGATRON_LONGCTX_API_KEY."""
 
     host: str = "127.0.0.1"  # any other than this host's own needs a key
     port: int = 8000  # 0: any free one
+    api_keys: str | None = None  # a file with more keys, a key a line
+    # By which names clients may call the server (their `Host`), separated by commas; `*`: any. null: on a loopback
+    # address only names and addresses of this host itself, else any.
+    allowed_hosts: str | None = None
     max_active: int = 16  # sequences computed together
     max_waiting: int = 64  # requests at once, those that are computed included; more are answered 429
     max_connections: int = 128
     max_body_bytes: int = 16 * 2**20
     timeout_s: float = 30.0  # for a client to send a request's head, and then its body; to keep silent; not to read
+    # Where ranks take longer for one round, a chunk of prompts and a token, `/health` and requests get 503; half of
+    # parallelism.timeout_s if that is less.
+    stalled_s: float = 10.0
     keep_sessions: int = 16  # finished or cancelled sequences whose caches are kept for prompts that begin with them
 
 

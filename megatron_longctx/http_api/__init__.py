@@ -1,5 +1,5 @@
 """The OpenAI-compatible HTTP interface.
 
-`requests` checks what is asked, `answers` puts events into the interface's words (neither knows HTTP's library), `app`
-has the routes, on Starlette, and `server` what uvicorn is told.
+`requests` checks what is asked, `access` who asks, `answers` puts events into the interface's words (none of them knows
+HTTP's library), `app` has the routes, on Starlette, and `server` what uvicorn is told.
 """

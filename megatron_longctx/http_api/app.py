@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -22,10 +23,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..inference.sampling import Sampling
 from ..inference.scheduler import Event
+from .access import Access
 from .answers import Answer
-from .requests import ApiError, Model, checked
+from .requests import ApiError, Asked, Model, checked
 
 _RETRY_AFTER_S = 1
+_LOOK_S = 1.0  # between two looks whether the ranks are still there
+_LONG = 2**16  # bytes of a body; longer ones are read one at a time
 
 _T = TypeVar("_T")
 
@@ -37,26 +41,31 @@ class Inbox(Protocol):
     def stopping(self) -> bool: ...
 
     @property
+    def stalled(self) -> bool: ...
+
+    @property
     def num_requests(self) -> int: ...
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, listen: Callable[[Event], None]) -> int | None: ...
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling, salt: int, listen: Callable[[Event], None]
+    ) -> int | None: ...
 
     def cancel(self, number: int) -> None: ...
 
 
 @dataclass(frozen=True)
 class Api:
-    """What the interface serves. key: what clients have to show, None for nothing; timeout_s: to send a body in."""
+    """What the interface serves. timeout_s: to send a body in."""
 
     model: Model
     inbox: Inbox
     max_body_bytes: int
     timeout_s: float
-    key: str | None = None
+    access: Access = field(default_factory=Access)
 
 
 def application(api: Api) -> Starlette:
-    """The interface: `/v1`, behind the key if there is one, and `/health`."""
+    """The interface: `/v1`, behind keys if there are any, and `/health`."""
     routes = _Routes(api)
     v1 = [
         Route("/models", routes.models),
@@ -64,9 +73,12 @@ def application(api: Api) -> Starlette:
         Route("/completions", routes.completions, methods=["POST"]),
         Route("/chat/completions", routes.chat_completions, methods=["POST"]),
     ]
-    guard = [] if api.key is None else [Middleware(_KeyRequired, key=api.key)]
     return Starlette(
-        routes=[Route("/health", routes.health), Mount("/v1", routes=v1, middleware=guard)],
+        routes=[
+            Route("/health", routes.health),
+            Mount("/v1", routes=v1, middleware=[Middleware(_KeyRequired, access=api.access)]),
+        ],
+        middleware=[Middleware(_CalledByItsName, access=api.access)],
         exception_handlers={
             ApiError: _refused,
             HTTPException: _not_served,
@@ -77,31 +89,44 @@ def application(api: Api) -> Starlette:
 
 
 class _KeyRequired:
-    """Lets nothing through without the key."""
+    """Lets nothing through without a key, and notes whose it is."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._key = key.encode()
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        shown = dict(scope["headers"]).get(b"authorization", b"")
-        if shown[:7].lower() == b"bearer ":  # a scheme's name has no case
-            shown = shown[7:]
-        if not hmac.compare_digest(shown, self._key):
+        client = self._access.client(dict(scope["headers"]).get(b"authorization", b""))
+        if client is None:
             raise ApiError(401, "missing or wrong API key: send Authorization: Bearer KEY", "authentication_error")
+        scope["state"]["client"] = client
         await self._app(scope, receive, send)
+
+
+class _CalledByItsName:
+    """Lets nothing through that calls the server by a name of somebody else's."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "")
+        if self._access.called(host):
+            return await self._app(scope, receive, send)
+        error = ApiError(421, f"Host: {host[:100]!r} is not served here; serve.allowed_hosts may name it")
+        await _error(error)(scope, receive, send)
 
 
 class _Routes:
     def __init__(self, api: Api) -> None:
         self._api = api
+        self._long = asyncio.Lock()
         name = api.model.name
         self._model = {"id": name, "object": "model", "created": 0, "owned_by": "megatron-longctx"}
 
     async def health(self, request: Request) -> Response:
         inbox = self._api.inbox
-        status = "stopping" if inbox.stopping else "ok"
-        return _json({"status": status, "requests": inbox.num_requests}, 503 if inbox.stopping else 200)
+        status = "stopping" if inbox.stopping else "stalled" if inbox.stalled else "ok"
+        return _json({"status": status, "requests": inbox.num_requests}, 200 if status == "ok" else 503)
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [self._model]})
@@ -119,9 +144,9 @@ class _Routes:
 
     async def _complete(self, request: Request, chat: bool) -> Response:
         api = self._api
+        _require_json(request)
         body = await _body(request, api)
-        # Long texts take a while to encode; meanwhile others' tokens go out.
-        asked = await run_in_threadpool(checked, api.model, body, chat)
+        asked = await self._checked(body, chat)
         events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -129,7 +154,8 @@ class _Routes:
             with suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        number = api.inbox.submit(asked.prompt, asked.sampling, listen)
+        _require_ranks(api.inbox)
+        number = api.inbox.submit(asked.prompt, asked.sampling, request.state.client, listen)
         if number is None:
             if api.inbox.stopping:
                 raise ApiError(503, "the server is stopping", "server_error")
@@ -138,12 +164,12 @@ class _Routes:
         streams = False
         try:
             if not asked.stream:
-                return _json(answer.whole(await _while_connected(request, _text(answer, events))))
+                return _json(answer.whole(await _while_connected(request, _text(answer, events, api.inbox))))
             # Before the status goes out, it has to be known that the ranks do not refuse.
-            first = answer.take(await _while_connected(request, events.get()))
+            first = answer.take(await _while_connected(request, _next(events, api.inbox)))
             streams = True
             return StreamingResponse(
-                _parts(answer, first, events),
+                _parts(answer, first, events, api.inbox),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache"},
                 background=BackgroundTask(self._leave, answer),  # also where the client has gone
@@ -152,20 +178,53 @@ class _Routes:
             if not streams:
                 await self._leave(answer)
 
+    async def _checked(self, body: bytes, chat: bool) -> Asked:
+        """What it asks for. Long ones are read one by one, and half of the time at most: reading them holds Python's
+        lock, which the ranks' rounds and everybody's tokens need, too."""
+        if len(body) <= _LONG:
+            return await run_in_threadpool(checked, self._api.model, body, chat)
+        async with self._long:
+            began = time.monotonic()
+            try:
+                return await run_in_threadpool(checked, self._api.model, body, chat)
+            finally:
+                await asyncio.sleep(time.monotonic() - began)
+
     async def _leave(self, answer: Answer) -> None:
         """Nobody waits for the rest of it."""
         if answer.running:
             self._api.inbox.cancel(answer.number)
 
 
-async def _text(answer: Answer, events: asyncio.Queue[Event]) -> str:
+def _require_json(request: Request) -> None:
+    """Refuse what a page of another site can have a browser send without asking this server first: text and forms."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"Content-Type: {kind[:100]!r}: expected application/json")
+
+
+def _require_ranks(inbox: Inbox) -> None:
+    if inbox.stalled and not inbox.stopping:
+        raise ApiError(503, "the ranks do not answer: one of them hangs, or computes for long", "server_error")
+
+
+async def _next(events: asyncio.Queue[Event], inbox: Inbox) -> Event:
+    """The next event; an ApiError where the ranks hang."""
+    while True:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                return await events.get()
+        _require_ranks(inbox)
+
+
+async def _text(answer: Answer, events: asyncio.Queue[Event], inbox: Inbox) -> str:
     text = ""
     while answer.finish_reason is None:
-        text += answer.take(await events.get())
+        text += answer.take(await _next(events, inbox))
     return text
 
 
-async def _parts(answer: Answer, text: str, events: asyncio.Queue[Event]) -> AsyncIterator[bytes]:
+async def _parts(answer: Answer, text: str, events: asyncio.Queue[Event], inbox: Inbox) -> AsyncIterator[bytes]:
     """The stream, of which `text` is the first event's."""
     try:
         while True:
@@ -173,7 +232,7 @@ async def _parts(answer: Answer, text: str, events: asyncio.Queue[Event]) -> Asy
                 yield _event(answer.piece(text))
             if answer.finish_reason is not None:
                 break
-            text = answer.take(await events.get())
+            text = answer.take(await _next(events, inbox))
     except ApiError as error:  # the status is out already
         yield _event(error.body)
         return
@@ -188,18 +247,23 @@ async def _body(request: Request, api: Api) -> bytes:
     Raises:
         ApiError: it is or does not.
     """
-    most, data = api.max_body_bytes, bytearray()
+    most, data, found = api.max_body_bytes, bytearray(), 0
     length = request.headers.get("content-length", "0")
     if int(length) > most:
         raise ApiError(413, f"the body has {length} bytes: expected at most {most}")
     try:
         async with asyncio.timeout(api.timeout_s):
             async for chunk in request.stream():
-                data += chunk
-                if len(data) > most:
+                found += len(chunk)
+                if found > most:
                     raise ApiError(413, f"the body has more than {most} bytes: expected at most these")
+                if found <= api.model.most_bytes:  # else it is read, so that the client hears why, and not kept
+                    data += chunk
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {api.timeout_s:g} s") from None
+    if found > api.model.most_bytes:
+        tokens = f"more than any prompt of {api.model.bounds.prompt} tokens takes"
+        raise ApiError(400, f"the body has {found} bytes, {tokens}: shorten the prompt")
     return bytes(data)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from typing import Any
 
 from ..chat import Chat
 from ..inference.sampling import Sampling
+from ..inference.scheduler import Bounds
 
 _MOST_STOPS = 16
+_OTHER_BYTES = 2**16  # of a body, besides its prompt
 _MOST_SHOWN = 100  # characters of a wrong value that its error repeats
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -51,7 +54,13 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Model:
-    """What is served. stop_token: of the end of a text, None without one; default_tokens: where a request says none."""
+    """What is served.
+
+    Attributes:
+        stop_token: of the end of a text, None without one.
+        default_tokens: where a request says none.
+        token_chars: that a token may stand for at most, None where that is not known.
+    """
 
     name: str
     encode: Callable[[str], Sequence[int]]
@@ -59,6 +68,24 @@ class Model:
     stop_token: int | None
     chat: Chat
     default_tokens: int
+    bounds: Bounds
+    token_chars: int | None = None
+
+    @property
+    def most_bytes(self) -> float:
+        """Of a body that could be served: a character, or a token's number, takes 16 at most however it is written."""
+        return math.inf if self.token_chars is None else _OTHER_BYTES + 16 * self.token_chars * self.bounds.tokens
+
+    def check_chars(self, chars: int) -> None:
+        """Refuse a text that is too long however it is cut into tokens: before the time that this takes, for all.
+
+        Raises:
+            ApiError: so many characters are.
+        """
+        most = None if self.token_chars is None else self.token_chars * self.bounds.prompt
+        if most is not None and chars > most:
+            expected = f"expected at most {most}, since a prompt may have {self.bounds.prompt} tokens"
+            raise ApiError(400, f"the prompt has {chars} characters: {expected}")
 
 
 @dataclass(frozen=True)
@@ -89,9 +116,15 @@ def checked(model: Model, data: bytes, chat: bool) -> Asked:
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise ApiError(400, f"stream_options={_shown(options)}: expected an object")
+    sampling = _sampling(model, body, chat)
+    prompt = tuple(_laid_out(model, body) if chat else _prompt(model, body))
+    try:  # here, where it costs the others nothing
+        model.bounds.check(prompt, sampling.max_new_tokens)
+    except ValueError as error:
+        raise ApiError(400, str(error)) from None
     return Asked(
-        prompt=tuple(_encoded(model, model.chat.text, _messages(body)) if chat else _prompt(model, body)),
-        sampling=_sampling(model, body, chat),
+        prompt=prompt,
+        sampling=sampling,
         stops=_stops(body) + (model.chat.stop_texts if chat else ()),
         stream=_flag(body, "stream"),
         usage=_flag(options, "include_usage"),
@@ -158,10 +191,18 @@ def _prompt(model: Model, body: Mapping[str, Any]) -> Sequence[int]:
         prompt = prompt[0]  # a list of one prompt
     if isinstance(prompt, str):
         prompt = list(_encoded(model, str, prompt))
+    if isinstance(prompt, list) and len(prompt) > model.bounds.tokens:  # before each of them is looked at
+        raise ApiError(400, f"prompt has {len(prompt)} tokens: expected at most {model.bounds.prompt}")
     if isinstance(prompt, list) and prompt and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
         return prompt
     what = "one text that is not empty, or a list of token ids"
     raise ApiError(400, f"prompt={_shown(body.get('prompt'))}: expected {what}")
+
+
+def _laid_out(model: Model, body: Mapping[str, Any]) -> Sequence[int]:
+    messages = _messages(body)
+    model.check_chars(sum(len(message["content"]) for message in messages))
+    return _encoded(model, model.chat.text, messages)
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -185,6 +226,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
 def _encoded(model: Model, text_of: Callable[[Any], str], what: Any) -> Sequence[int]:
     try:
         text = text_of(what)
+        model.check_chars(len(text))
         text.encode()  # JSON may hold half a surrogate pair
         return model.encode(text)
     except UnicodeEncodeError:

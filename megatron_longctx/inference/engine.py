@@ -22,7 +22,7 @@ from .decode import NOT_FINITE, Decoder, Next
 from .ledger import CacheFull, CacheLedger, Evicted, Fork, Turn
 from .plan import Batch, build
 from .sampling import Sampling, sample
-from .session import Generation, Session, plain_ids
+from .session import Generation, Session, check_ids, plain_ids
 from .settings import EngineSettings
 from .warm_up import meet_batches, meet_rows, meet_shapes, run_prompts
 
@@ -276,11 +276,7 @@ class LongContextEngine:
     def check(self, session: Session, tokens: Sequence[int]) -> None:
         """Raise ValueError unless `tokens` could be appended, were there room in the cache."""
         self._check_open(session)
-        if not tokens:
-            raise refuse("tokens", list(tokens), "1 or more", "Give the session some tokens.")
-        if not 0 <= min(tokens) <= max(tokens) < self.model.vocab_size:
-            token = next(token for token in tokens if not 0 <= token < self.model.vocab_size)
-            raise refuse("token", token, f"an id from 0 to {self.model.vocab_size - 1}", "Check the tokenizer.")
+        check_ids(tokens, self.model.vocab_size)
         total, most = len(session.tokens) + len(tokens), self.model.max_positions
         if most is not None and total > most:
             raise refuse("tokens of the session", total, f"at most the model's {most} positions", "Shorten it.")

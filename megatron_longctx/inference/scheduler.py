@@ -5,8 +5,7 @@ Every rank runs the same scheduler on the same requests in the same order, so ra
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -15,17 +14,29 @@ from .engine import Generation, LongContextEngine, Session
 from .ledger import CacheFull
 from .prefixes import Prefix, common, longest, usable
 from .sampling import Sampling
+from .session import check_ids
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue. number: chosen by the caller, new for every request."""
+    """A prompt to continue.
+
+    Attributes:
+        number: chosen by the caller, new for every request.
+        salt: whose it is; what requests of another one have cached is not looked at.
+    """
 
     number: int
     prompt: tuple[int, ...]
     sampling: Sampling
+    salt: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """That it comes to at most."""
+        return len(self.prompt) + self.sampling.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,44 @@ class Limits:
                 raise refuse(name, getattr(self, name), f"{least} or more", f"Raise {name}.")
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What a request may ask for of an empty cache.
+
+    Attributes:
+        tokens: of prompt and answer together, at most.
+        positions: of the model, None for any number; a prompt has to leave one.
+        vocab_size: ids are below it.
+    """
+
+    tokens: int
+    positions: int | None
+    vocab_size: int
+
+    @property
+    def prompt(self) -> int:
+        """Most tokens of a prompt."""
+        return min(self.tokens, self.positions or self.tokens) - 1
+
+    def check(self, prompt: Sequence[int], more: int) -> None:
+        """Raise ValueError for what cannot be served. more: tokens to generate at most."""
+        if len(prompt) + more > self.tokens:
+            expected = f"at most {self.tokens} tokens together"
+            raise refuse("prompt and max_tokens", len(prompt) + more, expected, "Ask for fewer.")
+        check_ids(prompt, self.vocab_size)
+        if self.positions is not None and len(prompt) >= self.positions:
+            expected = f"less than the model's {self.positions} positions"
+            raise refuse("tokens of the prompt", len(prompt), expected, "Shorten it.")
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """overtaken: tokens of the requests that came later and were admitted before it."""
+
+    request: Request
+    overtaken: int = 0
+
+
 @dataclass(eq=False)
 class _Active:
     request: Request
@@ -80,6 +129,9 @@ class Scheduler:
     of memory later; kept caches give way to it. Its prompt shares the pages of the longest beginning that any sequence,
     under way or kept, has cached, and they count once. While a longer one is being computed for another it waits.
 
+    Who waits may be overtaken by shorter requests that can be admitted, as long as these come to fewer tokens together
+    than the request itself: by about the time of one more request like it, and no longer.
+
     The engine stops evicting for good: it would take pages from sequences under way, to which they are promised, and
     what these shared until then would no longer count once.
     """
@@ -88,26 +140,35 @@ class Scheduler:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        self._waiting: deque[Request] = deque()
+        self._waiting: list[_Waiting] = []
+        self._refused: list[Event] = []
         self._active: dict[int, _Active] = {}
         self._kept: list[Session] = []  # the least recently used first
         self._cancelled: list[int] = []
-        self._stuck = False  # the first that waits has been looked at, and nothing has changed since
+        self._stuck = False  # all that wait have been looked at, and nothing has changed since
         settings = self.engine.settings = replace(self.engine.settings, evict=False)
         self._exact_chunk = settings.prefill_chunk if settings.exact else None
+        ledger, model = self.engine.ledger, self.engine.model
+        # Of a session's pages some are for what ranks may differ by (`CacheLedger.most_pages`).
+        self.bounds = Bounds((ledger.slots_per_rank - 2) * ledger.n, model.max_positions, model.vocab_size)
 
     @property
     def busy(self) -> bool:
         """Whether `advance` has something to do."""
-        return bool(self._waiting or self._active or self._cancelled)
+        return bool(self._waiting or self._refused or self._active or self._cancelled)
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
-        self._stuck = self._stuck and bool(self._waiting)
-        self._waiting.append(request)
+        try:
+            self.bounds.check(request.prompt, request.sampling.max_new_tokens)
+        except ValueError as error:
+            self._refused.append(Event(request.number, finish_reason="error", error=str(error), refused=True))
+        else:
+            self._waiting.append(_Waiting(request))
+            self._stuck = False
 
     def cancel(self, number: int) -> None:
         """End a request; nothing for one that has ended."""
@@ -115,8 +176,9 @@ class Scheduler:
 
     def advance(self) -> list[Event]:
         """One round: admit what fits, compute a chunk of prompts, then a token for every sequence past its own."""
-        events = self._cancel()
-        events += self._admit()
+        events = self._refused + self._cancel()
+        self._refused = []
+        self._admit()
         self._prefill()
         return events + self._decode()
 
@@ -133,63 +195,52 @@ class Scheduler:
             if number in self._active:
                 self._keep(self._active.pop(number).session, "cancelled")
                 events.append(Event(number, finish_reason="cancelled"))
-            elif any(request.number == number for request in self._waiting):
-                self._waiting = deque(request for request in self._waiting if request.number != number)
+            elif any(waiting.request.number == number for waiting in self._waiting):
+                self._waiting = [waiting for waiting in self._waiting if waiting.request.number != number]
                 events.append(Event(number, finish_reason="cancelled"))
         self._stuck = self._stuck and not events
         self._cancelled = []
         return events
 
-    def _admit(self) -> list[Event]:
-        events: list[Event] = []
-        while self._waiting and len(self._active) < self.limits.max_active and not self._stuck:
-            request = self._waiting[0]
-            try:
-                self._check(request)
-            except ValueError as error:
-                events.append(Event(request.number, finish_reason="error", error=str(error), refused=True))
+    def _admit(self) -> None:
+        if self._stuck:
+            return
+        still: list[_Waiting] = []
+        for i, waiting in enumerate(self._waiting):
+            if len(self._active) >= self.limits.max_active:
+                still += self._waiting[i:]
+                break
+            tokens = waiting.request.tokens
+            may = all(before.overtaken + tokens < before.request.tokens for before in still)
+            if may and self._start(waiting.request):
+                for before in still:
+                    before.overtaken += tokens
             else:
-                self._stuck = not self._start(request)
-            if not self._stuck:
-                self._waiting.popleft()
-        return events
-
-    def _check(self, request: Request) -> None:
-        """Raise ValueError for what could not be served by an empty cache either."""
-        ledger = self.engine.ledger
-        fresh = self.engine.open()
-        try:
-            tokens = len(request.prompt) + request.sampling.max_new_tokens
-            if ledger.most_pages(fresh.number, tokens) > ledger.pages_per_rank:
-                most = (ledger.slots_per_rank - 2) * ledger.n
-                raise refuse("prompt and max_tokens", tokens, f"at most {most} tokens together", "Ask for fewer.")
-            self.engine.check(fresh, request.prompt)
-            positions = self.engine.model.max_positions
-            if positions is not None and len(request.prompt) >= positions:
-                expected = f"less than the model's {positions} positions"
-                raise refuse("tokens of the prompt", len(request.prompt), expected, "Shorten it.")
-        finally:
-            fresh.close()
+                still.append(waiting)
+        else:
+            self._stuck = bool(still)
+        self._waiting = still
 
     def _start(self, request: Request) -> bool:
         """Give the request a session with as much of its prompt as there is; False if it has to wait."""
         prompt = list(request.prompt)
         under_way = [active.session for active in self._active.values()]
-        found = longest(prompt, [*self._kept, *under_way], self._exact_chunk)
+        own = [session for session in (*self._kept, *under_way) if session.salt == request.salt]
+        found = longest(prompt, own, self._exact_chunk)
         if self._is_coming(request, found.tokens if found else 0):
             return False
         session = self._begin(prompt, found)
-        tokens = len(prompt) + request.sampling.max_new_tokens
-        pages = self._most_pages(session, tokens)
+        pages = self._most_pages(session, request.tokens)
         if pages > self.engine.ledger.pages_per_rank:  # a fork may be less even than a session of its own
             self._drop(session)
             session = self.engine.open()
-            pages = self._most_pages(session, tokens)
+            pages = self._most_pages(session, request.tokens)
         if not self._fits(session, pages):
             self._drop(session)
             return False
         if session in self._kept:
             self._kept.remove(session)
+        session.salt = request.salt
         left = prompt[len(session.tokens) :]
         self._active[request.number] = _Active(request, session, left, pages, session.cached_tokens)
         return True
@@ -198,7 +249,7 @@ class Scheduler:
         """Whether a beginning of the prompt that is longer by a page a rank is being computed for another request."""
         worth = cached + self.engine.ledger.page_tokens * self.engine.ledger.n
         for active in self._active.values():
-            if active.left:
+            if active.left and active.request.salt == request.salt:
                 shared = min(common(request.prompt, active.request.prompt), len(request.prompt) - 1)
                 if usable(shared, self._exact_chunk) >= worth:
                     return True

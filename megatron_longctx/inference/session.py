@@ -22,6 +22,7 @@ class Session:
 
     def __init__(self, engine: LongContextEngine, number: int) -> None:
         self.number = number
+        self.salt = 0  # requests of another one do not find what it has cached
         self.tokens: list[int] = []
         self.closed = False
         self.finish_reason: str | None = None  # of the latest generation: stop or length
@@ -94,3 +95,12 @@ def plain_ids(tokens: Sequence[int]) -> list[int]:
         return [operator.index(token) for token in tokens]
     except TypeError:
         raise refuse("tokens", reprlib.repr(tokens), "integers, one after another", "Tokenize text first.") from None
+
+
+def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError for no tokens, and for ids outside the vocabulary."""
+    if not tokens:
+        raise refuse("tokens", list(tokens), "1 or more", "Give the session some tokens.")
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        token = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise refuse("token", token, f"an id from 0 to {vocab_size - 1}", "Check the tokenizer.")

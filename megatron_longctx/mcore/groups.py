@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from datetime import timedelta
 
 import numpy
 import torch
@@ -11,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from megatron_longctx.comm.rendezvous import timeout_of
 from megatron_longctx.mcore import cpu
 
 # Megatron-LM's habit: pipeline stages initialise different layers, so they draw from different streams.
@@ -21,7 +23,8 @@ def initialize(*, tensor: int = 1, context: int = 1, pipeline: int = 1, seed: in
     """Build every Megatron process group and seed every generator.
 
     ``torch.distributed`` must be initialised (and, on GPU, the process's device set). The data-parallel size is what
-    remains of the world. On a machine without CUDA the adjustments of ``mcore.cpu`` are applied first.
+    remains of the world. A collective of any group may take as long as one of the world, which ends the job when a
+    rank hangs. On a machine without CUDA the adjustments of ``mcore.cpu`` are applied first.
 
     Args:
         tensor: tensor-parallel size.
@@ -42,6 +45,7 @@ def initialize(*, tensor: int = 1, context: int = 1, pipeline: int = 1, seed: in
         tensor_model_parallel_size=tensor,
         context_parallel_size=context,
         pipeline_model_parallel_size=pipeline,
+        distributed_timeout_minutes=timeout_of() / timedelta(minutes=1),
         # Needed only by checkpoint formats that this project does not write.
         create_gloo_process_groups=False,
     )

@@ -57,6 +57,16 @@ def text_of(tokenizer: MegatronTokenizerText, ids: Sequence[int]) -> str:
     return str(tokenizer.detokenize(list(ids)))
 
 
+def token_chars(tokenizer: MegatronTokenizerText) -> int | None:
+    """How many characters a token stands for at most; None where the tokenizer does not say."""
+    if tokenizer.library == "byte-level":
+        return 1
+    try:
+        return max(len(piece) for piece in tokenizer.vocab)
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
+        return None
+
+
 def template_of(tokenizer: MegatronTokenizerText) -> str | None:
     """The Jinja chat template that came with the tokenizer; of several, the one called default."""
     template = getattr(tokenizer, "chat_template", None)

@@ -71,6 +71,16 @@ class Job:
         with contextlib.suppress(psutil.NoSuchProcess):
             self.family.update(psutil.Process(self.process.pid).children(recursive=True))
 
+    def listening(self) -> set[str]:
+        """The addresses at which processes of the job listen."""
+        self.remember()
+        found: set[str] = set()
+        for process in (*self.family, psutil.Process(self.process.pid)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                connections = process.net_connections("inet")
+                found.update(c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN)
+        return found
+
     def ranks(self) -> list[psutil.Process]:
         """The ranks that the command's launcher has started itself, in order."""
         children = psutil.Process(self.process.pid).children()

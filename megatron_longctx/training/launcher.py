@@ -7,12 +7,11 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 from types import FrameType
 from typing import NoReturn
 
@@ -20,12 +19,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessException
 
-from ..compose import compose_config
+from ..comm import from_rank_0, rendezvous
+from ..comm.local_ranks import stopped_ranks, with_cause
+from ..comm.rendezvous import Placement
+from ..compose import compose_config, config_of
 from ..config import Config
 from . import auto, preflight, worker
 from .run_folder import RunFolder
 from .run_lock import RunLock
-from .signals import STOP_SIGNALS
+from .signals import STOP_SIGNALS, handled
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +41,6 @@ class JobFailed(RuntimeError):
     """A rank failed; the message is that rank's own."""
 
 
-@dataclass(frozen=True)
-class Placement:
-    """This process among the ranks that somebody else has started."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-
-
 def placement(env: dict[str, str]) -> Placement | None:
     """Who this process is under torchrun or inside a Slurm step of several tasks; None when it has to start the ranks.
 
@@ -55,14 +48,22 @@ def placement(env: dict[str, str]) -> Placement | None:
         ValueError: a Slurm step without MASTER_ADDR and MASTER_PORT.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
-        return Placement(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0")))
+        world, here = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", "1"))
+        return Placement(int(env["RANK"]), world, int(env.get("LOCAL_RANK", "0")), here, one_host=here == world)
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in env:
                 raise ValueError(
                     f"{name} is not set: expected the first node and a free port. See launch/train.sbatch."
                 )
-        return Placement(int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"]))
+        return Placement(
+            int(env["SLURM_PROCID"]),
+            int(env["SLURM_STEP_NUM_TASKS"]),
+            int(env["SLURM_LOCALID"]),
+            int(env.get("LOCAL_WORLD_SIZE", "1")),
+            meeting=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
+            one_host=env.get("SLURM_STEP_NUM_NODES", "1") == "1",
+        )
     return None
 
 
@@ -99,31 +100,29 @@ def _start_ranks(config: Config) -> None:
 
 def _run_ranks(config: Config, world_size: int, folder: RunFolder, lock: RunLock) -> None:
     device = preflight.device_type(config)
-    with _blocked(STOP_SIGNALS):  # ranks inherit this: what comes before they listen waits for them
+    # Ranks inherit the blocking: a signal that comes before they listen waits for them.
+    with _blocked(STOP_SIGNALS), rendezvous.listen() as listener:
         # Rank 0 hosts the meeting, not this process: ranks whose launcher dies still have to checkpoint together.
-        job = (world_size, _free_port(), str(folder.path), lock)
+        job = (world_size, listener, str(folder.path), lock)
         logger.info("starting %d %s rank%s; run folder %s", world_size, device, "s" * (world_size > 1), folder.path)
         context = mp.start_processes(worker.spawned, args=job, nprocs=world_size, join=False, start_method="spawn")  # type: ignore[attr-defined, no-untyped-call]
         forward = _Forward(context.pids())
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # says at length which ranks it ends
+    stopped: list[int] = []
     try:
-        while not context.join(timeout=1.0, grace_period=_KILL_AFTER_S):
-            pass
+        ended = False
+        while not ended:
+            wait(context.sentinels, timeout=1.0)
+            stopped = stopped_ranks(context.pids())  # before `join` kills what is left
+            ended = context.join(timeout=0.0, grace_period=_KILL_AFTER_S)
     except ProcessException as error:
-        raise JobFailed(_reason(error, folder)) from None
+        raise JobFailed(with_cause(_reason(error, folder), stopped, config.parallelism.timeout_s)) from None
     finally:
         forward.close()
         for process in context.processes:
             if process.is_alive():
                 process.kill()
                 process.join()  # it holds the lock
-
-
-def _free_port() -> int:
-    """A TCP port of this host that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind((worker.MEETING_HOST, 0))
-        return int(listener.getsockname()[1])
 
 
 def _reason(error: ProcessException, folder: RunFolder) -> str:
@@ -134,8 +133,9 @@ def _reason(error: ProcessException, folder: RunFolder) -> str:
         # A note that could not be written: the traceback's last line is `module.Class: what`.
         kind, colon, what = str(error).rstrip().rpartition("\n")[2].partition(":")
         return note or f"rank {error.error_index} failed: {kind.rpartition('.')[2]}{colon}{what}"
-    hint = "; out of memory? (see dmesg)" if name == "SIGKILL" else ""
-    killed = f"rank {error.error_index} was killed by {name}{hint}"
+    # NCCL's watchdog aborts a rank whose collective takes too long.
+    hints = {"SIGKILL": "; out of memory? (see dmesg)", "SIGABRT": "; a collective's timeout? (see above)"}
+    killed = f"rank {error.error_index} was killed by {name}{hints.get(name, '')}"
     return killed if note is None else f"{killed}\n{note}"
 
 
@@ -157,7 +157,7 @@ class _Forward:
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
         self._interrupts = 0
-        self._previous = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
+        self._previous = {number: signal.signal(number, self._forward) for number in handled()}
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -178,32 +178,32 @@ class _Forward:
 def _join(config: Config, place: Placement) -> None:
     """Be one rank; rank 0 checks the job and its configuration is everybody's."""
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank))
+    limit = config.parallelism.timeout_s
     try:
-        worker.join_group(config, place.local_rank)
-    except RuntimeError as error:
+        rendezvous.join(place, rendezvous.meet(place, limit), limit, worker.uses_cuda(config))
+    except (RuntimeError, OSError) as error:
         meeting = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise JobFailed(f"rank {place.rank} cannot join the other ranks at {meeting}: {error}") from None
-    answer: list[object] = [None]
+    refusal: ValueError | None = None
     if place.rank == 0:
         try:
             config = auto.settled(config)
             resumed = preflight.check(config, place.world_size)
             atexit.register(RunFolder.of(config).prepare(config, resumed).release)
-            answer = [config]
         except ValueError as error:
-            answer = [error]
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], ValueError):
+            refusal = error
+    settled = from_rank_0(None if refusal else config.as_dict())
+    if settled is None:
         dist.destroy_process_group()
-        if place.rank == 0:
-            raise answer[0]
+        if refusal:
+            raise refusal
         _refused()
-    assert isinstance(answer[0], Config)
+    config = config_of(settled)
     try:
-        worker.run(answer[0])
+        worker.run(config)
     except Exception as error:
-        note = RunFolder.of(answer[0]).error_of(place.rank)
-        raise JobFailed(note or f"rank {place.rank} failed: {error}") from None
+        said = RunFolder.of(config).error_of(place.rank) or f"rank {place.rank} failed: {error}"
+        raise JobFailed(with_cause(said, [], limit)) from None
 
 
 def _refused() -> NoReturn:

@@ -1,11 +1,17 @@
-"""Stopping on request: TERM, USR1 and INT ask the loop to checkpoint and end after the step under way."""
+"""Stopping on request: TERM, USR1, HUP and INT ask the loop to checkpoint and end after the step under way."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+
+
+def handled() -> tuple[signal.Signals, ...]:
+    """The stop signals that are for us: `nohup` has HUP ignored, so that a job outlives its terminal."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP))
 
 
 class StopRequest:
@@ -14,7 +20,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._interrupted = False
-        for number in STOP_SIGNALS:
+        for number in handled():
             signal.signal(number, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher starts ranks with these blocked
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import multiprocessing
 import os
+import socket
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from ..comm.rendezvous import Placement, host_store, join, join_store
 from ..compose import load_config
 from ..config import Config
 from .disk import disk_full
@@ -21,11 +22,10 @@ from .signals import StopRequest
 
 logger = logging.getLogger("megatron_longctx")
 
-MEETING_HOST = "127.0.0.1"  # of ranks that one launcher starts on its host
 
-
-def spawned(local_rank: int, world_size: int, port: int, run_folder: str, lock: RunLock) -> None:
-    """Entry of a rank that the launcher started on this host. It has the run's lock until it ends."""
+def spawned(local_rank: int, world_size: int, listener: socket.socket, run_folder: str, lock: RunLock) -> None:
+    """Entry of a rank that the launcher started on this host. listener: where the ranks meet; rank 0 hosts them. lock: of
+    the run, which the rank has until it ends."""
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         return  # it died while this rank was starting; from here on its death arrives as SIGINT
@@ -34,35 +34,26 @@ def spawned(local_rank: int, world_size: int, port: int, run_folder: str, lock: 
         LOCAL_RANK=str(local_rank),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR=MEETING_HOST,
-        MASTER_PORT=str(port),
     )
     folder = RunFolder(Path(run_folder))
     try:
         config = load_config(folder.resolved)
-        join_group(config, local_rank)
+        limit = config.parallelism.timeout_s
+        if local_rank == 0:
+            store = host_store(listener, limit)
+        else:
+            port = int(listener.getsockname()[1])
+            listener.close()  # nobody would answer there once rank 0 has ended
+            store = join_store(port, limit)
+        join(Placement.local(local_rank, world_size), store, limit, uses_cuda(config))
     except BaseException as error:
         folder.note_error(local_rank, error)
         raise
     run(config)
 
 
-def join_group(config: Config, local_rank: int) -> None:
-    """Join the job's process group, NCCL on GPUs, gloo on CPUs."""
-    cuda = torch.cuda.is_available() and config.train.device != "cpu"
-    if cuda:
-        torch.cuda.set_device(local_rank)
-    else:
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
-    # Groups join lazily: binding them to a device here made eight ranks hang when they left (torch 2.11, NCCL 2.28).
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        timeout=datetime.timedelta(seconds=config.parallelism.timeout_s),
-    )
-    if cuda:
-        # Without a first message on the right device, NCCL guesses it from the rank when a barrier comes first.
-        dist.all_reduce(torch.zeros(1, device="cuda"))
+def uses_cuda(config: Config) -> bool:
+    return torch.cuda.is_available() and config.train.device != "cpu"
 
 
 def run(config: Config) -> None:

@@ -26,6 +26,17 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return code, captured.out, captured.err
 
 
+def test_ctrl_c_ends_the_command_during_imports_that_catch_everything(tmp_path: Path) -> None:
+    catching = "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(1)\nexcept BaseException:\n    pass\n"
+    (tmp_path / "hydra.py").write_text(f"import os, signal, time\n{catching}print('went on')\n")
+    program = "from megatron_longctx.cli import main; raise SystemExit(main(['train']))"
+    environment = clean_environment()
+    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
+    with started(tmp_path, [sys.executable, "-c", program], environment) as job:
+        assert job.wait() == 130, job.said()
+        assert job.err.read_text() == "megatron-longctx: interrupted\n" and job.out.read_text() == ""
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_each_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, verb, "--help")

@@ -144,6 +144,13 @@ def test_values_may_refer_to_other_keys() -> None:
     assert (config.run.name, config.optim.decay_steps) == ("tiny-1234", 20)
 
 
+@pytest.mark.parametrize("text", ["::", "::1", "a: b", "it's", "1e3", "[x]", "null", "'in quotes'", "true"])
+def test_text_is_text_over_a_runs_settings_too(text: str) -> None:
+    config = override_config(compose_config(["run.name=${model.name}"]), [f"serve.host={text}", "serve.api_keys=null"])
+    assert config.serve.host == text.strip("'") and config.serve.api_keys is None
+    assert compose_config([f"serve.host={text}"]).serve.host == config.serve.host
+
+
 @pytest.mark.parametrize(("word", "value"), [("true", "true"), ("False", "false"), ("auto", "auto")])
 def test_truth_values_and_words_choose_graphs(word: str, value: str) -> None:
     config = compose_config([f"inference.cuda_graphs={word}"])

@@ -139,6 +139,48 @@ def requests_wait_for_room(engine: LongContextEngine) -> None:
     assert engine.ledger.used_pages() == 0
 
 
+def short_requests_overtake_one_that_waits_for_room(engine: LongContextEngine) -> None:
+    """For about as long as itself would take: together they come to fewer tokens than it does."""
+    room = engine.ledger.slots_per_rank * engine.ledger.n
+    scheduler, size = Scheduler(engine, Limits(max_active=3)), room // 2
+    scheduler.submit(Request(0, (1,) * size, Sampling(max_new_tokens=60)))
+    scheduler.submit(Request(1, (2,) * size, Sampling(max_new_tokens=2)))  # waits for the first to end
+    events: list[Event] = []
+    for i in range(2, 6):
+        scheduler.submit(Request(i, (3,) * (size // 2 - 10), Sampling(max_new_tokens=2)))
+        scheduler.submit(Request(10 + i, (4,), Sampling(max_new_tokens=1)))
+        for _ in range(3):
+            events += scheduler.advance()
+    ended = [event.number for event in events if event.finish_reason]
+    assert set(ended) == {2, 3, *range(12, 16)}, "of those that are half as long two at most"
+    assert scheduler.num_waiting == 3
+    late = [event.number for events in finish(scheduler).values() for event in events if event.finish_reason]
+    assert sorted([*ended, *late]) == sorted([0, 1, *range(2, 6), *range(12, 16)])
+    scheduler.close()
+    assert engine.ledger.used_pages() == 0
+
+
+def what_others_have_asked_is_not_found(engine: LongContextEngine) -> None:
+    """Neither what is kept nor what is under way, nor does anybody wait for it."""
+    prompt, sampling = tuple(range(60, 110)), Sampling(max_new_tokens=3)
+    scheduler = Scheduler(engine, Limits(prefill_chunk=20))
+
+    def cached(number: int, salt: int) -> int:
+        scheduler.submit(Request(number, prompt, sampling, salt))
+        (found,) = {event.cached_tokens for event in finish(scheduler)[number]}
+        return found
+
+    assert [cached(0, 1), cached(1, 2), cached(2, 1), cached(3, 2), cached(4, 0)] == [0, 0, 49, 49, 0]
+    other = tuple(range(110, 160))
+    scheduler.submit(Request(5, other, sampling, 1))
+    scheduler.advance()
+    scheduler.submit(Request(6, other, sampling, 2))
+    scheduler.advance()
+    assert scheduler.num_waiting == 0
+    assert {event.cached_tokens for event in finish(scheduler)[6]} == {0}
+    scheduler.close()
+
+
 def nothing_promised_is_evicted(engine: LongContextEngine) -> None:
     """Two sequences wait behind a long prompt, all that they have shared with one that ended before others."""
     assert engine.settings.evict and engine.ledger.slots_per_rank * engine.ledger.n == 600
@@ -201,6 +243,8 @@ def every_promise(rank: int, config: Config) -> list[list[int]]:
     what_was_cancelled_is_found_again(engine)
     what_cannot_be_served_harms_nobody(engine)
     requests_wait_for_room(engine)
+    short_requests_overtake_one_that_waits_for_room(engine)
+    what_others_have_asked_is_not_found(engine)
     groups.destroy()
     return found
 

@@ -23,15 +23,19 @@ import pytest
 from megatron_longctx import cli, serve
 from megatron_longctx.config import Config
 from megatron_longctx.inference_job import InferenceJob
-from megatron_longctx.testing.jobs import CLI, clean_environment, started
+from megatron_longctx.testing.jobs import CLI, Job, clean_environment, started
 from megatron_longctx.testing.training import changed
 
 KEY = "a-secret"
 
 
+def _headers(key: str = KEY) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+
+
 class Client:
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(self, port: int, job: Job) -> None:
+        self.port, self.job = port, job
 
     def raw(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -43,16 +47,25 @@ class Client:
 
     def ask(self, path: str, body: Any = None, key: str = KEY) -> tuple[int, Any]:
         data = None if body is None else json.dumps(body).encode()
-        status, answer = self.raw("GET" if body is None else "POST", path, data, {"Authorization": f"Bearer {key}"})
+        status, answer = self.raw("GET" if body is None else "POST", path, data, _headers(key))
         return status, json.loads(answer)
 
     def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
         data = json.dumps({**body, "stream": True}).encode()
-        status, answer = self.raw("POST", path, data, {"Authorization": f"Bearer {KEY}"})
+        status, answer = self.raw("POST", path, data, _headers())
         assert status == 200, answer
         lines = answer.decode().split("\n\n")
         assert lines[-2:] == ["data: [DONE]", ""] and all(line.startswith("data: ") for line in lines[:-1])
         return [json.loads(line[6:]) for line in lines[:-2]]
+
+    def until_health(self, status: int, said: str) -> None:
+        deadline = time.monotonic() + 100
+        while True:
+            found, answer = self.raw("GET", "/health", None, {})
+            if found == status and json.loads(answer)["status"] == said:
+                return
+            assert time.monotonic() < deadline, answer
+            time.sleep(0.05)
 
     def health(self) -> dict[str, Any]:
         status, answer = self.raw("GET", "/health", None, {})
@@ -71,7 +84,8 @@ def serving(config: Config, folder: Path, *settings: str, **environment: str) ->
         job.wait_for("serving trained at http://127.0.0.1:")
         found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", job.out.read_text())
         assert found is not None
-        yield Client(int(found.group(1)))
+        assert job.listening() == {"127.0.0.1"}, "its ranks listen where the server does not"
+        yield Client(int(found.group(1)), job)
         os.killpg(job.process.pid, signal.SIGTERM)  # to all ranks, as torchrun and Slurm send it
         assert job.wait(30) == 0, job.said()
         assert "Traceback" not in job.said(), job.said()
@@ -150,7 +164,8 @@ GOOD = {"prompt": "ab", "max_tokens": 2}
         ({**GOOD, "prompt": ["a", "b"]}, 400, "or a list of token ids"),
         ({**GOOD, "prompt": [97, 100000]}, 400, "token=100000: expected an id from 0 to 511"),
         ({**GOOD, "prompt": [97, -1]}, 400, "token=-1"),
-        ({**GOOD, "prompt": "a" * 600}, 400, "prompt and max_tokens=602: expected at most"),
+        ({**GOOD, "prompt": "a" * 600}, 400, "the prompt has 600 characters: expected at most 411"),
+        ({**GOOD, "prompt": "a" * 390, "max_tokens": 90}, 400, "prompt and max_tokens=480: expected at most 412"),
         ({**GOOD, "max_tokens": 10**30}, 400, "expected at most"),
         ({**GOOD, "max_tokens": 0}, 400, "max_tokens=0: expected 1 or more"),
         ({**GOOD, "max_tokens": "2"}, 400, "max_tokens='2': expected an integer"),
@@ -172,7 +187,7 @@ def test_bad_requests_are_told_why(client: Client, body: Any, status: int, messa
 def test_bad_connections_are_told_why(client: Client) -> None:
     assert client.ask("/v1/models", key="guess")[0] == 401
     assert client.raw("GET", "/v1/models", None, {})[0] == 401
-    headers = {"Authorization": f"Bearer {KEY}"}
+    headers = _headers()
     assert client.raw("POST", "/v1/completions", b"{", headers)[0] == 400
     assert client.raw("POST", "/v1/completions", b"[" * 4000, headers)[0] == 400
     assert client.raw("POST", "/v1/other", b"{}", headers)[0] == 404
@@ -185,7 +200,7 @@ def leave_in_the_middle(client: Client) -> None:
     """Begin a stream that would fill most of the cache, and go away."""
     body = json.dumps({"prompt": "xyz", "max_tokens": 200, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", client.port), timeout=60) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: here\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode("latin-1") + body)
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
@@ -194,7 +209,7 @@ def leave_in_the_middle(client: Client) -> None:
 def test_bad_requests_leave_others_answers_as_they_are(client: Client) -> None:
     good = {"prompt": "abcdefgh" * 3, "max_tokens": 30, "temperature": 0.9, "seed": 5}
     alone = client.ask("/v1/completions", good)[1]["choices"][0]["text"]
-    headers = {"Authorization": f"Bearer {KEY}"}
+    headers = _headers()
     bad = [
         lambda: client.ask("/v1/completions", {**GOOD, "prompt": [97, 10**6]})[0] == 400,
         lambda: leave_in_the_middle(client) is None,
@@ -226,6 +241,18 @@ def test_bad_requests_leave_others_answers_as_they_are(client: Client) -> None:
         time.sleep(0.05)
     # What was promised to the one that left is free again: this needs nearly all of the cache.
     assert client.ask("/v1/completions", {"prompt": "a" * 350, "max_tokens": 5})[0] == 200
+
+
+def test_a_rank_that_hangs_is_noticed_until_it_comes_back(trained: Config, tmp_path: Path) -> None:
+    """Also where nothing is asked for, though what rank 0 has to say to it would go out all the same."""
+    settings = ["parallelism=cp2", "serve.stalled_s=0.5"]
+    with serving(trained, tmp_path, *settings, MEGATRON_LONGCTX_API_KEY=KEY) as client:
+        (other,) = client.job.ranks()
+        other.suspend()
+        client.until_health(503, "stalled")
+        assert client.ask("/v1/completions", GOOD)[0] == 503
+        other.resume()
+        client.until_health(200, "ok")
 
 
 TEMPLATE = (

@@ -25,13 +25,20 @@ def command(tiny: tuple[str, ...], *more: str) -> list[str]:
     return [*CLI, "train", *tiny, "parallelism=cp2", "train.steps=4000", *more]
 
 
-def test_a_killed_rank_ends_the_job(workplace: Path, tiny: tuple[str, ...]) -> None:
+def test_a_killed_rank_ends_the_job_and_one_that_hangs_is_named(workplace: Path, tiny: tuple[str, ...]) -> None:
     with started(workplace, command(tiny)) as job:
         job.wait_for("step    2/")
-        job.ranks()[1].send_signal(signal.SIGKILL)
+        first, second = job.ranks()
+        first.send_signal(signal.SIGSTOP)  # as if it hung: it hears no signal but the last
+        second.send_signal(signal.SIGKILL)
         assert job.wait(SOON_S) == 1, job.said()
         said = job.err.read_text()
-        assert said.startswith("megatron-longctx train: rank 1 was killed by SIGKILL; out of memory?")
+        hung, killed = said.splitlines()
+        assert hung == (
+            "megatron-longctx train: rank 0 had been stopped (SIGSTOP); "
+            "a rank waits at most parallelism.timeout_s=600 s for the others"
+        )
+        assert killed.startswith("rank 1 was killed by SIGKILL; out of memory?")
         assert "Traceback" not in said
         assert job.left_over() == []
 

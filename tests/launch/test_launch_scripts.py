@@ -112,6 +112,16 @@ def test_sbatch_options_come_before_the_first_command() -> None:
     assert "--signal=B:USR1@" in text and "--requeue" in text and "--open-mode=append" in text
 
 
+@pytest.mark.parametrize(("own", "address"), [({}, "127.0.0.1"), ({"MASTER_ADDR": "node-a-ib"}, "node-a-ib")])
+def test_ranks_of_one_node_meet_on_loopback_unless_told_otherwise(
+    environment: dict[str, str], own: dict[str, str], address: str
+) -> None:
+    (Path(environment["VENV"]) / "bin/scontrol").write_text("#!/usr/bin/env bash\necho node-a\n")
+    code, output = finish(start("train.sbatch", environment | own, "experiment=demo"))
+    assert code == 0, output
+    assert recorded(environment, ".environment") == [f"{address} {20000 + 12345 % 12000} 1"]
+
+
 def test_srun_mode_starts_one_training_process_for_each_task(environment: dict[str, str]) -> None:
     arguments = ("experiment=demo", "run.name=two words", "train.steps=5")
     code, output = finish(start("train.sbatch", environment | {"SRUN_ARGS": "--label --mpi=none"}, *arguments))

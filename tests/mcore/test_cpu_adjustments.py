@@ -6,11 +6,13 @@ Everything runs in spawned processes, because the adjustments stay for the life 
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_longctx.comm.rendezvous import timeout_of
 from megatron_longctx.mcore import cpu
 from megatron_longctx.testing.distributed import run_distributed
 
@@ -111,6 +113,8 @@ def _tracker(rank: int) -> None:
         groups.initialize(context=0)
     collection = groups.initialize(context=2)
     assert (collection.tp.size(), collection.cp.size(), collection.dp.size(), collection.dp_cp.size()) == (1, 2, 1, 2)
+    limits = {timeout_of(group) for group in torch.distributed.distributed_c10d._world.pg_map}
+    assert limits == {timedelta(seconds=120)}, "a rank that hangs would hold others up for longer than it may"
     groups.destroy()
 
 
@@ -121,7 +125,7 @@ def tracker_fork() -> Any:
 
 
 def test_random_tracker_and_groups() -> None:
-    run_distributed(_tracker, 2)
+    run_distributed(_tracker, 2, timeout=120)
 
 
 def _recompute(rank: int) -> None:

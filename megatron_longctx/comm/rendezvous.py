@@ -1,0 +1,132 @@
+"""How the ranks of a job meet: at a store that listens at one address, to form groups that all wait equally long.
+
+torch's own rendezvous listens on every interface, and whoever connects may read and change all that ranks tell each
+other there. `docs/security.md` says who is trusted with what.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from ..config import refuse
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """This process among the ranks.
+
+    Attributes:
+        ranks_here: that share the processors which this process may use.
+        meeting: host and port that rank 0 listens at; None where torch's environment variables say how ranks meet.
+        one_host: all ranks are on this host.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    ranks_here: int = 1
+    meeting: tuple[str, int] | None = None
+    one_host: bool = False
+
+    @classmethod
+    def local(cls, rank: int, world_size: int) -> Placement:
+        """Of a rank that was started on this host with all others."""
+        return cls(rank, world_size, rank, world_size, one_host=True)
+
+
+def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """A socket for the store, at a free port by default: bound now, so that nobody else takes it meanwhile.
+
+    Raises:
+        OSError: it is not this host's address, or taken.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family)
+
+
+def host_store(listener: socket.socket, timeout_s: float) -> TCPStore:
+    """The store of a job, in this process. listener: becomes the store's own."""
+    host, port = listener.getsockname()[:2]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_store(port: int, timeout_s: float, host: str = LOOPBACK) -> TCPStore:
+    """The store of a job that another process hosts."""
+    limit = datetime.timedelta(seconds=timeout_s)
+    return TCPStore(host, port, is_master=False, timeout=limit)
+
+
+def meet(place: Placement, timeout_s: float) -> TCPStore | None:
+    """The store at `place.meeting`, which rank 0 hosts; None where there is no such place.
+
+    Raises:
+        ValueError: other hosts cannot reach the address.
+        OSError: it is not rank 0's host's, or taken.
+        RuntimeError: the others did not find it in time.
+    """
+    if place.meeting is None:
+        return None
+    host, port = place.meeting
+    if place.rank:
+        return join_store(port, timeout_s, host)
+    listener = listen(host, port)
+    found = listener.getsockname()[0]
+    if not place.one_host and ipaddress.ip_address(found).is_loopback:
+        listener.close()
+        expected = f"an address that other hosts reach; on the first it is {found}"
+        raise refuse("MASTER_ADDR", host, expected, "Set it to that of an interface of the first host.")
+    return host_store(listener, timeout_s)
+
+
+def join(place: Placement, store: Store | None, timeout_s: float, cuda: bool) -> None:
+    """Join the job's process group: NCCL on GPUs, gloo on CPUs. On one host, both listen on loopback alone, unless the
+    environment names another interface.
+
+    Args:
+        store: where to meet; None for that of torch's environment variables.
+
+    Raises:
+        RuntimeError: the other ranks did not come in time.
+    """
+    if place.one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
+    if cuda:
+        torch.cuda.set_device(place.local_rank)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.ranks_here))
+    # Groups join lazily: binding them to a device here made eight ranks hang when they left (torch 2.11, NCCL 2.28).
+    backend, limit = "nccl" if cuda else "gloo", datetime.timedelta(seconds=timeout_s)
+    if store is None:
+        dist.init_process_group(backend, timeout=limit)
+    else:
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
+    if cuda:
+        # Without a first message on the right device, NCCL guesses it from the rank when a barrier comes first.
+        dist.all_reduce(torch.zeros(1, device="cuda"))
+
+
+def timeout_of(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
+    """How long a collective of `group` may take, by default of all ranks. A new group has torch's default instead."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    limit: datetime.timedelta = group._get_backend(device).options._timeout
+    return limit
