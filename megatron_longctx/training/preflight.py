@@ -12,7 +12,7 @@ from ..compose import load_config
 from ..config import Config, data_parallel_size, refuse
 from ..kernels import AUTO_ORDER, KernelRequest, available
 from ..mcore import checkpoint
-from ..mcore.data import check_corpus
+from ..mcore.data import check_corpus, mend_cache
 from ..mcore.model import fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
@@ -67,6 +67,7 @@ def check(config: Config, world_size: int) -> int | None:
     check_heads(par.schedule, par.context_parallel_size, heads[0] // tp, heads[1] // tp, options)
     build_plan(par.schedule, par.context_parallel_size, config.data.seq_length, True, options)
     check_corpus(config.data)
+    mend_cache(config.data.prefix)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
     if device == "cuda" and config.train.check_memory:
