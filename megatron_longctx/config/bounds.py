@@ -93,9 +93,10 @@ def choice(default: Any, options: tuple[Any, ...]) -> Any:
     return field(default=default, metadata={_BOUNDS: Choice(options)})
 
 
-def text(default: str | None, expected: str = "a line of text, 1 to 200 bytes", pattern: str = r".+") -> Any:
-    """A field that holds a line of text."""
-    return field(default=default, metadata={_BOUNDS: Text(expected, 200, pattern)})
+def text(default: str | None, expected: str | None = None, pattern: str = r".+", most: int = 200) -> Any:
+    """A field that holds a line of text, of all of `pattern`, `most` bytes at most."""
+    bounds = Text(expected or f"a line of text, 1 to {most} bytes", most, pattern)
+    return field(default=default, metadata={_BOUNDS: bounds})
 
 
 def folder_name(default: str) -> Any:

@@ -28,7 +28,8 @@ CACHE_RULES = ("auto", "simulate", "algorithm_1", "algorithm_5", "empirical", "b
 WANDB_MODES = ("offline", "online", "disabled")
 TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatron")
 
-_MOST = 10**9  # tokens, steps, counts: no key is meant for more
+MOST_TOKENS = 10**9  # of a sequence
+_MOST = 10**9  # steps, counts: no key is meant for more
 _MOST_RANKS = 1024
 _YEAR_S = 31_536_000.0
 _WEIGHT = r" *([0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9}) *"
@@ -48,13 +49,13 @@ class ModelConfig:
     vocab_size: int | None = number(None, 1, 10**7)
     vocab_multiple: int = number(128, 1, 10**6)
     normalization: str = choice("rmsnorm", ("rmsnorm", "layernorm"))
-    norm_epsilon: float = number(1e-5, 0, 1, above=True)
+    norm_epsilon: float = number(1e-5, 1e-20, 1)  # less is 0 in fp32, or near it
     activation: str = choice("swiglu", ("swiglu", "gelu"))
     position_embedding: str = choice("rope", ("rope", "learned"))
     rope_base: float = number(500_000.0, 1, 1e15)
     bias: bool = False
     tie_embeddings: bool = False
-    init_std: float = number(0.02, 0, 10, above=True)
+    init_std: float = number(0.02, 1e-6, 10)
     # Whose layers surround our attention: auto (TransformerEngine's on GPUs where installed, else Megatron's local)
     implementation: str = choice("auto", ("auto", "local", "transformer_engine"))
 
@@ -90,7 +91,7 @@ class ParallelismConfig:
     cluster: str | None = path(None)
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    timeout_s: float = number(600.0, 0, _YEAR_S, above=True)  # a collective that waits longer fails the job
+    timeout_s: float = number(600.0, 1, _YEAR_S)  # a collective that waits longer fails the job
 
     @property
     def model_parallel_size(self) -> int:
@@ -162,7 +163,7 @@ class DataConfig:
     """Megatron indexed data: `<prefix>.bin` and `<prefix>.idx`, as `megatron-longctx data` writes them."""
 
     prefix: str = path("data/stdlib")
-    seq_length: int = number(4096, 1, _MOST)
+    seq_length: int = number(4096, 1, MOST_TOKENS)
     tokenizer: str = choice("byte-level", TOKENIZERS)
     tokenizer_path: str | None = path(None)  # needed by all but byte-level
     # Shares of the documents for training, validation and test, of which training takes the first.
@@ -184,7 +185,7 @@ class OptimConfig:
     weight_decay: float = number(0.1, 0, 100)
     beta1: float = number(0.9, 0, 1, below=True)
     beta2: float = number(0.95, 0, 1, below=True)
-    eps: float = number(1e-8, 0, 1, above=True)
+    eps: float = number(1e-8, 1e-20, 1)  # Adam's; less is 0 in fp32, or near it
     clip_grad: float = number(1.0, 0, 1e9)  # 0: gradients are not clipped
     distributed: bool = True  # Megatron's distributed optimizer: states sharded over dp x cp
 
@@ -196,7 +197,7 @@ class TrainConfig:
     micro_batch_size: int = number(1, 1, 10**6)  # sequences per forward pass of one data-parallel rank
     precision: str = choice("bf16", PRECISIONS)
     device: str = choice("auto", DEVICES)
-    check_memory: bool = True  # on GPUs: refuse a run that is predicted not to fit, warn where it will be close
+    check_memory: bool = True  # refuse a run that is predicted not to fit, warn where it will be close
     seed: int = number(1234, 0, 2**31 - 1)
     save: bool = True  # checkpoint at the end and when stopped
     save_interval: int | None = number(None, 1, _MOST)  # steps; null: only at the end and when stopped
@@ -257,7 +258,7 @@ class ServeConfig:
     max_connections: int = number(128, 1, 10**6)
     max_body_bytes: int = number(16 * 2**20, 1, 2**32)
     # For a client to send a request's head, and then its body; to keep silent; not to read.
-    timeout_s: float = number(30.0, 0, _YEAR_S, above=True)
+    timeout_s: float = number(30.0, 1, _YEAR_S)
     # Finished or cancelled sequences whose caches are kept for prompts that begin with them.
     keep_sessions: int = number(16, 0, 10**6)
 

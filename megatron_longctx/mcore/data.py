@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -19,8 +18,6 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from torch import Tensor
 
 from ..config import Config, DataConfig, refuse
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -134,25 +131,6 @@ def check_corpus(data: DataConfig) -> int:
         if made_with != data.tokenizer:
             raise refuse("data.tokenizer", data.tokenizer, f"{made_with}, which {data.prefix} was written with", remedy)
     return tokens
-
-
-def mend_cache(prefix: str) -> None:
-    """Remove of Megatron's indices beside a dataset what a killed process has left half written, or what is not plain
-    numbers. Megatron would fail at it in every run (or unpickle it); what is missing it makes anew.
-
-    Raises:
-        ValueError: such a file cannot be removed.
-    """
-    for path in Path(prefix, "cache").glob("*/*.npy"):
-        try:
-            numpy.load(path, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # numpy's readers raise many kinds
-            logger.warning("%s is damaged and is made anew (%s)", path, str(error).partition("\n")[0])
-            try:
-                path.unlink()
-            except OSError as reason:
-                expected = f"an index that is whole in {path}, or one that can be removed ({reason.strerror})"
-                raise refuse("data.prefix", prefix, expected, f"Remove the folder {prefix}/cache.") from None
 
 
 class TrainingData:

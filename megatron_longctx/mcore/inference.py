@@ -237,6 +237,24 @@ def build_engine(
     return LongContextEngine(cached, ledger, chooser, settings), tokenizer
 
 
+def check_cache(config: Config, capacity: int) -> None:
+    """Refuse a cache of which a rank's part alone does not fit into its `capacity` bytes.
+
+    Raises:
+        ValueError: names what the cache holds and how much would fit.
+    """
+    model, par, inference = config.model, config.parallelism, config.inference
+    width = model.num_kv_heads // par.tensor_parallel_size * model.kv_channels
+    token = 2 * model.num_layers * width * (2 if config.train.precision == "bf16" else 4)
+    needed = pages_per_rank(config) * inference.page_tokens * token
+    if needed > capacity:
+        tokens = inference.cache_tokens or config.data.seq_length + inference.max_new_tokens
+        most = capacity // token * par.context_parallel_size
+        expected = f"at most {most} tokens, which take the {capacity / 2**30:.1f} GiB that each rank has"
+        remedy = "Lower it, inference.max_new_tokens or inference.page_tokens, or take more context-parallel ranks."
+        raise refuse("inference.cache_tokens", tokens, expected, remedy)
+
+
 def pages_per_rank(config: Config) -> int:
     """Pages that hold `inference.cache_tokens` on all ranks together; by default one sequence of the trained length."""
     inference = config.inference

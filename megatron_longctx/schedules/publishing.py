@@ -51,6 +51,9 @@ def place(batches: Sequence[Batch]) -> Placement:
     awaited: dict[int, int] = {}
     for i in order:
         batch = batches[i]
+        # What is known to be awaited before anything from here on is freed changes no more: plans of many ranks reuse
+        # memory in most steps, so that few batches are left to look at.
+        placed = [j for j in placed if awaited.get(batches[j].step, batch.written) >= batch.written]
         over = [j for j in placed if batches[j].step + _READ_FOR <= batch.freed]
         offset = 0
         for j in sorted(set(placed) - set(over), key=lambda j: offsets[j]):
@@ -79,10 +82,11 @@ def published_bytes(plan: Plan, workload: Workload) -> int:
             else:
                 sent[source].setdefault((t, True), []).append(block)
     most = 0
+    sizes: dict[tuple[Batch, ...], int] = {}  # ranks are alike
     for rank in range(plan.n):
         home = plan.layout.num_tokens(rank) * sum(workload.token_bytes(kind, heads) for kind, heads in own[rank])
         made = _made(plan, rank) if any(not passed for _, passed in sent[rank]) else {}
-        batches = [
+        batches = tuple(
             Batch(
                 t,
                 t if passed else min(_last_before(t, block, made) for block in blocks),
@@ -90,8 +94,10 @@ def published_bytes(plan: Plan, workload: Workload) -> int:
                 passed,
             )
             for (t, passed), blocks in sent[rank].items()
-        ]
-        most = max(most, home + place(batches).num_bytes)
+        )
+        if batches not in sizes:
+            sizes[batches] = place(batches).num_bytes
+        most = max(most, home + sizes[batches])
     return most
 
 

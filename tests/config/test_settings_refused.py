@@ -217,7 +217,7 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (["model.num_layers=0"], "model.num_layers=0", "at least 1"),
         (["model.vocab_size=0"], "model.vocab_size=0", "at least 1"),
         (["parallelism.context_parallel_size=0"], "parallelism.context_parallel_size=0", "at least 1"),
-        (["parallelism.timeout_s=0"], "parallelism.timeout_s=0.0", "more than 0 and at most 31,536,000"),
+        (["parallelism.timeout_s=0"], "parallelism.timeout_s=0.0", "at least 1 and at most 31,536,000"),
         (["optim.lr=-1"], "optim.lr=-1.0", "at least 0"),
         (["optim.beta1=-0.1"], "optim.beta1=-0.1", "less than 1"),
         (["optim.min_lr=1"], "optim.min_lr=1.0", "at most optim.lr=0.0003"),

@@ -15,7 +15,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 
 from megatron_longctx.config import Config, DataConfig
-from megatron_longctx.mcore.data import Corpus, TrainingData, check_corpus, mend_cache, micro_batches, write_corpus
+from megatron_longctx.mcore.data import Corpus, TrainingData, check_corpus, micro_batches, write_corpus
 from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
 from megatron_longctx.testing.training import changed, tiny_config, tiny_corpus
 
@@ -194,22 +194,6 @@ def test_passes_are_made_when_they_are_reached_and_then_forgotten(root: Path) ->
         assert sorted(data._epochs) == passes
     files = {path.name.partition("-")[0] for path in (root / "corpus/cache").glob("*/*.npy")}
     assert len(files) == 4, "of passes 0, 1, 2 and the one far away"
-
-
-@pytest.mark.parametrize("damage", ["cut", "empty", "pickle"])
-def test_a_damaged_index_is_made_anew(damage: str, root: Path) -> None:
-    before = _tokens([_data(_config(root)).batch(0, 8)])
-    (path,) = (root / "corpus/cache").glob("*/*shuffle_index.npy")
-    whole = path.read_bytes()
-    mend_cache(str(root / "corpus"))
-    assert path.read_bytes() == whole, "what is whole stays"
-    if damage == "pickle":
-        numpy.save(path, numpy.array([{}], dtype=object), allow_pickle=True)
-    else:
-        path.write_bytes(whole[:-8] if damage == "cut" else b"")
-    mend_cache(str(root / "corpus"))
-    assert not path.exists()
-    assert _tokens([_data(_config(root)).batch(0, 8)]) == before and path.read_bytes() == whole
 
 
 def test_tokens_above_the_vocabulary(root: Path) -> None:
