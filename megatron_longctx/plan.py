@@ -158,8 +158,10 @@ def _price(simulation: Simulation, cluster: Cluster) -> str:
 
 def _check_size(option: str, given: object, config: Config) -> None:
     """Refuse a picture, or a search over many lengths, of a plan that would take hours and that nobody could read."""
+    if not given:
+        return
     par = config.parallelism
-    messages = num_messages(par.schedule, par.context_parallel_size, PlanOptions.of(par)) if given else 0
+    messages = num_messages(par.schedule, par.context_parallel_size, config.data.seq_length, PlanOptions.of(par))
     if messages > _MOST_MESSAGES:
         expected = f"a plan of at most {_MOST_MESSAGES:,} messages; {par.schedule} has {messages:,} here"
         raise refuse(option, given, expected, "Take fewer context-parallel ranks.")

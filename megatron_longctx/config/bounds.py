@@ -13,13 +13,7 @@ _BOUNDS = "bounds"
 _MOST_SHOWN = 300  # characters of a value, which may be a path
 # Names that users of other systems try; the message says what ours is called.
 _ALIASES = {"allgather": "all_gather", "all-gather": "all_gather", "p2p": "ring", "head_tail": "zigzag"}
-# Of every type of key: in words, and an example.
-_KINDS: dict[type, tuple[str, object]] = {
-    int: ("an integer", 1),
-    float: ("a number", 1.0),
-    bool: ("true or false", "true"),
-    str: ("text", "NAME"),
-}
+_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
 class Bounds(Protocol):
@@ -127,13 +121,13 @@ class Key(NamedTuple):
 
     @property
     def type_in_words(self) -> str:
-        return _KINDS[self.kind][0] + (" or null" if self.nullable else "")
+        return _KINDS[self.kind] + (" or null" if self.nullable else "")
 
     @property
     def example(self) -> object:
         """As a user writes it."""
         if self.default is None:
-            return _KINDS[self.kind][1]
+            return max(1, self.bounds.least) if isinstance(self.bounds, Number) else "NAME"
         return str(self.default).lower() if self.kind is bool else self.default
 
 

@@ -77,7 +77,7 @@ class ParallelismConfig:
     # there is none, from what `cluster` says.
     schedule: str = choice("zigzag", (*SCHEDULES, "auto"))
     # all_gather only: most remote K/V tokens one rank may hold at once; null: all of them, in one group.
-    max_buffer_tokens: int | None = number(None, 1, _MOST)
+    max_buffer_tokens: int | None = number(None, 2, _MOST)
     # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: a node of `cluster`, or the largest
     # proper divisor of context_parallel_size up to 8.
     inner_size: int | None = number(None, 1, _MOST_RANKS)
@@ -198,7 +198,7 @@ class TrainConfig:
     precision: str = choice("bf16", PRECISIONS)
     device: str = choice("auto", DEVICES)
     check_memory: bool = True  # refuse a run that is predicted not to fit, warn where it will be close
-    seed: int = number(1234, 0, 2**31 - 1)
+    seed: int = number(1234, 1, 2**31 - 1)
     save: bool = True  # checkpoint at the end and when stopped
     save_interval: int | None = number(None, 1, _MOST)  # steps; null: only at the end and when stopped
     keep_checkpoints: int | None = number(None, 1, _MOST)  # null: all

@@ -168,8 +168,10 @@ def check_heads(
         )
 
 
-def num_messages(schedule: str, n: int, options: PlanOptions) -> int:
+def num_messages(schedule: str, n: int, length: int, options: PlanOptions) -> int:
     """Roughly the messages of a plan, by which the time and memory that it takes to make it grow."""
+    if schedule == "all_gather" and options.max_buffer_tokens is not None:
+        return n * (n + 2 * length // options.max_buffer_tokens)
     if schedule == "tasp":
         links = n if options.cluster is None else min(n, options.cluster.ranks_per_node)
         # Rings among more than 128 ranks take minutes to find.
@@ -193,10 +195,10 @@ def build_plan(schedule: str, n: int, length: int, causal: bool = True, options:
         if name not in allowed:
             raise ValueError(f"schedule {name!r}: expected one of {', '.join(allowed)}. Choose one of these.")
     layout = build_layout(layout_name(schedule, options), n, length, options.unit)
-    if (messages := num_messages(schedule, n, options)) > _MOST_MESSAGES:
-        expected = f"fewer ranks with schedule {schedule}, whose plan would have {messages:,} messages of at most"
-        remedy = "Choose zigzag, or fewer ranks."
-        raise refuse("parallelism.context_parallel_size", n, f"{expected} {_MOST_MESSAGES:,}", remedy)
+    if (messages := num_messages(schedule, n, length, options)) > _MOST_MESSAGES:
+        expected = f"a plan of at most {_MOST_MESSAGES:,} messages; that of {schedule} would have {messages:,}"
+        remedy = "Choose zigzag or fewer ranks, or raise parallelism.max_buffer_tokens where it is set."
+        raise refuse("parallelism.context_parallel_size", n, expected, remedy)
     if messages > _MANY_MESSAGES:
         logger.info("planning %s for %d ranks: some %.0f s", schedule, n, messages / _MESSAGES_PER_S)
     with collector_paused():

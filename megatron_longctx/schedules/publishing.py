@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from .cost import Workload
@@ -116,4 +118,6 @@ def _made(plan: Plan, rank: int) -> _Made:
 
 def _last_before(t: int, whole: Block, made: _Made) -> int:
     """The step in which the last part of a result sent in step `t` is computed."""
-    return max(u for u, part in made[whole.kind, whole.home] if u < t and whole.contains(part))
+    found = made[whole.kind, whole.home]  # in the order of steps
+    before = bisect_left(found, t, key=itemgetter(0))
+    return next(found[i][0] for i in range(before - 1, -1, -1) if whole.contains(found[i][1]))

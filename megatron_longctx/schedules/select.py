@@ -170,7 +170,7 @@ def _price(
 ) -> Candidate:
     workload, n = problem.workload, problem.n
     check_heads(schedule, n, workload.num_heads, workload.num_kv_heads, options)
-    if (messages := num_messages(schedule, n, options)) > _MOST_MESSAGES:
+    if (messages := num_messages(schedule, n, problem.length, options)) > _MOST_MESSAGES:
         raise ValueError(f"its {messages} messages take too long to plan; fewer ranks or nodes would not")
     plan = build_plan(schedule, n, problem.length, problem.causal, options)
     if keeps_received(problem.keep_received, schedule, n, problem.length, workload.batch):

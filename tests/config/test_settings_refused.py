@@ -291,9 +291,9 @@ def test_an_interpolation_that_leads_nowhere() -> None:
             "null with parallelism.schedule=ring",
         ),
         (
-            ["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=0"],
-            "parallelism.max_buffer_tokens=0",
-            "at least 1",
+            ["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=1"],
+            "parallelism.max_buffer_tokens=1",
+            "at least 2",
         ),
         (
             ["parallelism.max_attention_gib=2"],
@@ -338,7 +338,7 @@ def test_values_out_of_range(words: list[str], given: str, expected: str) -> Non
 
 
 def test_what_is_in_range_at_its_ends() -> None:
-    compose_config(["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=1"])
+    compose_config(["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=2"])
     compose_config(["optim.warmup_steps=19"])
     compose_config(["optim.min_lr=3e-4", "optim.beta1=0", "optim.clip_grad=0"])
     compose_config(["parallelism.overlap_param_gather=true", "parallelism.overlap_grad_reduce=true"])
