@@ -268,7 +268,7 @@ class LoggingConfig:
     wandb: str = choice("offline", WANDB_MODES)
     wandb_project: str = text("megatron-longctx", "a project of W&B, 1 to 128 letters", r"[^/\\#?%:]{1,128}")
     # Per GPU, dense, for MFU; null: looked up by device name.
-    peak_tflops: float | None = number(None, 0, 1e9, above=True)
+    peak_tflops: float | None = number(None, 1e-3, 1e9)
     profile_step: int | None = number(None, 1, _MOST)  # rank 0 profiles this step into runs/<name>/profile; null: none
 
 

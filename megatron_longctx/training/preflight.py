@@ -107,6 +107,11 @@ def _check_host(config: Config, world_size: int) -> None:
         expected = f"ranks of at least {_RANK_BYTES >> 20} MiB each on this host, which has {host >> 20} for each"
         raise refuse("world size", world_size, expected, "Lower the parallelism sizes or train.num_processes.")
     sample = config.data.seq_length * _SAMPLE_BYTES
+    if sample > host:
+        expected = (
+            f"at most {host // _SAMPLE_BYTES} tokens, whose samples a rank's {host / 2**30:.1f} GiB of host memory hold"
+        )
+        raise refuse("data.seq_length", config.data.seq_length, expected, "Lower it.")
     count = train.global_batch_size // data_parallel_size(config, world_size)
     if count * sample > host:
         expected = (
