@@ -7,23 +7,20 @@ with the turns before it and finds their cache.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from .chat_template import ChatTemplate, NotATemplate
 from .config import refuse
 from .mcore.tokenizer import special_tokens, template_of
 
 KEY = "inference.chat_template"
 _REMEDY = "Correct it, or name another file with inference.chat_template."
+
+_MOST_BYTES = 2**20  # of a template's file
+_MOST_CPU_S = 10.0  # of one conversation's layout: 10 MB take 0.1 s
 
 _MOST_PENDING = 64
 """Tokens that are held back because they may end in half a character, or decode to nothing; then they are taken for
@@ -31,16 +28,6 @@ what they decode to."""
 
 Message = Mapping[str, str]
 """role and content."""
-
-
-class _Generation(Extension):
-    """`{% generation %}`: marks for training what the model has said; here it is rendered as it stands."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 @dataclass(frozen=True)
@@ -53,7 +40,7 @@ class Chat:
         stop_tokens, stop_texts: the template's end of a turn, where it is a single token, or where it is not.
     """
 
-    template: Template | None = None
+    template: ChatTemplate | None = None
     variables: Mapping[str, str] | None = None
     stop_tokens: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
@@ -66,17 +53,13 @@ class Chat:
         """
         if self.template is None:
             return "".join(message["content"] + "\n" for message in messages)
+        conversation = [dict(message) for message in messages]
         try:
             return self.template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=reply,
-                **(self.variables or {}),
+                {"messages": conversation, "add_generation_prompt": reply, **(self.variables or {})}
             )
-        except TemplateError as error:
-            raise ValueError(f"messages: refused by the chat template: {error.message}") from None
-        except Exception as error:  # a template computes: it may divide by zero
-            what = f"{type(error).__name__}: {error}"
-            raise ValueError(f"messages: the chat template fails on them ({what})") from None
+        except ValueError as error:
+            raise ValueError(f"messages: {error}") from None
 
 
 def chat_of(path: str | None, tokenizer: Any) -> Chat:
@@ -91,11 +74,9 @@ def chat_of(path: str | None, tokenizer: Any) -> Chat:
     if source is None:
         return Chat()
     try:
-        template = _environment().from_string(source)
-    except TemplateSyntaxError as error:
-        raise refuse(KEY, where, f"a Jinja template (line {error.lineno}: {error.message})", _REMEDY) from None
-    except TemplateError as error:
-        raise refuse(KEY, where, f"a Jinja template ({error.message})", _REMEDY) from None
+        template = ChatTemplate(source, _MOST_CPU_S)
+    except NotATemplate as error:
+        raise refuse(KEY, where, f"a Jinja template ({error})", _REMEDY) from None
     chat = Chat(template, special_tokens(tokenizer))
     try:
         chat.text([{"role": "user", "content": "question"}])
@@ -106,30 +87,12 @@ def chat_of(path: str | None, tokenizer: Any) -> Chat:
 
 def _read(path: str) -> str:
     try:
+        if Path(path).stat().st_size > _MOST_BYTES:
+            raise refuse(KEY, path, f"a file of at most {_MOST_BYTES:,} bytes", _REMEDY)
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise refuse(KEY, path, f"a file with a Jinja template ({reason})", _REMEDY) from None
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What templates of Hugging Face's tokenizers are written for."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """As text for a model: nothing is escaped for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
 
 
 def _with_end(chat: Chat, encode: Callable[[str], Sequence[int]]) -> Chat:

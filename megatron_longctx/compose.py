@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, cast
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -18,9 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from . import files
-from .config import Config, refuse, validate
+from .config import Config, is_line, keys_of, refuse, shown, validate
 
 RESOLVED = "resolved.yaml"
+_MOST_YAML_BYTES, _MOST_YAML_DEPTH = 2**18, 20  # the largest of ours have 5 KB and 3 levels
+_LONGEST_TEXT, _LONGEST_FIGURE = 10_000, 200  # characters of a word's value
 
 
 def bundled(name: str) -> Path:
@@ -75,10 +78,15 @@ def override_config(config: Config, overrides: Sequence[str]) -> Config:
         if name == "experiment":
             raise refuse(name, value, "settings of a run that exists already", "Set single keys instead.")
         if name in recipes():
-            layers.append(OmegaConf.create({name: OmegaConf.load(bundled("recipes") / name / f"{value}.yaml")}))
+            layers.append(OmegaConf.create({name: read_yaml(_recipe(name, value))}))
+    keys: dict[str, dict[str, str | None]] = {}
+    for word in overrides:
+        name, _, value = word.partition("=")
+        if name in _fields():
+            section, _, key = name.partition(".")
+            keys.setdefault(section, {})[key] = _plain(name, value)
     try:
-        keys = OmegaConf.from_dotlist([_for_yaml(word) for word in overrides if word.partition("=")[0] in _fields()])
-        result = cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), *layers, keys)))
+        result = cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), *layers, OmegaConf.create(keys))))
     except OmegaConfBaseException as error:
         raise ValueError(_explain(error, overrides)) from None
     validate(result)
@@ -97,7 +105,7 @@ def load_config(path: Path) -> Config:
         ValueError: the file is missing, is cut short, is not YAML, or has keys or values that `Config` does not know.
     """
     try:
-        loaded = OmegaConf.load(path)
+        loaded = OmegaConf.create(read_yaml(path))
         # The last line that is written. Without this check a shorter file would mean the defaults of what it lacks.
         if OmegaConf.select(loaded, "run.root") is None or not path.read_bytes().endswith(b"\n"):
             raise ValueError("it is empty or cut short")
@@ -119,6 +127,41 @@ def config_of(values: Any) -> Config:
     return cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), values)))
 
 
+def read_yaml(path: Path) -> Any:
+    """The mappings, lists, text and numbers of a YAML file that somebody may have got from anywhere.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is large, deep, not UTF-8 or not YAML, or what it says of itself has to be worked out: anchors,
+            whose aliases multiply, and `${…}`, which reads the environment.
+    """
+    if path.stat().st_size > _MOST_YAML_BYTES:
+        raise ValueError(f"more than {_MOST_YAML_BYTES:,} bytes")
+    content = path.read_text(encoding="utf-8")
+    if "${" in content:
+        raise ValueError("${…} where values are expected")
+    depth = 0
+    try:
+        for event in yaml.parse(content, Loader=yaml.SafeLoader):  # keeps its own stack: no depth is too much for it
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+                raise ValueError(f"line {event.start_mark.line + 1}: an anchor or alias where values are expected")
+            if depth == 0 and isinstance(event, yaml.ScalarEvent):
+                raise ValueError("neither keys with values nor a list")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MOST_YAML_DEPTH:
+                raise ValueError(f"line {event.start_mark.line + 1}: more than {_MOST_YAML_DEPTH} levels")
+        return OmegaConf.to_container(OmegaConf.load(StringIO(content)))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or "not YAML"  # without what the file says
+        raise ValueError(f"line {mark.line + 1}: {what}" if mark else what) from None
+
+
+def _recipe(group: str, name: str) -> Path:
+    return bundled("recipes") / group / f"{name}.yaml"
+
+
+@functools.cache  # merging copies it
 def _schema() -> DictConfig:
     """The dataclasses as OmegaConf nodes. They are frozen, which OmegaConf takes for read-only: lift that."""
     schema = OmegaConf.structured(Config)
@@ -140,51 +183,62 @@ def _check_word(word: str) -> None:
     name = left.lstrip("+~")
     prefix = left.removesuffix(name)
     fields, groups = _fields(), recipes()
+    if not is_line(left):
+        raise _unknown_key(left)
     if prefix.startswith("~"):
         raise ValueError(
-            f"{word}: expected key=value; keys cannot be removed. Leave {name or 'it'} out to have its default."
+            f"{shown(word)}: expected key=value; keys cannot be removed. Leave {name or 'it'} out to have its default."
         )
     if not equals or not name:
         names = [*groups, *fields]
         hint = f"Did you mean {near}=…?" if (near := _nearest(name, names, 1)) else "For example train.steps=100."
-        raise ValueError(f"{word}: expected a setting of the form group=NAME or key.subkey=value. {hint}")
+        raise ValueError(f"{shown(word)}: expected a setting of the form group=NAME or key.subkey=value. {hint}")
     if name in groups:
         if value not in groups[name]:
             hint = f"Nearest: {near}." if (near := _nearest(value, groups[name])) else "Choose one of these."
             raise refuse(name, value, "one of " + ", ".join(groups[name]), hint)
+        try:
+            read_yaml(_recipe(name, value))
+        except ValueError as error:
+            raise ValueError(f"recipes/{name}/{value}.yaml: expected a recipe ({error}). Mend the file.") from None
     elif name not in fields:
         inside = [key for key in fields if key.startswith(name + ".")]
         if inside:
             raise ValueError(
-                f"{word}: expected one of the keys inside {name}, which has no recipes to choose from. "
+                f"{shown(word)}: expected one of the keys inside {name}, which has no recipes to choose from. "
                 f"Set {', '.join(inside[:3])}{', …' if len(inside) > 3 else ''}."
             )
         raise _unknown_key(name)
+    elif len(value) > (most := _LONGEST_TEXT if fields[name][0].startswith("text") else _LONGEST_FIGURE):
+        raise refuse(name, value, f"at most {most:,} characters", "Shorten it.")
     if prefix:
         raise ValueError(
-            f"{word}: expected key=value without {prefix}; every key exists and is only set. Write {name}={value}."
+            f"{shown(word)}: expected key=value without {prefix}; every key exists and is only set. "
+            f"Write {name}={shown(value)}."
         )
 
 
-def _is_bare_text(name: str, value: str) -> bool:
-    """Whether this is text without quotes, which a grammar might take for something else."""
-    expected, _ = _fields().get(name, ("", None))
-    as_it_is = value == "null" if expected.endswith("or null") else False
-    quoted = "${" in value or re.fullmatch(r"'[^']*'|\"[^\"]*\"", value)
-    return expected.startswith("text") and not as_it_is and not quoted
+def _plain(name: str, value: str) -> str | None:
+    """A word's value as Hydra would take it, for OmegaConf to make a number or truth value of."""
+    if _is_null(name, value):
+        return None
+    quoted = _QUOTED.fullmatch(value) if _fields()[name][0].startswith("text") else None
+    return value[1:-1] if quoted else value
 
 
-def _for_yaml(word: str) -> str:
-    """`word`, with text in quotes: `::` would be a mapping, `1e3` a number."""
-    name, _, value = word.partition("=")
-    escaped = value.replace("'", "''")
-    return f"{name}='{escaped}'" if _is_bare_text(name, value) else word
+def _is_null(name: str, value: str) -> bool:
+    return value == "null" and _fields()[name][0].endswith("or null")
+
+
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
 def _for_hydra(word: str) -> str:
     """`word`, with text in the quotes that Hydra's grammar wants around commas, spaces, brackets and the like."""
     name, _, value = word.partition("=")
-    if not _is_bare_text(name, value):
+    if not _fields().get(name, ("", None))[0].startswith("text"):
+        return word
+    if _is_null(name, value) or "${" in value or _QUOTED.fullmatch(value):
         return word
     escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
     return f"{name}='{escaped}'"
@@ -193,7 +247,7 @@ def _for_hydra(word: str) -> str:
 def _unknown_key(name: str) -> ValueError:
     near = _nearest(name, [*_fields(), *recipes()])
     hint = f"Nearest: {near}." if near else "The keys are in megatron_longctx/config/tree.py, the recipes in recipes/."
-    return ValueError(f"{name}: expected a key of the configuration; there is none of this name. {hint}")
+    return ValueError(f"{shown(name)}: expected a key of the configuration; there is none of this name. {hint}")
 
 
 def _explain(error: Exception, overrides: Sequence[str] = ()) -> str:
@@ -209,7 +263,7 @@ def _explain(error: Exception, overrides: Sequence[str] = ()) -> str:
         key = unread.partition("=")[0] or getattr(cause, "full_key", None) or _named_key(str(cause), words)
         if key in fields:
             expected, example = fields[key]
-            given = words.get(key) or f"{_where(whole)}{key}{_given_value(str(cause))}"
+            given = shown(words.get(key) or f"{_where(whole)}{key}{_given_value(str(cause))}")
             return f"{given}: expected {expected}. For example {key}={example}."
     return f"{_first_line(error)}: expected settings and recipes that Hydra can read. Check them one by one."
 
@@ -255,22 +309,4 @@ def recipes() -> dict[str, list[str]]:
 @functools.cache
 def _fields() -> dict[str, tuple[str, object]]:
     """Every key of the configuration: what its value must be, in words, and an example."""
-    fields: dict[str, tuple[str, object]] = {}
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    examples: dict[type, object] = {int: 1, float: 1.0, bool: "true", str: "NAME"}
-
-    def walk(prefix: str, cls: Any) -> None:
-        types = get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            kind = types[field.name]
-            if dataclasses.is_dataclass(kind):
-                walk(f"{prefix}{field.name}.", kind)
-                continue
-            plain = next(option for option in (get_args(kind) or (kind,)) if option is not type(None))
-            default = str(field.default).lower() if plain is bool else field.default
-            nullable = " or null" if type(None) in get_args(kind) else ""
-            example = examples[plain] if default is None else default
-            fields[f"{prefix}{field.name}"] = (words[plain] + nullable, example)
-
-    walk("", Config)
-    return fields
+    return {key.name: (key.type_in_words, key.example) for keys in keys_of(Config).values() for key in keys}

@@ -23,11 +23,13 @@ from .comm.rendezvous import Placement, host_store, join, join_store, listen
 from .compose import RESOLVED, load_config, override_config
 from .config import Config, refuse
 from .inference.engine import LongContextEngine
+from .inference.figures import calibration_file
 from .mcore import checkpoint, groups
 from .mcore.identity import refusal, tokenizer_identity
-from .mcore.inference import build_engine, for_inference
+from .mcore.inference import build_engine, check_cache, for_inference
 from .mcore.model import fingerprint, padded_vocab_size
 from .mcore.tokenizer import build_tokenizer
+from .topology import load_cluster
 from .training.launcher import JobFailed
 from .training.preflight import device_type
 
@@ -69,10 +71,10 @@ def job_of(own: Mapping[str, str], settings: Sequence[str], options: Any = None)
     Raises:
         ValueError: a checkpoint, settings or sizes that cannot be used.
     """
-    if "checkpoint" not in own:
+    if not own.get("checkpoint"):  # an empty one would be the current folder
         raise refuse("checkpoint", "", "checkpoint=RUN, the folder of a run", "Give runs/NAME of a training run.")
     iteration = own.get("iteration")
-    if iteration is not None and not iteration.isdecimal():
+    if iteration is not None and not (iteration.isdecimal() and len(iteration) < 13):
         raise refuse("iteration", iteration, "a number", "Leave it out for the latest.")
     run = Path(own["checkpoint"])
     loaded = load_config(run / RESOLVED)
@@ -90,7 +92,11 @@ def job_of(own: Mapping[str, str], settings: Sequence[str], options: Any = None)
     if error is not None and config.train.check_data:
         raise error
     job = InferenceJob(config, checkpoints, number, options)
-    if device_type(config) == "cuda" and job.world_size > torch.cuda.device_count() and "RANK" not in os.environ:
+    device = device_type(config)
+    cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size
+    if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
+        load_cluster(cluster).resized(n)  # what attention is to be priced by can be read
+    if device == "cuda" and job.world_size > torch.cuda.device_count() and "RANK" not in os.environ:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"
         raise refuse(sizes, job.world_size, f"at most {torch.cuda.device_count()}, the GPUs here", "Set them lower.")
     return job
@@ -100,11 +106,12 @@ def run(job: InferenceJob, work: Work) -> None:
     """Run `work` on every rank, of this host or as torchrun has started them.
 
     Raises:
-        ValueError: what `work` raised on all ranks.
+        ValueError: a cache that does not fit, or what `work` raised on all ranks.
         JobFailed: another rank ended.
     """
     if job.config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    check_cache(job.config, _memory_of_a_rank(job))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if world != job.world_size:
@@ -117,6 +124,14 @@ def run(job: InferenceJob, work: Work) -> None:
         return
     with _ranks(job, work):
         _work(job, work)
+
+
+def _memory_of_a_rank(job: InferenceJob) -> int:
+    """Bytes: of a GPU, or this host's share."""
+    if device_type(job.config) == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
 
 
 @contextmanager

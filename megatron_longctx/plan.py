@@ -19,6 +19,7 @@ from .schedules import (
     describe,
     keeping,
     keeps_received,
+    num_messages,
 )
 from .schedules.draw import draw
 from .schedules.draw_timeline import draw_modes, draw_timeline
@@ -48,6 +49,8 @@ def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures) ->
     cluster = _cluster(config) if config.parallelism.cluster else None
     if pictures.timeline and cluster is None:
         raise refuse("--timeline", pictures.timeline, "parallelism.cluster=NAME beside it", _REMEDY)
+    _check_size("--draw", pictures.plan, config)
+    _check_size("--timeline", pictures.timeline, config)
     plan = _configured(config, causal)
     plan = backward_plan(plan) if backward else plan
     workload = Workload.of(config)
@@ -72,6 +75,7 @@ def compare(config: Config, *, causal: bool, picture: Path | None) -> None:
         ValueError: no cluster named, or one that does not say what its devices do.
     """
     _check_picture("--compare", picture)
+    _check_size("--compare", picture, config)
     if config.parallelism.cluster is None:
         raise refuse("--compare", "given", "parallelism.cluster=NAME beside it", _REMEDY)
     cluster, workload = _cluster(config), Workload.of(config)
@@ -104,9 +108,11 @@ def show_memory(config: Config, picture: Path | None, longest: bool, device_gib:
         _check_picture("--memory", drawn)
         command.show(config, drawn, device_gib)
     if longest:
+        _check_size("--max-length", "given", config)
         command.show_max_length(config, device_gib)
 
 
+_MOST_MESSAGES = 20_000  # of a plan that is drawn: 141 ranks of a ring
 _REMEDY = "Name one of recipes/cluster, or a file that `megatron-longctx bench links` has written."
 
 
@@ -148,6 +154,17 @@ def _price(simulation: Simulation, cluster: Cluster) -> str:
         f"  memory         {simulation.peak_bytes / 2**30:.3f} GiB at most for this call, kernels' workspace apart",
     ]
     return "\n".join(rows)
+
+
+def _check_size(option: str, given: object, config: Config) -> None:
+    """Refuse a picture, or a search over many lengths, of a plan that would take hours and that nobody could read."""
+    if not given:
+        return
+    par = config.parallelism
+    messages = num_messages(par.schedule, par.context_parallel_size, config.data.seq_length, PlanOptions.of(par))
+    if messages > _MOST_MESSAGES:
+        expected = f"a plan of at most {_MOST_MESSAGES:,} messages; {par.schedule} has {messages:,} here"
+        raise refuse(option, given, expected, "Take fewer context-parallel ranks.")
 
 
 def _check_picture(option: str, picture: Path | None) -> None:

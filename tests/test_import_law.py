@@ -19,7 +19,19 @@ MOST_LINES = 500
 ROOMS = (
     *("names", "files", "config", "compose"),
     *("layout", "topology", "schedules", "memory", "kernels", "comm", "attention", "recompute", "metrics"),
-    *("inference", "mcore", "training", "convert", "bench", "inference_job", "chat", "generate", "http_api", "serve"),
+    *(
+        "inference",
+        "mcore",
+        "training",
+        "convert",
+        "bench",
+        "inference_job",
+        "chat_template",
+        "chat",
+        "generate",
+        "http_api",
+        "serve",
+    ),
     *("plan", "doctor", "demo", "cli", "__main__", "testing"),
 )
 # The package's own __init__ is loaded by every import of any room, so it may know none.

@@ -1,6 +1,7 @@
-"""The typed configuration (`tree`) and its only validation (`checks`)."""
+"""The typed configuration (`tree`), what each key may be (`bounds`), and its only validation (`checks`)."""
 
-from .checks import data_parallel_size, refuse, validate
+from .bounds import is_line, keys_of, refuse, shown
+from .checks import data_parallel_size, validate
 from .tree import (
     CACHE_MODES,
     CACHE_RULES,
@@ -9,6 +10,7 @@ from .tree import (
     DEVICES,
     KEEP_RECEIVED,
     KERNELS,
+    MOST_TOKENS,
     OUTER_SCHEDULES,
     PRECISIONS,
     RECOMPUTES,
@@ -41,6 +43,7 @@ __all__ = [
     "DEVICES",
     "KEEP_RECEIVED",
     "KERNELS",
+    "MOST_TOKENS",
     "OUTER_SCHEDULES",
     "PRECISIONS",
     "RECOMPUTES",
@@ -64,6 +67,9 @@ __all__ = [
     "ServeConfig",
     "TrainConfig",
     "data_parallel_size",
+    "is_line",
+    "keys_of",
     "refuse",
+    "shown",
     "validate",
 ]

@@ -1,13 +1,15 @@
 """The typed configuration tree: every setting, with its default and meaning.
 
 Recipes (`recipes/*.yaml`, composed by Hydra) fill these dataclasses. Lengths are in tokens, sizes in ranks, memory in
-GiB, times in seconds.
+GiB, times in seconds. Every key but truth values says beside its default what it may be (`bounds`).
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from .bounds import choice, folder_name, number, path, text
 
 SCHEDULES = ("ring", "zigzag", "striped", "helper", "double_ring", "tasp", "all_gather", "ulysses", "usp")
 OUTER_SCHEDULES = ("ring", "zigzag", "helper", "double_ring", "tasp", "all_gather")
@@ -26,30 +28,36 @@ CACHE_RULES = ("auto", "simulate", "algorithm_1", "algorithm_5", "empirical", "b
 WANDB_MODES = ("offline", "online", "disabled")
 TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatron")
 
+MOST_TOKENS = 10**9  # of a sequence
+_MOST = 10**9  # steps, counts: no key is meant for more
+_MOST_RANKS = 1024
+_YEAR_S = 31_536_000.0
+_WEIGHT = r" *([0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9}) *"
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of a GPT. `vocab_size: null` takes the tokenizer's, rounded up to `vocab_multiple`."""
 
-    name: str = "tiny"
-    num_layers: int = 4
-    hidden_size: int = 128
-    num_attention_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int | None = None  # null: hidden_size / num_attention_heads
-    ffn_hidden_size: int = 384
-    vocab_size: int | None = None
-    vocab_multiple: int = 128
-    normalization: str = "rmsnorm"  # rmsnorm | layernorm
-    norm_epsilon: float = 1e-5
-    activation: str = "swiglu"  # swiglu | gelu
-    position_embedding: str = "rope"  # rope | learned
-    rope_base: float = 500_000.0
+    name: str = text("tiny")
+    num_layers: int = number(4, 1, 10_000)
+    hidden_size: int = number(128, 1, 10**6)
+    num_attention_heads: int = number(4, 1, 10**5)
+    num_kv_heads: int = number(2, 1, 10**5)
+    head_dim: int | None = number(None, 1, 10**5)  # null: hidden_size / num_attention_heads
+    ffn_hidden_size: int = number(384, 1, 10**7)
+    vocab_size: int | None = number(None, 1, 10**7)
+    vocab_multiple: int = number(128, 1, 10**6)
+    normalization: str = choice("rmsnorm", ("rmsnorm", "layernorm"))
+    norm_epsilon: float = number(1e-5, 1e-20, 1)  # less is 0 in fp32, or near it
+    activation: str = choice("swiglu", ("swiglu", "gelu"))
+    position_embedding: str = choice("rope", ("rope", "learned"))
+    rope_base: float = number(500_000.0, 1, 1e15)
     bias: bool = False
     tie_embeddings: bool = False
-    init_std: float = 0.02
+    init_std: float = number(0.02, 1e-6, 10)
     # Whose layers surround our attention: auto (TransformerEngine's on GPUs where installed, else Megatron's local)
-    implementation: str = "auto"  # auto | local | transformer_engine
+    implementation: str = choice("auto", ("auto", "local", "transformer_engine"))
 
     @property
     def kv_channels(self) -> int:
@@ -60,29 +68,30 @@ class ModelConfig:
 class ParallelismConfig:
     """How ranks are divided. `data_parallel_size: null` takes what remains of the world."""
 
-    context_parallel_size: int = 1
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int | None = None
+    context_parallel_size: int = number(1, 1, _MOST_RANKS)
+    tensor_parallel_size: int = number(1, 1, _MOST_RANKS)
+    pipeline_parallel_size: int = number(1, 1, _MOST_RANKS)
+    data_parallel_size: int | None = number(None, 1, 10**5)
     sequence_parallel: bool = True  # only has an effect when tensor_parallel_size > 1
     # ... or auto: what the simulator finds fastest, from a calibration (`megatron-longctx bench calibrate`) or, where
     # there is none, from what `cluster` says.
-    schedule: str = "zigzag"  # ring | zigzag | striped | helper | double_ring | tasp | all_gather | ulysses | usp
+    schedule: str = choice("zigzag", (*SCHEDULES, "auto"))
     # all_gather only: most remote K/V tokens one rank may hold at once; null: all of them, in one group.
-    max_buffer_tokens: int | None = None
+    max_buffer_tokens: int | None = number(None, 2, _MOST)
     # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: a node of `cluster`, or the largest
     # proper divisor of context_parallel_size up to 8.
-    inner_size: int | None = None
+    inner_size: int | None = number(None, 1, _MOST_RANKS)
     # ulysses only: parts in which a rank's heads are exchanged, each beside the attention of the one before.
-    head_chunks: int = 1
-    max_attention_gib: float | None = None  # auto only: most memory of one attention call on a rank; null: no bound
-    outer_schedule: str = "zigzag"  # usp only: the mode between its groups (any of the above but striped and ulysses)
+    head_chunks: int = number(1, 1, 10**5)
+    # auto only: most memory of one attention call on a rank; null: no bound
+    max_attention_gib: float | None = number(None, 0, 1e6, above=True)
+    outer_schedule: str = choice("zigzag", OUTER_SCHEDULES)  # usp only: the mode between its groups
     # How ranks are linked: a name in recipes/cluster or a file of that form. tasp chooses its rings by it. null: every
     # pair of ranks has a link of its own.
-    cluster: str | None = None
+    cluster: str | None = path(None)
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    timeout_s: float = 600.0  # a collective that waits longer fails the job
+    timeout_s: float = number(600.0, 1, _YEAR_S)  # a collective that waits longer fails the job
 
     @property
     def model_parallel_size(self) -> int:
@@ -95,25 +104,25 @@ class ParallelismConfig:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    kernel: str = "auto"  # auto | cudnn | flash_attn | flash | cpu | reference
+    kernel: str = choice("auto", KERNELS)
     deterministic: bool = False
     # How blocks travel: peer (pulled out of peers' memory by the copy engine), p2p (batched messages of NCCL or gloo),
     # auto (peer where all ranks of the group can, both where only some can, else p2p, saying which and why)
-    transport: str = "auto"
+    transport: str = choice("auto", TRANSPORTS)
     # Over peer memory, attention with at most so many tokens on every rank is tried as it is and replayed from CUDA
     # graphs, and the faster way stays; 0: never replayed
-    graph_tokens: int = 4096
+    graph_tokens: int = number(4096, 0, _MOST)
     # In inference on several context-parallel ranks keys and values are kept and sent as 8-bit integers, with a scale
     # for every token and head: half the bytes of bf16, and not exact. Training is not touched.
     kv_int8: bool = False
     # Whether a call keeps what it has received from other ranks until its backward, which then does not exchange it
     # again: auto (with ulysses, up to 32,768 tokens a rank: it takes the memory of one output more) | true | false.
     # With recompute=attention_output nothing is kept: forward runs without a graph.
-    keep_received: str = "auto"
+    keep_received: str = choice("auto", KEEP_RECEIVED)
 
     def __post_init__(self) -> None:
         # `true`, read as a truth value, becomes the text `True`.
-        object.__setattr__(self, "keep_received", self.keep_received.lower())
+        object.__setattr__(self, "keep_received", str(self.keep_received).lower())
 
 
 @dataclass(frozen=True)
@@ -125,12 +134,12 @@ class RecomputeConfig:
     memory.
     """
 
-    mode: str = "none"  # none | layer | attention_output | attention_output+offload
+    mode: str = choice("none", RECOMPUTES)
     # Most tokens (times sequences) of a rank whose logits exist at once, forward and again in backward. null: all.
-    head_chunk_tokens: int | None = None
+    head_chunk_tokens: int | None = number(None, 1, _MOST)
     # Most tokens (times sequences) of a rank that pass through an MLP at once; its activations are then not kept, but
     # computed again in backward. null: all.
-    mlp_tile_tokens: int | None = None
+    mlp_tile_tokens: int | None = number(None, 1, _MOST)
 
 
 @dataclass(frozen=True)
@@ -138,136 +147,145 @@ class ReductionConfig:
     """How the outputs of row-parallel layers are summed over tensor-parallel ranks: as they are, or as integers (Flash
     Communication), which is faster on slow links and not exact. In inference only, unless `in_training`."""
 
-    output_projection: str = "none"  # of attention: none | int8 | int6 | int4 | auto (int8 where measured faster)
-    down_projection: str = "none"  # of the MLP, whose outliers make it the harder one: the same choice
-    group_size: int = 128  # neighbouring values that share a range: 32 | 64 | 128
+    output_projection: str = choice("none", REDUCTIONS)  # of attention; auto: int8 where measured faster
+    down_projection: str = choice("none", REDUCTIONS)  # of the MLP, whose outliers make it the harder one
+    group_size: int = choice(128, (32, 64, 128))  # neighbouring values that share a range; 128 sends the fewest bytes
     symmetric: bool = False  # ranges around zero
-    min_kib: float = 64.0  # smaller tensors are summed as they are
+    min_kib: float = number(64.0, 0, 1e12)  # smaller tensors are summed as they are
     in_training: bool = False  # forward; gradients pass as through the exact sum
     # Over what integers travel: peer (GPUs of one host write each other's memory), collective (all-to-all and
     # all-gather of the process group), auto (peer where it can be had).
-    transport: str = "auto"
+    transport: str = choice("auto", REDUCTION_TRANSPORTS)
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Megatron indexed data: `<prefix>.bin` and `<prefix>.idx`, as `megatron-longctx data` writes them."""
 
-    prefix: str = "data/stdlib"
-    seq_length: int = 4096
-    tokenizer: str = "byte-level"  # byte-level | huggingface | sentencepiece | tiktoken | megatron
-    tokenizer_path: str | None = None  # needed by all but byte-level
-    split: str = "100,0,0"
+    prefix: str = path("data/stdlib")
+    seq_length: int = number(4096, 1, MOST_TOKENS)
+    tokenizer: str = choice("byte-level", TOKENIZERS)
+    tokenizer_path: str | None = path(None)  # needed by all but byte-level
+    # Shares of the documents for training, validation and test, of which training takes the first.
+    split: str = text(
+        "100,0,0",
+        "one to three weights such as 90,10,0, the first above 0",
+        rf"(?= *[0-9.]*[1-9]){_WEIGHT}(,{_WEIGHT}){{0,2}}",
+    )
     mask_eod_loss: bool = False
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    lr: float = 3e-4
-    min_lr: float = 3e-5
-    warmup_steps: int = 10
-    decay_steps: int | None = None  # null: train.steps
-    decay_style: str = "cosine"  # cosine | linear | constant
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip_grad: float = 1.0
+    lr: float = number(3e-4, 0, 100)
+    min_lr: float = number(3e-5, 0, 100)
+    warmup_steps: int = number(10, 0, _MOST)
+    decay_steps: int | None = number(None, 1, _MOST)  # null: train.steps
+    decay_style: str = choice("cosine", ("cosine", "linear", "constant"))
+    weight_decay: float = number(0.1, 0, 100)
+    beta1: float = number(0.9, 0, 1, below=True)
+    beta2: float = number(0.95, 0, 1, below=True)
+    eps: float = number(1e-8, 1e-20, 1)  # Adam's; less is 0 in fp32, or near it
+    clip_grad: float = number(1.0, 0, 1e9)  # 0: gradients are not clipped
     distributed: bool = True  # Megatron's distributed optimizer: states sharded over dp x cp
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: int = 20
-    global_batch_size: int = 1  # sequences per step, over all data-parallel ranks
-    micro_batch_size: int = 1  # sequences per forward pass of one data-parallel rank
-    precision: str = "bf16"  # fp32 | bf16
-    device: str = "auto"  # auto | cpu | cuda
-    check_memory: bool = True  # on GPUs: refuse a run that is predicted not to fit, warn where it will be close
+    steps: int = number(20, 1, _MOST)
+    global_batch_size: int = number(1, 1, 10**6)  # sequences per step, over all data-parallel ranks
+    micro_batch_size: int = number(1, 1, 10**6)  # sequences per forward pass of one data-parallel rank
+    precision: str = choice("bf16", PRECISIONS)
+    device: str = choice("auto", DEVICES)
+    check_memory: bool = True  # refuse a run that is predicted not to fit, warn where it will be close
     # Refuse a tokenizer that the dataset was not written with and, on resume, another dataset, tokenizer, seq_length,
     # split or seed than the run's. false: go on with them, from the sample after the last.
     check_data: bool = True
-    seed: int = 1234
+    seed: int = number(1234, 1, 2**31 - 1)
     save: bool = True  # checkpoint at the end and when stopped
-    save_interval: int | None = None  # steps; null: only at the end and when stopped
-    keep_checkpoints: int | None = None  # null: all
-    num_processes: int | None = None  # ranks started on this host; null: one per GPU, or the smallest that fits on CPU
+    save_interval: int | None = number(None, 1, _MOST)  # steps; null: only at the end and when stopped
+    keep_checkpoints: int | None = number(None, 1, _MOST)  # null: all
+    # Ranks started on this host; null: one per GPU, or the smallest that fits on CPU.
+    num_processes: int | None = number(None, 1, _MOST_RANKS)
 
 
 @dataclass(frozen=True)
 class InferenceConfig:
     """`megatron-longctx generate` and `serve`. Sampling: see `inference.sampling.Sampling`."""
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0  # 0: the likeliest token
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 0
+    max_new_tokens: int = number(128, 1, _MOST)
+    temperature: float = number(0.0, 0, 1e6)  # 0: the likeliest token
+    top_k: int | None = number(None, 1, _MOST)
+    top_p: float = number(1.0, 0, 1, above=True)  # 1: draws among all tokens
+    seed: int = number(0, -(2**63), 2**63 - 1)
     # How the ranks share attention over the cache: auto | pass_kv | pass_q | one_hop
-    mode: str = "auto"
+    mode: str = choice("auto", CACHE_MODES)
     # What mode=auto goes by: auto | simulate | algorithm_1 | algorithm_5 | empirical | bytes. auto: simulate where
     # a calibration (`bench calibrate` with attention.transport as `transport` below) or else parallelism.cluster says
     # how ranks are linked, else bytes.
-    rule: str = "auto"
+    rule: str = choice("auto", CACHE_RULES)
     # How few new tokens are computed: single ones of several sequences, and prompts of up to 512 tokens together.
     # replicated: the whole model for all of them on every rank, but attention by each rank over what it holds of the
     # cache, with one exchange of partial results a layer. plan: as any other batch, by `mode`. auto: replicated unless
     # `mode` names a way, but prompts only where CUDA graphs can be and never with exact_reuse.
-    decode: str = "auto"
+    decode: str = choice("auto", DECODES)
     # Replicated steps are replayed from CUDA graphs: auto (where that is possible, else it says why not) | true | false
-    cuda_graphs: str = "auto"
+    cuda_graphs: str = choice("auto", CUDA_GRAPHS)
     # How blocks travel between context-parallel ranks, as attention.transport.
-    transport: str = "auto"
-    page_tokens: int = 64
+    transport: str = choice("auto", TRANSPORTS)
+    page_tokens: int = number(64, 1, 2**20)
     # The cache of all context-parallel ranks together; null: data.seq_length + max_new_tokens.
-    cache_tokens: int | None = None
+    cache_tokens: int | None = number(None, 1, 10**10)
     # Most new tokens of a sequence computed at once; null: as many as make 65,536 a rank, of all sequences together.
-    prefill_chunk: int | None = None
+    prefill_chunk: int | None = number(None, 1, _MOST)
     evict: bool = False  # a full cache forgets idle sessions, which are computed again, instead of refusing
     # A file with a Jinja template for chats; null: the tokenizer's own, else plain text, a message a line.
-    chat_template: str | None = None
+    chat_template: str | None = path(None)
     # A prompt gets bit for bit the same logits whether its beginning is found in the cache or not: only whole chunks of
     # prefill_chunk from its first token on are reused, and prompts are computed one by one. false: all that is found.
     exact_reuse: bool = False
 
     def __post_init__(self) -> None:
         # `true`, read as a truth value, becomes the text `True`.
-        object.__setattr__(self, "cuda_graphs", self.cuda_graphs.lower())
+        object.__setattr__(self, "cuda_graphs", str(self.cuda_graphs).lower())
 
 
 @dataclass(frozen=True)
 class ServeConfig:
     """`megatron-longctx serve`. API keys come from the environment, a key a line: MEGATRON_LONGCTX_API_KEY."""
 
-    host: str = "127.0.0.1"  # any other than this host's own needs a key
-    port: int = 8000  # 0: any free one
-    api_keys: str | None = None  # a file with more keys, a key a line
+    host: str = text("127.0.0.1")  # any other than this host's own needs a key
+    port: int = number(8000, 0, 65_535)  # 0: any free one
+    api_keys: str | None = path(None)  # a file with more keys, a key a line
     # By which names clients may call the server (their `Host`), separated by commas; `*`: any. null: on a loopback
     # address only names and addresses of this host itself, else any.
-    allowed_hosts: str | None = None
-    max_active: int = 16  # sequences computed together
-    max_waiting: int = 64  # requests at once, those that are computed included; more are answered 429
-    max_connections: int = 128
-    max_body_bytes: int = 16 * 2**20
-    timeout_s: float = 30.0  # for a client to send a request's head, and then its body; to keep silent; not to read
+    allowed_hosts: str | None = text(None, most=2000)
+    max_active: int = number(16, 1, 4096)  # sequences computed together
+    max_waiting: int = number(64, 1, 10**6)  # requests at once, those that are computed included; more are answered 429
+    max_connections: int = number(128, 1, 10**6)
+    max_body_bytes: int = number(16 * 2**20, 1, 2**32)
+    # For a client to send a request's head, and then its body; to keep silent; not to read.
+    timeout_s: float = number(30.0, 1, _YEAR_S)
     # Where ranks take longer for one round, a chunk of prompts and a token, `/health` and requests get 503; half of
     # parallelism.timeout_s if that is less.
-    stalled_s: float = 10.0
-    keep_sessions: int = 16  # finished or cancelled sequences whose caches are kept for prompts that begin with them
+    stalled_s: float = number(10.0, 0, _YEAR_S, above=True)
+    # Finished or cancelled sequences whose caches are kept for prompts that begin with them.
+    keep_sessions: int = number(16, 0, 10**6)
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    wandb: str = "offline"  # offline | online | disabled
-    wandb_project: str = "megatron-longctx"
-    peak_tflops: float | None = None  # per GPU, dense, for MFU; null: looked up by device name
-    profile_step: int | None = None  # rank 0 profiles this step into runs/<name>/profile; null: none
+    wandb: str = choice("offline", WANDB_MODES)
+    wandb_project: str = text("megatron-longctx", "a project of W&B, 1 to 128 letters", r"[^/\\#?%:]{1,128}")
+    # Per GPU, dense, for MFU; null: looked up by device name.
+    peak_tflops: float | None = number(None, 1e-3, 1e9)
+    profile_step: int | None = number(None, 1, _MOST)  # rank 0 profiles this step into runs/<name>/profile; null: none
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    name: str = "default"
-    root: str = "runs"
+    name: str = folder_name("default")
+    root: str = path("runs")
 
 
 @dataclass(frozen=True)

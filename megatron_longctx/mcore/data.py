@@ -135,6 +135,11 @@ def check_corpus(data: DataConfig) -> int:
             f"at most {tokens - 1}: {data.prefix} has {tokens} tokens",
             "Lower data.seq_length or use more text.",
         )
+    weights = [float(weight) for weight in data.split.split(",")]
+    trained = int(lengths[: round(weights[0] / sum(weights) * len(lengths))].sum())  # Megatron splits whole documents
+    if trained < data.seq_length + 1:
+        part = f"a training part of at least {data.seq_length + 1} tokens; it has {trained} of {tokens}"
+        raise refuse("data.split", data.split, part, "Give the first part of data.split more weight.")
     note = _note(data)
     if note and note["tokenizer"] != data.tokenizer:
         wanted = f"{note['tokenizer']}, which {data.prefix} was written with"
@@ -182,10 +187,11 @@ def _note(data: DataConfig) -> dict[str, Any]:
 class TrainingData:
     """Samples in a fixed order that depends on the seed alone: not on steps, batch sizes or ranks.
 
-    Building is collective: every rank constructs it with the same arguments.
+    Building is collective: every rank constructs it with the same arguments. So is a pass over the data, each of which
+    has a shuffle of its own.
 
     Args:
-        config: `data`, `train.seed`, `train.steps` and `train.global_batch_size` are read.
+        config: `data` and `train.seed` are read.
         tokenizer: the one the data was written with.
         vocab_size: rows of the model's embedding.
     """
@@ -194,14 +200,24 @@ class TrainingData:
         self._config = config
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._epochs: list[GPTDataset] = [self._epoch(0)]
-        wanted = config.train.steps * config.train.global_batch_size
-        # Each pass over the data has a shuffle of its own; all are made now, since making one is collective.
-        while len(self._epochs) * len(self._epochs[0]) < wanted:
-            self._epochs.append(self._epoch(len(self._epochs)))
+        self._epochs: dict[int, GPTDataset] = {0: self._epoch(0)}
+        self._size = len(self._epochs[0])
+
+    def reach(self, first: int, count: int) -> None:
+        """Make ready the passes in which samples `first .. first+count-1` lie, and forget others, whose files are open.
+
+        Collective: every rank calls it with the samples of all ranks, before it takes its own.
+        """
+        numbers = range(first // self._size, (first + count - 1) // self._size + 1)
+        for number in self._epochs.keys() - set(numbers):
+            del self._epochs[number]
+        for number in numbers:
+            if number not in self._epochs:
+                self._epochs[number] = self._epoch(number)
 
     def batch(self, first: int, count: int) -> dict[str, Tensor]:
-        """Samples `first .. first+count-1` as `[count, S]` tensors: tokens, labels, loss_mask, position_ids.
+        """Samples `first .. first+count-1`, which `reach` has made ready, as `[count, S]` tensors: tokens, labels,
+        loss_mask, position_ids.
 
         Labels are the next tokens, shifted over the whole sequence.
 
@@ -221,8 +237,7 @@ class TrainingData:
         return batch
 
     def _sample(self, index: int) -> dict[str, Tensor]:
-        size = len(self._epochs[0])
-        sample: dict[str, Tensor] = self._epochs[index // size][index % size]
+        sample: dict[str, Tensor] = self._epochs[index // self._size][index % self._size]
         return sample
 
     def _epoch(self, number: int) -> GPTDataset:
@@ -239,13 +254,6 @@ class TrainingData:
             create_attention_mask=False,
         )
         train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, config).build()
-        if train is None or not len(train):
-            raise refuse(
-                "data.split",
-                data.split,
-                f"a training part of at least {data.seq_length + 1} tokens",
-                "Give the first part of data.split more weight.",
-            )
         return train
 
 
@@ -255,6 +263,7 @@ def micro_batches(
     """This data-parallel rank's whole (unsharded) micro-batches of one step, in order."""
     train = config.train
     per_rank = train.global_batch_size // dp_size
+    data.reach(step * train.global_batch_size, train.global_batch_size)
     first = step * train.global_batch_size + dp_rank * per_rank
     for offset in range(0, per_rank, train.micro_batch_size):
         yield data.batch(first + offset, train.micro_batch_size)

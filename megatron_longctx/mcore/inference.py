@@ -218,18 +218,10 @@ def build_engine(
     if checkpoints is not None:
         state = checkpoint.TrainingState([gpt], fingerprint=fingerprint(config, vocab_size))
         checkpoint.load(checkpoints, state, iteration=iteration)
-    model, inference, n, tp = config.model, config.inference, groups.cp.size(), groups.tp.size()
+    model, inference, n = config.model, config.inference, groups.cp.size()
     ledger = CacheLedger(n, pages_per_rank(config), inference.page_tokens)
-    shape = CacheShape(
-        num_layers=model.num_layers,
-        num_heads=model.num_attention_heads // tp,
-        num_kv_heads=model.num_kv_heads // tp,
-        head_dim=model.kv_channels,
-        dtype=megatron.params_dtype,
-        int8=config.attention.kv_int8 and n > 1,  # a rank alone sends nothing and stays exact
-    )
     attention = CachedAttention(
-        groups.cp, shape, ledger.slots_per_rank, device, config.attention.kernel, inference.transport
+        groups.cp, _cache_shape(config), ledger.slots_per_rank, device, config.attention.kernel, inference.transport
     )
     learned = model.position_embedding == "learned"
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)
@@ -237,6 +229,35 @@ def build_engine(
     decode = DecodeSettings(inference.decode, inference.cuda_graphs)
     settings = EngineSettings(inference.prefill_chunk, inference.evict, inference.exact_reuse, decode)
     return LongContextEngine(cached, ledger, chooser, settings), tokenizer
+
+
+def check_cache(config: Config, capacity: int) -> None:
+    """Refuse a cache of which a rank's part alone does not fit into its `capacity` bytes.
+
+    Raises:
+        ValueError: names what the cache holds and how much would fit.
+    """
+    inference, token = config.inference, _cache_shape(config).token_bytes
+    needed = pages_per_rank(config) * inference.page_tokens * token
+    if needed > capacity:
+        tokens = inference.cache_tokens or config.data.seq_length + inference.max_new_tokens
+        most = capacity // token * config.parallelism.context_parallel_size
+        expected = f"at most {most} tokens, which take the {capacity / 2**30:.1f} GiB that each rank has"
+        remedy = "Lower it, inference.max_new_tokens or inference.page_tokens, or take more context-parallel ranks."
+        raise refuse("inference.cache_tokens", tokens, expected, remedy)
+
+
+def _cache_shape(config: Config) -> CacheShape:
+    model, par = config.model, config.parallelism
+    return CacheShape(
+        num_layers=model.num_layers,
+        num_heads=model.num_attention_heads // par.tensor_parallel_size,
+        num_kv_heads=model.num_kv_heads // par.tensor_parallel_size,
+        head_dim=model.kv_channels,
+        dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
+        # A rank alone sends nothing and stays exact.
+        int8=config.attention.kv_int8 and par.context_parallel_size > 1,
+    )
 
 
 def pages_per_rank(config: Config) -> int:

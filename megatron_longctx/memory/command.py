@@ -14,6 +14,7 @@ from .report import report, summary
 from .shapes import Job
 
 _GIB = 2**30
+_MOST_GIB = 10**6  # as of a cluster's devices
 _BYTE_LEVEL_ENTRIES = 512  # of Megatron's byte-level tokenizer
 
 
@@ -104,8 +105,9 @@ def _verdict(needed: int, capacity: int) -> str:
 def _capacity(config: Config, device_gib: float | None) -> int | None:
     """Bytes of a device; None where nobody says."""
     if device_gib is not None:
-        if not 0 < device_gib < float("inf"):
-            raise refuse("--device-gib", device_gib, "a number of GiB above 0", "Give a device's memory.")
+        if not 0 < device_gib <= _MOST_GIB:
+            expected = f"a number of GiB above 0 and at most {_MOST_GIB:,}"
+            raise refuse("--device-gib", device_gib, expected, "Give a device's memory.")
         return int(device_gib * _GIB)
     cluster = load_cluster(config.parallelism.cluster) if config.parallelism.cluster else None
     if cluster is None or cluster.device.memory_gib is None:

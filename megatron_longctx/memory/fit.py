@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..config import RECOMPUTES, Config, refuse
+from ..config import MOST_TOKENS, RECOMPUTES, Config, refuse
 from .model import predict
 from .shapes import Job
 
@@ -58,6 +58,8 @@ def check(job: Job, capacity: int, host_capacity: int | None = None) -> str | No
 def max_length(job: Job, capacity: int) -> int:
     """The longest `data.seq_length` whose step fits, a multiple of what divides evenly among the ranks; 0: none.
 
+    No more than `MOST_TOKENS`.
+
     Args:
         capacity: bytes for live tensors.
     """
@@ -70,11 +72,12 @@ def max_length(job: Job, capacity: int) -> int:
     if not fits(1):
         return 0
     fitting = 1
-    while fits(2 * fitting):
+    most = MOST_TOKENS // unit
+    while 2 * fitting <= most and fits(2 * fitting):
         fitting *= 2
     step = fitting
     while step := step // 2:
-        if fits(fitting + step):
+        if fitting + step <= most and fits(fitting + step):
             fitting += step
     return fitting * unit
 

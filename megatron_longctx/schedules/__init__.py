@@ -5,7 +5,7 @@ either; `describe` prints it and `draw` draws it. To add a mode, write its funct
 `SCHEDULES` and in `config.SCHEDULES`: the executor runs it unchanged.
 """
 
-from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads, layout_name, seal
+from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads, layout_name, num_messages, seal
 from .cost import Costs, KernelSample, MessageSample, Workload
 from .describe import describe, moved_tokens
 from .hide import backward_plan
@@ -44,6 +44,7 @@ __all__ = [
     "keeps_received",
     "layout_name",
     "moved_tokens",
+    "num_messages",
     "results_away",
     "seal",
     "stays",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config import OUTER_SCHEDULES, ParallelismConfig
+from ..config import OUTER_SCHEDULES, ParallelismConfig, refuse
 from ..layout import Layout, build_layout
 from ..topology import Cluster, hamiltonian_cycles, load_cluster, rings_for
 from .all_gather import all_gather
@@ -18,6 +19,11 @@ from .ring import ring
 from .tasp import Rings, tasp
 from .ulysses import ulysses
 from .usp import usp
+
+logger = logging.getLogger(__name__)
+
+_MOST_MESSAGES = 1_200_000  # a ring of 1,024 ranks has 1,048,576
+_MANY_MESSAGES, _MESSAGES_PER_S = 50_000, 6_000
 
 
 @dataclass(frozen=True)
@@ -162,6 +168,17 @@ def check_heads(
         )
 
 
+def num_messages(schedule: str, n: int, length: int, options: PlanOptions) -> int:
+    """Roughly the messages of a plan, by which the time and memory that it takes to make it grow."""
+    if schedule == "all_gather" and options.max_buffer_tokens is not None:
+        return n * (n + 2 * length // options.max_buffer_tokens)
+    if schedule == "tasp":
+        links = n if options.cluster is None else min(n, options.cluster.ranks_per_node)
+        # Rings among more than 128 ranks take minutes to find.
+        return n * n * (len(options.rings(n)) if links <= 128 else links)
+    return n * n * {"double_ring": options.inner(n), "ulysses": 3 * options.head_chunks}.get(schedule, 1)
+
+
 def seal(plan: Plan) -> Plan:
     """The same plan, with the buffers it needs stated."""
     return replace(plan, buffers=tuple(sorted(buffer_need(plan).items())))
@@ -172,11 +189,17 @@ def build_plan(schedule: str, n: int, length: int, causal: bool = True, options:
     """The forward plan of `schedule` for `n` ranks and a sequence of `length` tokens.
 
     Raises:
-        ValueError: unknown schedule, or sizes or options that it refuses.
+        ValueError: unknown schedule, sizes or options that it refuses, or ranks whose plan would take minutes.
     """
     for name, allowed in ((schedule, tuple(SCHEDULES)), (options.outer_schedule, OUTER_SCHEDULES)):
         if name not in allowed:
             raise ValueError(f"schedule {name!r}: expected one of {', '.join(allowed)}. Choose one of these.")
     layout = build_layout(layout_name(schedule, options), n, length, options.unit)
+    if (messages := num_messages(schedule, n, length, options)) > _MOST_MESSAGES:
+        expected = f"a plan of at most {_MOST_MESSAGES:,} messages; that of {schedule} would have {messages:,}"
+        remedy = "Choose zigzag or fewer ranks, or raise parallelism.max_buffer_tokens where it is set."
+        raise refuse("parallelism.context_parallel_size", n, expected, remedy)
+    if messages > _MANY_MESSAGES:
+        logger.info("planning %s for %d ranks: some %.0f s", schedule, n, messages / _MESSAGES_PER_S)
     with collector_paused():
         return seal(SCHEDULES[schedule].plan(layout, causal, options))

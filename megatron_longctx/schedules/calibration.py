@@ -84,7 +84,7 @@ def load_calibration(path: Path) -> Calibration:
         raise ValueError(
             f"{path}: expected a calibration. Run `megatron-longctx bench calibrate` with the same settings."
         ) from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path}: expected a calibration of version {_VERSION} ({error}). Run `bench calibrate` again."
         ) from None

@@ -6,18 +6,23 @@ from collections.abc import Mapping
 
 from .plan import Attend, Kind, Plan
 
+_Moved = dict[Kind, tuple[float, float]]
 
-def moved_tokens(plan: Plan, rank: int) -> dict[Kind, tuple[float, float]]:
+
+def moved_tokens(plan: Plan, rank: int) -> _Moved:
     """Tokens (sent, received) by `rank` over the whole plan, per kind; part of the heads counts as part of a token."""
-    moved: dict[Kind, tuple[float, float]] = {}
+    return _moved_tokens(plan)[rank]
+
+
+def _moved_tokens(plan: Plan) -> list[_Moved]:
+    """By rank."""
+    moved: list[_Moved] = [{} for _ in range(plan.n)]
     for step in plan.steps:
         for block, source, destination, _ in step.moves:
-            sent, received = moved.get(block.kind, (0, 0))
-            if rank in (source, destination):
-                moved[block.kind] = (
-                    sent + block.tokens / block.heads.parts * (rank == source),
-                    received + block.tokens / block.heads.parts * (rank == destination),
-                )
+            tokens = block.tokens / block.heads.parts
+            for rank, sent, received in ((source, tokens, 0), (destination, 0, tokens)):
+                before = moved[rank].get(block.kind, (0, 0))
+                moved[rank][block.kind] = (before[0] + sent, before[1] + received)
     return moved
 
 
@@ -39,11 +44,12 @@ def describe(plan: Plan, bytes_per_token: Mapping[Kind, int] | None = None) -> s
     ]
     for t, step in enumerate(plan.steps):
         lines += ["", f"step {t}"]
-        for rank in range(plan.n):
-            parts = [_attend(attend, rank) for attend in step.attends[rank]] or ["idle"]
-            parts += [f"send {m.block} -> {m.destination}" for m in step.moves if m.source == rank]
-            parts += [f"receive {m.block} <- {m.source}" for m in step.moves if m.destination == rank]
-            lines.append(f"  rank {rank}: " + "; ".join(parts))
+        parts = [[_attend(attend, rank) for attend in step.attends[rank]] or ["idle"] for rank in range(plan.n)]
+        for move in step.moves:
+            parts[move.source].append(f"send {move.block} -> {move.destination}")
+        for move in step.moves:
+            parts[move.destination].append(f"receive {move.block} <- {move.source}")
+        lines += [f"  rank {rank}: " + "; ".join(parts[rank]) for rank in range(plan.n)]
     return "\n".join([*lines, "", *_totals(plan, widths)])
 
 
@@ -62,16 +68,16 @@ def _attend(attend: Attend, rank: int) -> str:
 
 
 def _totals(plan: Plan, widths: Mapping[Kind, int]) -> list[str]:
-    mean = sum(map(plan.pairs, range(plan.n))) / plan.n or 1
+    pairs = [plan.pairs(rank) for rank in range(plan.n)]
+    mean, moves = sum(pairs) / plan.n or 1, _moved_tokens(plan)
     lines = ["totals", f"  {'rank':>4} {'pairs':>16} {'load':>7}  tokens sent / received"]
     for rank in range(plan.n):
-        moved = moved_tokens(plan, rank)
         text = ", ".join(
             f"{kind} {sent:.0f} / {received:.0f}"
             + (f" ({_bytes((sent + received) * widths[kind])})" if kind in widths else "")
-            for kind, (sent, received) in sorted(moved.items())
+            for kind, (sent, received) in sorted(moves[rank].items())
         )
-        lines.append(f"  {rank:>4} {plan.pairs(rank):>16,.0f} {plan.pairs(rank) / mean:>7.1%}  {text or 'nothing'}")
+        lines.append(f"  {rank:>4} {pairs[rank]:>16,.0f} {pairs[rank] / mean:>7.1%}  {text or 'nothing'}")
     for kind, tokens in plan.buffers:
         size = f" = {_bytes(tokens * widths[kind])}" if kind in widths else ""
         lines.append(f"  buffers for other ranks' {kind}: {tokens} tokens{size} at most")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from .cost import Workload
@@ -51,6 +53,9 @@ def place(batches: Sequence[Batch]) -> Placement:
     awaited: dict[int, int] = {}
     for i in order:
         batch = batches[i]
+        # What is known to be awaited before anything from here on is freed changes no more: plans of many ranks reuse
+        # memory in most steps, so that few batches are left to look at.
+        placed = [j for j in placed if awaited.get(batches[j].step, batch.written) >= batch.written]
         over = [j for j in placed if batches[j].step + _READ_FOR <= batch.freed]
         offset = 0
         for j in sorted(set(placed) - set(over), key=lambda j: offsets[j]):
@@ -79,10 +84,11 @@ def published_bytes(plan: Plan, workload: Workload) -> int:
             else:
                 sent[source].setdefault((t, True), []).append(block)
     most = 0
+    sizes: dict[tuple[Batch, ...], int] = {}  # ranks are alike
     for rank in range(plan.n):
         home = plan.layout.num_tokens(rank) * sum(workload.token_bytes(kind, heads) for kind, heads in own[rank])
         made = _made(plan, rank) if any(not passed for _, passed in sent[rank]) else {}
-        batches = [
+        batches = tuple(
             Batch(
                 t,
                 t if passed else min(_last_before(t, block, made) for block in blocks),
@@ -90,8 +96,10 @@ def published_bytes(plan: Plan, workload: Workload) -> int:
                 passed,
             )
             for (t, passed), blocks in sent[rank].items()
-        ]
-        most = max(most, home + place(batches).num_bytes)
+        )
+        if batches not in sizes:
+            sizes[batches] = place(batches).num_bytes
+        most = max(most, home + sizes[batches])
     return most
 
 
@@ -110,4 +118,6 @@ def _made(plan: Plan, rank: int) -> _Made:
 
 def _last_before(t: int, whole: Block, made: _Made) -> int:
     """The step in which the last part of a result sent in step `t` is computed."""
-    return max(u for u, part in made[whole.kind, whole.home] if u < t and whole.contains(part))
+    found = made[whole.kind, whole.home]  # in the order of steps
+    before = bisect_left(found, t, key=itemgetter(0))
+    return next(found[i][0] for i in range(before - 1, -1, -1) if whole.contains(found[i][1]))

@@ -78,10 +78,12 @@ def _mixed(plan: Plan) -> list[dict[tuple[Kind, frozenset[Block]], tuple[Block, 
     for step in plan.steps:
         for rank, attends in enumerate(step.attends):
             for attend in attends:
+                if attend.heads.parts == 1:
+                    continue
                 inputs = plan.inputs(attend, rank)
                 for blocks in (inputs[: len(attend.queries)], inputs[len(attend.queries) :]):
                     away = frozenset(block for block in blocks if block.home != rank)
-                    if 0 < len(away) < len(blocks) and attend.heads.parts > 1:
+                    if 0 < len(away) < len(blocks):
                         found[rank].setdefault((blocks[0].kind, away), blocks)
     return found
 

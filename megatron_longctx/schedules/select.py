@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..topology import Cluster
-from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads
+from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads, num_messages
 from .cost import GIB, Costs, Workload
 from .hide import backward_plan
 from .keep import keeping, keeps_received
@@ -170,7 +170,7 @@ def _price(
 ) -> Candidate:
     workload, n = problem.workload, problem.n
     check_heads(schedule, n, workload.num_heads, workload.num_kv_heads, options)
-    if schedule == "tasp" and (messages := len(options.rings(n)) * n * n) > _MOST_MESSAGES:
+    if (messages := num_messages(schedule, n, problem.length, options)) > _MOST_MESSAGES:
         raise ValueError(f"its {messages} messages take too long to plan; fewer ranks or nodes would not")
     plan = build_plan(schedule, n, problem.length, problem.causal, options)
     if keeps_received(problem.keep_received, schedule, n, problem.length, workload.batch):

@@ -6,7 +6,6 @@ and so are all links of a kind. Rates are GiB/s in one direction, latencies seco
 
 from __future__ import annotations
 
-import math
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,10 +13,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from omegaconf import OmegaConf
 
-from ..compose import bundled
+from ..compose import bundled, read_yaml
 from ..config import refuse
 
 GIB = 2**30
+_MOST = 10**6  # GiB, GiB/s, TFLOP/s, seconds, nodes: what no cluster comes to
 
 
 class Resource(NamedTuple):
@@ -47,13 +47,16 @@ class Route(NamedTuple):
 def _positive(owner: Any, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise refuse(name, value, "a number above 0", f"Give {name} as measured or from the data sheet.")
+        if value is not None and not 0 < value <= _MOST:
+            remedy = f"Give {name} as measured or from the data sheet."
+            raise refuse(name, value, f"a number above 0 and at most {_MOST:,}", remedy)
 
 
 def _latency(value: float) -> None:
-    if not (value >= 0 and math.isfinite(value)):
-        raise refuse("latency_s", value, "0 or more", "Give the seconds that one small message takes.")
+    if not 0 <= value <= _MOST:
+        raise refuse(
+            "latency_s", value, f"0 or more and at most {_MOST:,}", "Give the seconds that one small message takes."
+        )
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,13 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node"):
-            if getattr(self, name) < 1:
-                raise refuse(name, getattr(self, name), "1 or more", f"Count the {name.replace('_', ' ')}.")
+            if not 1 <= getattr(self, name) <= _MOST:
+                raise refuse(
+                    name,
+                    getattr(self, name),
+                    f"1 or more and at most {_MOST:,}",
+                    f"Count the {name.replace('_', ' ')}.",
+                )
         if self.ranks_per_node > 1 and self.intra is None:
             raise refuse("intra", None, f"the links between {self.ranks_per_node} ranks of a node", "Add intra.")
         if self.nodes > 1 and self.network is None:
@@ -234,7 +242,7 @@ def load_cluster(source: str | Path, folder: Path | None = None) -> Cluster:
     """The cluster described in a YAML file, or the one of that name in `folder`.
 
     Args:
-        source: a path, or a bare name such as `h200_x8`.
+        source: the path of a .yaml file, or a bare name such as `h200_x8`.
         folder: where names are looked up; None for the `recipes/cluster` that comes with this package.
 
     Raises:
@@ -242,14 +250,16 @@ def load_cluster(source: str | Path, folder: Path | None = None) -> Cluster:
     """
     path = Path(source)
     folder = bundled("recipes") / "cluster" if folder is None else folder
-    if path.suffix not in (".yaml", ".yml") and not path.is_file():
+    names = sorted(file.stem for file in folder.glob("*.yaml"))
+    if str(source) in names:
         path = folder / f"{source}.yaml"
-    if not path.is_file():
-        names = sorted(file.stem for file in folder.glob("*.yaml"))
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
         known = f" or one of {', '.join(names)}" if names else ""
-        raise refuse("cluster", source, f"a YAML file{known}", "Write or measure one, or choose one that exists.")
+        raise refuse(
+            "parallelism.cluster", source, f"a .yaml file{known}", "Write or measure one, or choose one that exists."
+        )
     try:
-        data = OmegaConf.to_container(OmegaConf.load(path))
+        data = read_yaml(path)
     except Exception as error:  # the YAML parser and OmegaConf raise unrelated types
         what = str(error).strip().split("\n", 1)[0]
         raise ValueError(f"{path}: expected YAML that describes a cluster ({what}). Mend the file.") from None
@@ -299,7 +309,12 @@ def cluster_from(data: Any) -> Cluster:
 
 def _mapping(data: Any, where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise refuse(where.rstrip(".") or "cluster", data, "keys with values", "Indent the keys below it.")
+        raise refuse(
+            where.rstrip(".") or "cluster",
+            "a list" if isinstance(data, list) else data,
+            "keys with values",
+            "Indent the keys below it.",
+        )
     return {str(key): value for key, value in data.items()}
 
 

@@ -22,6 +22,10 @@ from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
+_RANK_BYTES = 256 * 2**20  # of host memory that a rank takes at least, before its model
+_SAMPLE_BYTES = 28  # of host memory for a token of a batch: its id, label, mask and position
+_MOST_PASSES = 100  # over the data in one step: each has files open
+
 
 def device_type(config: Config) -> str:
     """`cuda` or `cpu`, as `train.device` asks and the machine has.
@@ -37,10 +41,18 @@ def device_type(config: Config) -> str:
 
 
 def local_world_size(config: Config) -> int:
-    """Ranks to start on this host when nobody else says: one per GPU, or on CPU the fewest that the sizes ask for."""
-    if config.train.num_processes is not None:
-        return config.train.num_processes
-    if device_type(config) == "cuda":
+    """Ranks to start on this host when nobody else says: one per GPU, or on CPU the fewest that the sizes ask for.
+
+    Raises:
+        ValueError: more are asked for than there are GPUs.
+    """
+    count, on_gpus = config.train.num_processes, device_type(config) == "cuda"
+    if on_gpus and count is not None and count > torch.cuda.device_count():
+        remedy = "Leave it null for one rank per GPU."
+        raise refuse("train.num_processes", count, f"at most {torch.cuda.device_count()}, the GPUs here", remedy)
+    if count is not None:
+        return count
+    if on_gpus:
         return torch.cuda.device_count()
     return config.parallelism.model_parallel_size * (config.parallelism.data_parallel_size or 1)
 
@@ -56,6 +68,7 @@ def check(config: Config, world_size: int) -> int | None:
     """
     device = device_type(config)
     data_parallel_size(config, world_size)
+    _check_host(config, world_size)
     _check_kernel(config, device)
     if device == "cpu" and config.attention.transport == "peer":
         raise refuse("attention.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
@@ -67,13 +80,13 @@ def check(config: Config, world_size: int) -> int | None:
     tp = par.tensor_parallel_size
     check_heads(par.schedule, par.context_parallel_size, heads[0] // tp, heads[1] // tp, options)
     build_plan(par.schedule, par.context_parallel_size, config.data.seq_length, True, options)
-    check_corpus(config.data)
+    _check_passes(config, check_corpus(config.data))
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     if config.train.check_data:
         check_tokenizer(config.data, tokenizer)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
-    if device == "cuda" and config.train.check_memory:
-        _check_memory(config, world_size, vocab_size)
+    if config.train.check_memory:
+        _check_memory(config, world_size, vocab_size, device)
     folder = RunFolder.of(config)
     try:
         resumed = checkpoint.check(folder.checkpoints, fingerprint(config, vocab_size))
@@ -85,14 +98,51 @@ def check(config: Config, world_size: int) -> int | None:
     return resumed.iteration
 
 
-def _check_memory(config: Config, world_size: int, vocab_size: int) -> None:
+def _host_bytes(world_size: int) -> int:
+    """Memory of this host for each of its ranks."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
+
+
+def _check_host(config: Config, world_size: int) -> None:
+    """Refuse more ranks, or larger batches of samples, than this host's memory can hold."""
+    train, host = config.train, _host_bytes(world_size)
+    if host < _RANK_BYTES:
+        expected = f"ranks of at least {_RANK_BYTES >> 20} MiB each on this host, which has {host >> 20} for each"
+        raise refuse("world size", world_size, expected, "Lower the parallelism sizes or train.num_processes.")
+    sample = config.data.seq_length * _SAMPLE_BYTES
+    if sample > host:
+        expected = (
+            f"at most {host // _SAMPLE_BYTES} tokens, whose samples a rank's {host / 2**30:.1f} GiB of host memory hold"
+        )
+        raise refuse("data.seq_length", config.data.seq_length, expected, "Lower it.")
+    count = train.global_batch_size // data_parallel_size(config, world_size)
+    if count * sample > host:
+        expected = (
+            f"{host // sample} sequences a rank at most, whose samples its {host / 2**30:.1f} GiB of host memory hold"
+        )
+        raise refuse("train.global_batch_size", train.global_batch_size, expected, "Lower it, or data.seq_length.")
+
+
+def _check_passes(config: Config, tokens: int) -> None:
+    """Refuse a step that goes over the data more often than there can be files open."""
+    batch, most = config.train.global_batch_size, _MOST_PASSES * tokens // config.data.seq_length
+    if batch > most:
+        expected = f"at most {most}, {_MOST_PASSES} times the {tokens} tokens of {config.data.prefix} in a step"
+        raise refuse("train.global_batch_size", batch, expected, "Lower it, or use more text.")
+
+
+def _check_memory(config: Config, world_size: int, vocab_size: int, device: str) -> None:
     """Refuse, or warn of, what the devices here cannot hold."""
-    job = memory.Job(config, vocab_size, data_parallel_size(config, world_size))
-    capacity = torch.cuda.get_device_properties(0).total_memory
-    ranks_here = min(world_size, torch.cuda.device_count())
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
-    logger.info(memory.summary(job))
-    if warning := memory.check(job, capacity, host):
+    on_gpus = device == "cuda"
+    job = memory.Job(config, vocab_size, data_parallel_size(config, world_size), fused=on_gpus)
+    if on_gpus:
+        host = _host_bytes(min(world_size, torch.cuda.device_count()))
+        logger.info(memory.summary(job))
+        warning = memory.check(job, torch.cuda.get_device_properties(0).total_memory, host)
+    else:
+        warning = memory.check(job, _host_bytes(world_size))
+    if warning:
         logger.warning(warning)
 
 

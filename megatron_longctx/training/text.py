@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from ..config import is_line, refuse
 from ..mcore.data import Corpus, write_corpus
 from ..mcore.tokenizer import build_tokenizer
 
@@ -28,8 +29,11 @@ def prepare(source: str, out: Path, glob: str, library: str, tokenizer_path: str
         library: a tokenizer of Megatron-Core; `tokenizer_path` its files.
 
     Raises:
-        ValueError: a source that is not there or has no text, a JSONL line without text, an unusable tokenizer.
+        ValueError: a source that is not there or has no text, a JSONL line without text, a pattern that is none or
+            leads out of the folder, an unusable tokenizer.
     """
+    if not out.name or out.name == ".." or not is_line(str(out)):
+        raise refuse("--out", out, "a path that ends in a name of one line", "For example data/corpus.")
     named = library == "byte-level" or (library == "huggingface" and tokenizer_path)  # may be a name at their hub
     if not named and not (tokenizer_path and Path(tokenizer_path).exists()):
         remedy = "Give their path, or use --tokenizer byte-level."
@@ -52,17 +56,23 @@ def _documents(source: str, glob: str) -> Iterator[list[str]]:
     if source == "stdlib":
         return _by_package(Path(sysconfig.get_paths()["stdlib"]), "**/*.py")
     path = Path(source)
-    if path.is_dir():
+    if source and path.is_dir():
         return _by_package(path, glob)
     if path.is_file() and path.suffix == ".jsonl":
         return _lines(path)
-    raise ValueError(f"--source {source}: expected `stdlib`, a folder or a .jsonl file. Check the path.")
+    raise refuse("--source", source, "`stdlib`, a folder or a .jsonl file", "Check the path.")
 
 
 def _by_package(root: Path, glob: str) -> Iterator[list[str]]:
     """One document for each package (top-level folder or file): its files in order, each a text of its own."""
     packages: dict[str, list[Path]] = {}
-    for path in sorted(root.glob(glob)):
+    try:
+        if ".." in Path(glob).parts:
+            raise ValueError("it leads out of the folder")
+        found = sorted(root.glob(glob))
+    except (ValueError, NotImplementedError) as error:
+        raise refuse("--glob", glob, f"a pattern of paths inside {root} ({error})", "For example '**/*.txt'.") from None
+    for path in found:
         inside = path.relative_to(root)
         if path.is_file() and not _SKIP.intersection(inside.parts):
             packages.setdefault(inside.parts[0], []).append(path)
@@ -72,12 +82,15 @@ def _by_package(root: Path, glob: str) -> Iterator[list[str]]:
 
 
 def _lines(path: Path) -> Iterator[list[str]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 text = json.loads(line)["text"]
                 if not isinstance(text, str):
                     raise TypeError
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f'{path}:{number}: expected {{"text": "…"}}. Fix or remove the line.') from None
+                text.encode()  # which half a pair of surrogates cannot be
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise ValueError(
+                    f'{path}:{number}: expected {{"text": "…"}} in UTF-8. Fix or remove the line.'
+                ) from None
             yield [text]

@@ -24,8 +24,8 @@ logger = logging.getLogger("megatron_longctx")
 
 
 def spawned(local_rank: int, world_size: int, listener: socket.socket, run_folder: str, lock: RunLock) -> None:
-    """Entry of a rank that the launcher started on this host. listener: where the ranks meet; rank 0 hosts them. lock: of
-    the run, which the rank has until it ends."""
+    """Entry of a rank that the launcher started on this host. listener: where the ranks meet; rank 0 hosts them.
+    lock: of the run, which the rank has until it ends."""
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         return  # it died while this rank was starting; from here on its death arrives as SIGINT

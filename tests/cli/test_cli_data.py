@@ -113,14 +113,18 @@ def test_the_standard_library_is_a_source(
     assert [len(texts) for texts in documents(tmp_path / "corpus")] == [1, 3]
 
 
-@pytest.mark.parametrize(
-    "line", ["", "not json", '{"txt": "x"}', '["text"]', '"text"', '{"text": 3}', '{"text": null}', '{"text": ["a"]}']
+BAD_LINES = (
+    *(b"", b"not json", b'{"txt": "x"}', b'["text"]', b'"text"', b'{"text": 3}', b'{"text": null}', b'{"text": ["a"]}'),
+    *(b'{"text": "caf\xe9"}', b'{"text": "\\ud800"}', b'{"text": ' + b"[" * 100_000, b'{"a":' * 100_000),
 )
-def test_a_bad_line_is_named_and_nothing_is_left(line: str, tmp_path: Path, say: Say) -> None:
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:20].decode(errors="replace"))
+def test_a_bad_line_is_named_and_nothing_is_left(line: bytes, tmp_path: Path, say: Say) -> None:
     path = tmp_path / "texts.jsonl"
-    path.write_text('{"text": "good"}\n' + line + '\n{"text": "good"}\n')
+    path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good"}\n')
     said = say(path, tmp_path / "out/corpus", code=2)
-    assert said == f'megatron-longctx data: {path}:2: expected {{"text": "…"}}. Fix or remove the line.\n'
+    assert said == f'megatron-longctx data: {path}:2: expected {{"text": "…"}} in UTF-8. Fix or remove the line.\n'
     assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
 
 
@@ -138,9 +142,33 @@ def test_a_source_that_is_none(name: str, tmp_path: Path, say: Say) -> None:
     (tmp_path / "text.txt").write_text("text")
     said = say(tmp_path / name, tmp_path / "out/corpus", code=2)
     assert said == (
-        f"megatron-longctx data: --source {tmp_path / name}: expected `stdlib`, a folder or a .jsonl file. "
+        f"megatron-longctx data: --source={tmp_path / name}: expected `stdlib`, a folder or a .jsonl file. "
         "Check the path.\n"
     )
+
+
+def test_no_source_is_not_the_current_folder(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret.py").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    assert "--source=: expected `stdlib`, a folder" in say("", tmp_path / "out/corpus", code=2)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("glob", ["/etc/*", "../*", "**/../../*", "", "a**b", "/"])
+def test_a_pattern_that_is_none_or_leads_out_of_the_folder(glob: str, source: Path, tmp_path: Path, say: Say) -> None:
+    (tmp_path / "outside.py").write_text("outside")
+    said = say(source, tmp_path / "out/corpus", "--glob", glob, code=2)
+    assert said.startswith(f"megatron-longctx data: --glob={glob}: expected a pattern of paths inside {source} (")
+    assert said.count("\n") == 1 and not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize("out", ["", ".", "..", "a/..", "a\nb"])
+def test_an_output_without_a_name(out: str, source: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(source)
+    before = sorted(source.rglob("*"))
+    said = say(source, out, code=2)
+    assert "expected a path that ends in a name of one line" in said and said.count("\n") == 1
+    assert sorted(source.rglob("*")) == before
 
 
 def test_a_source_without_text(tmp_path: Path, say: Say) -> None:

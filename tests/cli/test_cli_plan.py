@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from megatron_longctx import cli
+from megatron_longctx import plan as plan_room
+from megatron_longctx.compose import override_config
+from megatron_longctx.config import Config
+from megatron_longctx.schedules import build
 
 # 2 x 2 KV heads of 32 in bf16: 256 bytes a token.
 SMALL = ("parallelism=cp2", "data.seq_length=16")
@@ -169,6 +176,68 @@ def test_all_modes_are_ranked_and_drawn(tmp_path: Path, capsys: pytest.CaptureFi
     assert "ulysses" in out and picture.read_bytes().startswith(b"\x89PNG")
     assert plan(capsys, *words, "--compare").count("\n") == out.count("\n") - 2
     assert "expected parallelism.cluster=NAME" in plan(capsys, *SMALL, "--compare", code=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["parallelism.schedule=tasp"],
+            "parallelism.context_parallel_size=512: expected a plan of at most 1,200,000 me",
+        ),
+        (
+            ["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=2"],
+            "parallelism.context_parallel_size=512: expected a plan of at most 1,200,000 messages; that of all_gather",
+        ),
+        (["--draw", "x.png"], "--draw=x.png: expected a plan of at most 20,000 messages; zigzag has 262,144 here"),
+        (["--max-length", "--device-gib", "139"], "--max-length=given: expected a plan of at most 20,000 messages"),
+    ],
+)
+def test_what_would_take_hours_at_many_ranks_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"megatron-longctx plan: {said}" in plan(capsys, "parallelism.context_parallel_size=512", *words, code=2)
+
+
+def test_a_plan_that_takes_a_while_says_so_first(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_MANY_MESSAGES", 24)
+    monkeypatch.setattr(build, "_MESSAGES_PER_S", 5)
+    with caplog.at_level("INFO", "megatron_longctx"):
+        for n in (4, 5):
+            build.build_plan("ring", n, 1013)
+    assert caplog.messages == ["planning ring for 5 ranks: some 5 s"]
+
+
+def test_work_grows_with_the_messages_of_a_plan_and_not_with_their_number_times_the_ranks() -> None:
+    """Counted in Python's own instructions, so that no machine is too slow: twice the ranks are 4 times the messages
+    (4.1 times the work), and were 5.1 times the work where every rank looked at all of them."""
+
+    def instructions(config: Config) -> int:
+        count = 0
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal count
+            if "/schedules/" not in frame.f_code.co_filename:
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            count += event == "opcode"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            plan_room.show(config, causal=True, backward=False, pictures=plan_room.Pictures())
+        finally:
+            sys.settrace(before)
+        return count
+
+    counts = []
+    for ranks in (16, 32):
+        words = [f"parallelism.context_parallel_size={ranks}", "parallelism.schedule=ring", "data.seq_length=4099"]
+        counts.append(instructions(override_config(Config(), words)))
+    assert counts[1] < 4.4 * counts[0]
 
 
 def test_auto_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,11 +127,13 @@ TEXTS = (
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_is_taken_as_it_is(text: str) -> None:
     assert compose_config([f"run.name={text}"]).run.name == text
+    assert override_config(Config(), [f"run.name={text}"]).run.name == text
 
 
 @pytest.mark.parametrize("word", ["run.name='a, b'", 'run.name="a, b"'])
 def test_quotes_around_text_are_hydras(word: str) -> None:
     assert compose_config([word]).run.name == "a, b"
+    assert override_config(Config(), [word]).run.name == "a, b"
 
 
 def test_null_is_null_only_where_a_value_may_be_missing() -> None:

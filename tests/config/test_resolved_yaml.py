@@ -44,6 +44,9 @@ def spoiled(tmp_path: Path, old: str, new: str) -> Path:
         ("steps: 20\n", "steps: many\n", "many"),
         ("train:\n", "train: [\n", "resolved.yaml"),
         ("name: tiny\n", "name: !!python/object/apply:os._exit [7]\n", "could not determine a constructor"),
+        ("name: tiny\n", "name: &a tiny\n", "an anchor or alias"),
+        ("name: tiny\n", "name: ${oc.env:HOME}\n", "${…}"),
+        ("steps: 20\n", f"steps: {'[' * 3000}\n", "more than 20 levels"),
     ],
 )
 def test_a_file_of_another_version_or_none_at_all(old: str, new: str, says: str, tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def test_a_file_that_is_cut_is_not_taken_for_defaults(tmp_path: Path) -> None:
 
 
 def test_values_are_validated_on_loading_too(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^train\.steps=0: expected at least 1\."):
+    with pytest.raises(ValueError, match=r"^train\.steps=0: expected at least 1 and at most"):
         load_config(spoiled(tmp_path, "steps: 20\n", "steps: 0\n"))
 
 

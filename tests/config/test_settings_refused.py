@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from megatron_longctx import compose
-from megatron_longctx.compose import compose_config
+from megatron_longctx.compose import compose_config, override_config
 from megatron_longctx.config import Config, data_parallel_size, validate
 
 NO_RECIPES = "which has no recipes to choose from"
@@ -48,7 +48,7 @@ WHOLE_MESSAGES = {
     "model.num_kv_heads=3": (
         "model.num_kv_heads=3: expected a divisor of model.num_attention_heads=4. Nearest that divide it: 2, 4, 1."
     ),
-    "optim.beta2=1": "optim.beta2=1.0: expected at least 0 and less than 1. Adam's usual are 0.9 and 0.95.",
+    "optim.beta2=1": "optim.beta2=1.0: expected at least 0 and less than 1. 0.95 is the default.",
     "parallelism.max_buffer_tokens=64": (
         "parallelism.max_buffer_tokens=64: expected null with parallelism.schedule=zigzag. Only all_gather groups its "
         "sources under a bound; leave it null or set parallelism.schedule=all_gather."
@@ -160,7 +160,7 @@ def test_the_examples_in_messages_are_accepted() -> None:
             words.append("optim.warmup_steps=0")
         if key == "model.head_dim":
             words.append("model.position_embedding=learned")
-        compose_config(words)
+        override_config(Config(), words)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +169,33 @@ def test_the_examples_in_messages_are_accepted() -> None:
 def test_what_is_not_an_integer(word: str) -> None:
     key = word.split("=")[0]
     assert refusal(word).startswith(f"{word}: expected an integer. For example {key}=")
+
+
+@pytest.mark.parametrize("key", ["train.steps", "optim.lr", "train.save", "run.name", "model", "nothing"])
+@pytest.mark.parametrize("value", ["[" * 3000 + "]" * 3000, "{a:" * 3000, "(" * 3000, "9" * 5000, "x" * 20_000])
+def test_values_that_are_long_or_deep_are_refused_in_a_line_by_all_readers_of_words(key: str, value: str) -> None:
+    said = refusal(f"{key}={value}")
+    assert said.startswith((f"{key}={value[:100]}"[:100], f"{key}: ")) and len(said) < 600
+    with pytest.raises(ValueError, match=rf"^{key}") as caught:
+        override_config(Config(), [f"{key}={value}"])
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_a_word_of_several_lines_is_refused_in_one() -> None:
+    assert (
+        refusal("run.name=a\nb")
+        == "run.name=a\\nb: expected a plain folder name of at most 200 bytes. default is the default."
+    )
+    for word in ("a\nb=3", "a\nb", "~a\nb", "+train.steps=1\n2"):
+        refusal(word)
+
+
+def test_a_recipe_with_aliases_is_refused_by_its_name(own_recipes: Path) -> None:
+    (own_recipes / "model/bomb.yaml").write_text("name: &a x\n")
+    assert refusal("model=bomb") == (
+        "recipes/model/bomb.yaml: expected a recipe (line 1: an anchor or alias where values are expected). "
+        "Mend the file."
+    )
 
 
 def test_text_that_is_a_mark_of_something_missing() -> None:
@@ -190,7 +217,7 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (["model.num_layers=0"], "model.num_layers=0", "at least 1"),
         (["model.vocab_size=0"], "model.vocab_size=0", "at least 1"),
         (["parallelism.context_parallel_size=0"], "parallelism.context_parallel_size=0", "at least 1"),
-        (["parallelism.timeout_s=0"], "parallelism.timeout_s=0.0", "more than 0 seconds"),
+        (["parallelism.timeout_s=0"], "parallelism.timeout_s=0.0", "at least 1 and at most 31,536,000"),
         (["optim.lr=-1"], "optim.lr=-1.0", "at least 0"),
         (["optim.beta1=-0.1"], "optim.beta1=-0.1", "less than 1"),
         (["optim.min_lr=1"], "optim.min_lr=1.0", "at most optim.lr=0.0003"),
@@ -204,7 +231,7 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (["reduction.down_projection=int5"], "reduction.down_projection=int5", "one of none, int8, int6, int4, auto"),
         (["reduction.output_projection=fp8"], "reduction.output_projection=fp8", "one of none, int8, int6, int4"),
         (["reduction.group_size=48"], "reduction.group_size=48", "one of 32, 64, 128"),
-        (["reduction.min_kib=-1"], "reduction.min_kib=-1.0", "at least 0 KiB"),
+        (["reduction.min_kib=-1"], "reduction.min_kib=-1.0", "at least 0"),
         (["logging.wandb=on"], "logging.wandb=on", "one of offline, online, disabled"),
         (["attention.kernel=triton"], "attention.kernel=triton", "one of auto, cudnn"),
         (["inference.transport=tcp"], "inference.transport=tcp", "one of auto, peer, p2p"),
@@ -269,19 +296,19 @@ def test_an_interpolation_that_leads_nowhere() -> None:
             "null with parallelism.schedule=ring",
         ),
         (
-            ["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=0"],
-            "parallelism.max_buffer_tokens=0",
-            "at least 1",
+            ["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=1"],
+            "parallelism.max_buffer_tokens=1",
+            "at least 2",
         ),
         (
             ["parallelism.max_attention_gib=2"],
             "parallelism.max_attention_gib=2.0",
-            "null, or with parallelism.schedule=auto a number above 0",
+            "null with parallelism.schedule=zigzag",
         ),
         (
             ["parallelism.schedule=auto", "parallelism.max_attention_gib=0"],
             "parallelism.max_attention_gib=0.0",
-            "null, or with parallelism.schedule=auto a number above 0",
+            "null or more than 0 and at most 1,000,000",
         ),
         (
             ["parallelism.inner_size=2", "parallelism.context_parallel_size=4"],
@@ -316,7 +343,7 @@ def test_values_out_of_range(words: list[str], given: str, expected: str) -> Non
 
 
 def test_what_is_in_range_at_its_ends() -> None:
-    compose_config(["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=1"])
+    compose_config(["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=2"])
     compose_config(["optim.warmup_steps=19"])
     compose_config(["optim.min_lr=3e-4", "optim.beta1=0", "optim.clip_grad=0"])
     compose_config(["parallelism.overlap_param_gather=true", "parallelism.overlap_grad_reduce=true"])

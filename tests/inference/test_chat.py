@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from megatron.core.tokenizers import MegatronTokenizer
 
+from megatron_longctx import chat as chat_room
 from megatron_longctx.chat import Chat, TextStream, chat_of
+from megatron_longctx.chat_template import ChatTemplate, NotATemplate
 from megatron_longctx.mcore.tokenizer import build_tokenizer, special_tokens, template_of, text_of
 
 TEMPLATE = """\
@@ -107,12 +109,55 @@ def test_a_broken_template_is_refused(tmp_path: Path, source: str, message: str)
     assert str(caught.value).endswith("Correct it, or name another file with inference.chat_template.")
 
 
+DOUBLING = (
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x | length }}"
+)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ (10 ** 10 ** 10) | length }}",
+        "{{ 'x' * 10 ** 12 }}",
+        "{{ '%999999999999d' % 1 }}",
+        DOUBLING,
+    ],
+    ids=["loops", "power", "text", "format", "doubling"],
+)
+def test_a_template_is_bounded_in_time_and_memory(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_room, "_MOST_CPU_S", 1.0)
+    with pytest.raises(ValueError, match=r"lays out a user's question \(messages: .*(takes more than|Error)"):
+        chat(source, tmp_path)
+
+
+def test_a_template_that_went_beyond_its_bounds_for_one_chat_serves_the_next() -> None:
+    source = "{% if n %}{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}{% endif %}{{ x * m }}"
+    template = ChatTemplate(source, cpu_s=0.5)
+    for _ in range(2):
+        assert template.render({"x": "é\n", "m": 2}) == "é\né\n"
+        with pytest.raises(ValueError, match=r"^the chat template takes more than 0.5 s of processor time or 2048 MiB"):
+            template.render({"n": 99_999})
+    with pytest.raises(ValueError, match=r"makes 3,000,000 characters of them, more than 1,04\d,\d+"):
+        template.render({"x": "x" * 30, "m": 100_000})
+    assert template.render({"x": "x" * 200_000, "m": 10}) == "x" * 2_000_000, "a long conversation may be long"
+
+
+def test_a_template_that_cannot_be_parsed_ends_nothing_but_itself() -> None:
+    for source in ("{{ " + "[" * 3000, "{{ " + "(" * 100_000 + ")" * 100_000 + " }}", "{% if x %}" * 3000):
+        with pytest.raises(NotATemplate, match=r"^\S.{5,}"):
+            ChatTemplate(source, cpu_s=5)
+
+
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere: expected a file with a Jinja template \(No such file"):
         chat_of(str(tmp_path / "nowhere"), BYTES)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="not UTF-8"):
         chat_of(str(tmp_path / "bytes"), BYTES)
+    (tmp_path / "large").write_bytes(b" " * (2**20 + 1))
+    with pytest.raises(ValueError, match=r"large: expected a file of at most 1,048,576 bytes"):
+        chat_of(str(tmp_path / "large"), BYTES)
 
 
 def test_messages_that_a_template_refuses(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -150,8 +151,10 @@ def _config(root: Path, **train: int) -> Config:
     return tiny_config(root, "data", {**settings, **{f"train.{name}": value for name, value in train.items()}})
 
 
-def _data(config: Config) -> TrainingData:
-    return TrainingData(config, TOKENIZER, 384)
+def _data(config: Config, samples: int = 1) -> TrainingData:
+    data = TrainingData(config, TOKENIZER, 384)
+    data.reach(0, samples)
+    return data
 
 
 @pytest.fixture
@@ -206,22 +209,29 @@ def test_micro_batches_have_their_size(root: Path) -> None:
 
 
 def test_every_pass_has_an_order_of_its_own(root: Path) -> None:
-    one = _data(_config(root, steps=1))
+    one = _data(_config(root))
     size = len(one._epochs[0])
     assert len(one._epochs) == 1 and size > 20
-    many = _data(_config(root, steps=3 * size // 4 + 1))
-    assert len(many._epochs) == 4
+    many = _data(_config(root), 3 * size)
     passes = [_tokens([many.batch(number * size, size)]) for number in range(3)]
     assert passes[0] == _tokens([one.batch(0, size)])
     assert all(a != b for a, b in itertools.combinations(passes, 2))
     # A batch may lie across the end of a pass.
     assert _tokens([many.batch(size - 2, 4)]) == passes[0][-2:] + passes[1][:2]
+    one.reach(2 * size, size)
+    assert _tokens([one.batch(2 * size, size)]) == passes[2], "also without the passes before"
 
 
-def test_exactly_one_pass_needs_no_second(root: Path) -> None:
-    size = len(_data(_config(root, steps=1))._epochs[0])
-    assert len(_data(_config(root, steps=size, global_batch_size=1))._epochs) == 1
-    assert len(_data(_config(root, steps=size + 1, global_batch_size=1))._epochs) == 2
+def test_passes_are_made_when_they_are_reached_and_then_forgotten(root: Path) -> None:
+    """However many steps a run has: a billion of them would be millions of passes, each with files of its own."""
+    size = len(_data(_config(root))._epochs[0])
+    config = _config(root, steps=10**9, global_batch_size=size - 1)
+    data = _data(config)
+    for step, passes in ((0, [0]), (1, [0, 1]), (10 * size, [10 * size - 10]), (2, [1, 2])):
+        list(micro_batches(data, step, config, 0, 1))
+        assert sorted(data._epochs) == passes
+    files = {path.name.partition("-")[0] for path in (root / "corpus/cache").glob("*/*.npy")}
+    assert len(files) == 4, "of passes 0, 1, 2 and the one far away"
 
 
 def test_tokens_above_the_vocabulary(root: Path) -> None:
@@ -238,9 +248,14 @@ def test_a_label_above_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_nothing_to_train_on(root: Path) -> None:
-    for split in ("0,100,0", "1,99,0"):
-        with pytest.raises(ValueError, match=rf"data.split={split}: expected a training part of at least 33 tokens"):
-            _data(changed(_config(root), {"data.split": split}))
+    data = DataConfig(prefix=str(root / "corpus"), seq_length=LENGTH)
+    with pytest.raises(
+        ValueError, match=r"data.split=1,99,0: expected a training part of at least 33 tokens; it has 0"
+    ):
+        check_corpus(replace(data, split="1,99,0"))
+    for split in ("99,1,0", "50,50", "1", ".5, .25,.25"):
+        check_corpus(replace(data, split=split))
+        assert len(_data(changed(_config(root), {"data.split": split}))._epochs[0]) >= 1
 
 
 class _Planted:

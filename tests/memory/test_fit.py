@@ -10,6 +10,7 @@ import pytest
 
 from megatron_longctx import cli
 from megatron_longctx.compose import compose_config
+from megatron_longctx.config import MOST_TOKENS
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.memory import COMFORT, Job, check, max_length, predict, report, summary
 from megatron_longctx.memory.command import planned_job
@@ -128,6 +129,18 @@ def test_the_lengths_that_the_docs_print() -> None:
     assert f"{max_length(over_peers, int(COMFORT * 139 * GIB)):,} tokens for CP 8 and `attention_output`" in page
 
 
+@pytest.mark.parametrize("gib", ["0", "-1", "nan", "inf", "1e30", "1000001"])
+def test_a_device_of_no_such_memory_is_refused(gib: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--max-length", "--device-gib", gib]) == 2
+    said = capsys.readouterr().err
+    assert f"--device-gib={float(gib)}: expected a number of GiB above 0 and at most 1,000,000" in said
+
+
+def test_no_length_is_longer_than_may_be_configured() -> None:
+    job = planned_job(compose_config(["model.num_layers=1", "recompute=layer"]))
+    assert 0.99 * MOST_TOKENS < max_length(job, 2**60) <= MOST_TOKENS
+
+
 def test_reports() -> None:
     job = _job("recompute=attention_output+offload")
     text = report(job)
@@ -176,9 +189,48 @@ def test_the_check_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     job = _job()
     with pytest.raises(ValueError, match=r"expected a step within the device's 60.0 GiB"):
-        preflight._check_memory(job.config, 8, job.vocab_size)
+        preflight._check_memory(job.config, 8, job.vocab_size, "cuda")
     small = compose_config([])
-    preflight._check_memory(small, 1, 512)
+    preflight._check_memory(small, 1, 512, "cuda")
+    preflight._check_memory(small, 1, 512, "cpu")
+
+
+def _refused_before_a_run(monkeypatch: pytest.MonkeyPatch, *words: str, world_size: int = 1, host_gib: int = 16) -> str:
+    """What `train` says on a host without GPUs."""
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": host_gib * GIB // 4096}.__getitem__)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    config = compose_config(["train.device=cpu", "data.prefix=/nowhere", *words])
+    with pytest.raises(ValueError) as caught:
+        preflight.check(config, world_size)
+    return str(caught.value)
+
+
+def test_what_this_host_cannot_hold_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "data.prefix=/nowhere" in _refused_before_a_run(monkeypatch)
+    many = _refused_before_a_run(monkeypatch, "train.global_batch_size=65", world_size=65)
+    assert many.startswith(
+        "world size=65: expected ranks of at least 256 MiB each on this host, which has 252 for each"
+    )
+    large = _refused_before_a_run(monkeypatch, "train.global_batch_size=1000000")
+    assert large.startswith("train.global_batch_size=1000000: expected 149796 sequences a rank at most")
+    with pytest.raises(ValueError, match=r"predicted to take .* GiB, most in"):
+        wide = compose_config(["model.hidden_size=100000", "model.num_attention_heads=100", "model.num_kv_heads=100"])
+        preflight._check_memory(wide, 1, 512, "cpu")
+
+
+def test_a_step_goes_over_the_data_a_hundred_times_at_most() -> None:
+    config = compose_config(["train.global_batch_size=201", "data.seq_length=50"])
+    preflight._check_passes(config, 101)
+    with pytest.raises(ValueError, match=r"global_batch_size=201: expected at most 200, 100 times the 100 tokens of"):
+        preflight._check_passes(config, 100)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert preflight.local_world_size(compose_config(["train.num_processes=8"])) == 8
+    with pytest.raises(ValueError, match=r"train\.num_processes=9: expected at most 8, the GPUs here"):
+        preflight.local_world_size(compose_config(["train.num_processes=9"]))
 
 
 def test_memory_that_peers_read_is_counted_twice() -> None:

@@ -1,6 +1,7 @@
 """Cluster descriptions: what a message occupies, the files, their errors, and the rings that suit them."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,12 @@ def test_each_file_loads(name, tmp_path):
 GOOD = "name: x\nnodes: 1\nranks_per_node: 2\nintra:\n  kind: mesh\n  pair_gibps: 5\n"
 
 
+# Nine levels of nine: 387 million values, were they worked out.
+ALIAS_BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghi")
+)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -166,7 +173,15 @@ GOOD = "name: x\nnodes: 1\nranks_per_node: 2\nintra:\n  kind: mesh\n  pair_gibps
         (GOOD + "network: fast\n", "network=fast: expected keys with values"),
         (GOOD + "network:\n  nics: 1\n", "network.nic_gibps=missing"),
         (GOOD + "device:\n  memory: 1\n", "device.memory=1: .* Did you mean device.memory_gib"),
-        ("- 1\n- 2\n", "cluster=.*expected keys with values"),
+        ("- 1\n- 2\n", "cluster=a list: expected keys with values"),
+        ("secret text\nof several lines\n", r"a cluster \(neither keys with values nor a list\)"),
+        (GOOD.replace("pair_gibps: 5", "pair_gibps: 1.0e+30"), "pair_gibps=1e.30: .* at most 1,000,000"),
+        (GOOD.replace("nodes: 1", "nodes: 10000000"), "nodes=10000000: .* at most 1,000,000"),
+        (GOOD + "device:\n  memory_gib: 1.0e+30\n", "memory_gib=1e.30: .* at most 1,000,000"),
+        (GOOD + "device:\n  name: ${oc.env:HOME}\n", r"\(\$\{…\} where values are expected\)"),
+        (ALIAS_BOMB, r"line 1: an anchor or alias where values are expected"),
+        ("a: " + "[" * 3000, "line 1: more than 20 levels"),
+        ("#" * 2**18 + "\n", "more than 262,144 bytes"),
         ("name: [", "expected YAML that describes a cluster"),
         ("", "name=missing"),
     ],
@@ -181,10 +196,17 @@ def test_files_with_errors(tmp_path, text, words):
 
 
 def test_no_such_file(tmp_path):
-    with pytest.raises(ValueError, match=r"cluster=dgx: expected a YAML file or one of a100_2x8, dgx_h100_x1, .*tcp\."):
+    with pytest.raises(
+        ValueError, match=r"cluster=dgx: expected a \.yaml file or one of a100_2x8, dgx_h100_x1, .*tcp\."
+    ):
         load_cluster("dgx", FOLDER)
-    with pytest.raises(ValueError, match=r"cluster=.*no\.yaml: expected a YAML file"):
+    with pytest.raises(ValueError, match=r"cluster=.*no\.yaml: expected a \.yaml file"):
         load_cluster(tmp_path / "no.yaml")
+    secret = tmp_path / "secret"
+    secret.write_text("root:x:0:0")
+    with pytest.raises(ValueError, match=r"secret: expected a \.yaml file") as caught:
+        load_cluster(secret)
+    assert "root:x" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +155,16 @@ def test_a_failing_job_ends_with_the_ranks_message(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     tiny_corpus(tmp_path / "corpus")
     settings = [
-        *("parallelism=cp2", "train.device=cpu", "train.precision=fp32", "train.steps=4", "data.seq_length=64"),
-        *("model.num_layers=1", "model.hidden_size=32", "optim.lr=1e30", "optim.warmup_steps=0"),
+        *("parallelism=cp2", "train.device=cpu", "train.precision=fp32", "train.steps=9", "data.seq_length=64"),
+        # Weights grow by a factor of 10,000 in every step.
+        *("model.num_layers=1", "model.hidden_size=32", "optim.lr=100", "optim.weight_decay=100"),
+        *("optim.decay_style=constant", "optim.warmup_steps=0"),
         *(f"data.prefix={tmp_path / 'corpus'}", f"run.root={tmp_path}", "run.name=diverged", "logging.wandb=disabled"),
     ]
-    with pytest.raises(launcher.JobFailed, match=r"(?s)rank \d failed: NonFiniteError: .* in step 2.*its traceback"):
+    with pytest.raises(
+        launcher.JobFailed, match=r"(?s)rank \d failed: NonFiniteError: .* in step \d.*its traceback"
+    ) as caught:
         launcher.train(settings)
-    assert len(_metrics(tmp_path / "diverged")) == 1
+    (step,) = re.findall(r"in step (\d)", str(caught.value))
+    assert len(_metrics(tmp_path / "diverged")) == int(step) - 1 > 0
     assert checkpoint.latest(tmp_path / "diverged" / "checkpoints") is None

@@ -1,0 +1,210 @@
+"""Every key at the edges of what it may be, and beyond: refused in a line that names it, or accepted and meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_longctx import plan
+from megatron_longctx.compose import load_config, save_config
+from megatron_longctx.config import Config, is_line, keys_of, validate
+from megatron_longctx.config.bounds import Choice, Key, Number, choice, number
+from megatron_longctx.memory import predict
+from megatron_longctx.memory.command import planned_job
+
+KEYS = {key.name: key for keys in keys_of(Config).values() for key in keys}
+WRONG_TYPES: tuple[Any, ...] = (None, True, "x", 1.5, 1, [], {}, (1,), b"x")
+NUMBERS = (-1, 0, 1, 2, 3, 2**31, 2**63, -(2**63), 10**30, 10**400, math.nan, math.inf, -math.inf, 5e-324, 1e308)
+TEXTS = (
+    *("", " ", "a b", "naïve ☃ 😀", "0", "-1", "null", "~", "*", "-", "--help", "a,b", "[x]", "{a: 1}", "'", "100,0,0"),
+    *("..", ".", "/", "../../../etc/passwd", "/etc/passwd", "a/../..", "C:\\x", "x" * 200, "x" * 201, "/x" * 1000),
+    *("x" * 10_000, "a\nb", "a\rb", "a\0b", "a\x1b[31mb", "a\u2028b", "a\ud800b", "${train.steps}", "${oc.env:HOME}"),
+    *("nan", "-1,2,3", "0,1", "1e2,0,0", "foo", "1,2,3,4", "٣,0,0", "1" * 400),
+)
+# Fields of keys that mean something only beside another.
+BESIDE: dict[str, dict[str, Any]] = {
+    "parallelism.inner_size": {"parallelism.schedule": "usp"},
+    "parallelism.outer_schedule": {"parallelism.schedule": "usp"},
+    "parallelism.head_chunks": {"parallelism.schedule": "ulysses"},
+    "parallelism.max_buffer_tokens": {"parallelism.schedule": "all_gather"},
+    "parallelism.max_attention_gib": {"parallelism.schedule": "auto"},
+    "parallelism.overlap_param_gather": {"parallelism.overlap_grad_reduce": True},
+    "inference.exact_reuse": {"inference.prefill_chunk": 64},
+    "optim.lr": {"optim.min_lr": 0.0},
+    "optim.min_lr": {"optim.lr": 100.0},
+    "optim.warmup_steps": {"train.steps": 10**9},
+    "optim.decay_steps": {"optim.warmup_steps": 0},
+    "train.steps": {"optim.warmup_steps": 0},
+    "model.num_layers": {},
+    "model.num_attention_heads": {"model.num_kv_heads": 1, "model.head_dim": 2},
+    "model.num_kv_heads": {"model.num_attention_heads": 100_000, "model.head_dim": 2},
+    "model.hidden_size": {"model.num_attention_heads": 1, "model.num_kv_heads": 1, "model.head_dim": 2},
+    "data.tokenizer": {"data.tokenizer_path": "x"},
+}
+
+
+def with_values(values: dict[str, Any]) -> Config:
+    """A configuration that nothing has checked."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        parts.setdefault(section, {})[key] = value
+    config = Config()
+    return dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **part) for name, part in parts.items()}
+    )
+
+
+def meant(config: Config, name: str) -> Any:
+    section, _, key = name.partition(".")
+    return getattr(getattr(config, section), key)
+
+
+def edges(key: Key) -> Iterator[Any]:
+    """Values at and beyond the ends of what a key may be, of its type and of others."""
+    yield from WRONG_TYPES
+    yield key.default
+    if isinstance(key.bounds, Number):
+        ends = (key.bounds.least, key.bounds.most)
+        yield from NUMBERS
+        yield from (round(end) + step for end in ends for step in (-1, 0, 1))
+        yield from (math.nextafter(end, to) for end in ends for to in (-math.inf, math.inf))
+        yield from map(float, ends)
+    elif isinstance(key.bounds, Choice):
+        yield from (*key.bounds.options, "", "x" * 10_000, "a\nb", str(key.bounds.options[0]).upper(), 3, math.nan)
+    else:
+        yield from TEXTS
+
+
+def refusal(config: Config) -> str | None:
+    """What validation says, in the one form of its errors."""
+    try:
+        validate(config)
+    except ValueError as error:
+        said = str(error)
+        assert type(error) is ValueError and is_line(said), said
+        assert ": expected " in said and said.endswith((".", "?")) and len(said) < 900, said
+        return said
+    return None
+
+
+def accepted(key: Key) -> list[Any]:
+    return [
+        value for value in edges(key) if refusal(with_values({**BESIDE.get(key.name, {}), key.name: value})) is None
+    ]
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_what_a_key_cannot_be_is_refused_by_its_name(name: str) -> None:
+    key, beside = KEYS[name], BESIDE.get(name, {})
+    taken = 0
+    for value in edges(key):
+        said = refusal(with_values({**beside, name: value}))
+        if said is not None:
+            assert name in said, (value, said)
+            continue
+        taken += 1
+        value = meant(with_values({**beside, name: value}), name)
+        kind = type(value)
+        assert kind is key.kind or (value is None and key.nullable) or (kind is int and key.kind is float), value
+        if kind in (int, float):
+            assert math.isfinite(value) and abs(value) < 2**64, value
+        if kind is str:
+            assert value and is_line(value) and len(value.encode()) <= 4000 and "${" not in value
+    assert taken, "its default, at least"
+
+
+@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if isinstance(key.bounds, Number)])
+def test_the_ends_of_a_range_are_in_it_and_what_lies_beyond_is_not(name: str) -> None:
+    key, beside = KEYS[name], BESIDE.get(name, {})
+    assert isinstance(key.bounds, Number) and key.bounds.least < key.bounds.most
+    for end, outward, out in (
+        (key.bounds.least, -math.inf, key.bounds.above),
+        (key.bounds.most, math.inf, key.bounds.below),
+    ):
+        at = key.kind(end)
+        beyond = at + int(math.copysign(1, outward)) if key.kind is int else math.nextafter(at, outward)
+        for value, is_out in ((at, out), (beyond, True)):
+            said = refusal(with_values({**beside, name: value})) or ""
+            assert (f"{name}={value}: expected " in said and key.bounds.expected in said) == is_out, (value, said)
+
+
+# Those that decide what a plan and its memory are.
+PLANNED = [
+    name
+    for name, key in KEYS.items()
+    if name.partition(".")[0] in ("model", "parallelism", "attention", "recompute", "data", "optim", "train")
+    and name != "parallelism.cluster"
+]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_and_its_memory_can_be_told_for_what_is_accepted(name: str) -> None:
+    """For sizes of ranks that a plan is quickly made of."""
+    size = KEYS[name].bounds.most if isinstance(KEYS[name].bounds, Number) else 0
+    for value in accepted(KEYS[name]):
+        if size == 1024 and value is not None and value > 8:
+            continue
+        values = {"parallelism.context_parallel_size": 2, "data.seq_length": 256, **BESIDE.get(name, {}), name: value}
+        config = with_values(values)
+        if refusal(config) is not None or config.parallelism.schedule == "auto":
+            continue
+        try:
+            with redirect_stdout(StringIO()) as out:
+                plan.show(config, causal=True, backward=False, pictures=plan.Pictures())
+        except ValueError as error:  # heads that the mode cannot share, a bound that no group of all_gather fits
+            assert name in str(error) or "share the heads" in str(error), (value, error)
+            continue
+        assert "memory of a training step: " in out.getvalue()
+        if "not known" not in out.getvalue():
+            found = predict(planned_job(config))
+            assert 0 < found.num_bytes < 10**30 and type(found.num_bytes) is int, value
+
+
+def test_what_is_accepted_comes_back_from_a_run_folder_as_it_was(tmp_path: Path) -> None:
+    """Extremes of all keys at once, each of the longest list of texts once."""
+    values = {name: accepted(key) for name, key in KEYS.items() if not isinstance(key.bounds, Choice)}
+    for turn in range(len(values["data.prefix"])):
+        wanted: dict[str, Any] = {}
+        for name, found in values.items():
+            candidate = {**wanted, name: found[turn % len(found)]}
+            if refusal(with_values(candidate)) is None:
+                wanted = candidate
+        assert len(wanted) > len(values) / 2
+        config = with_values(wanted)
+        save_config(config, tmp_path / "resolved.yaml")
+        assert load_config(tmp_path / "resolved.yaml") == config
+
+
+@settings(derandomize=True, database=None, max_examples=400, deadline=None)
+@given(data=st.data())
+def test_several_keys_at_their_edges_are_accepted_or_refused_by_one_of_their_names(data: st.DataObject) -> None:
+    names = data.draw(st.lists(st.sampled_from(sorted(KEYS)), min_size=2, max_size=5, unique=True))
+    values = {name: data.draw(st.sampled_from(list(edges(KEYS[name])))) for name in names}
+    said = refusal(with_values(values))
+    if said is not None:
+        assert any(name in said for name in names), (values, said)
+
+
+def test_a_key_that_does_not_say_what_it_may_be_is_found() -> None:
+    @dataclass(frozen=True)
+    class Part:
+        told: int = number(1, 0, 2)
+        named: str = choice("a", ("a", "b"))
+        flag: bool = False
+        size: int = 3
+
+    Whole = dataclasses.make_dataclass("Whole", [("part", Part)])
+    with pytest.raises(TypeError, match=r"part\.size has no bounds: declare it by number, choice, text or path"):
+        keys_of(Whole)
+    assert len(KEYS) > 80
