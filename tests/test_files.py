@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx import files
-from megatron_longctx.testing.jobs import clean_environment
+from megatron_longctx.testing.jobs import PATIENCE_S, clean_environment
 
 
 def test_what_is_written_is_there(tmp_path: Path) -> None:
@@ -39,6 +39,8 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, before: st
     path = tmp_path / "note"
     if before is not None:
         path.write_text(before)
-    done = subprocess.run([sys.executable, "-c", WRITE_TOO_MUCH, str(path)], env=clean_environment(), timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE_TOO_MUCH, str(path)], env=clean_environment(), timeout=PATIENCE_S
+    )
     assert done.returncode == errno.EFBIG
     assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == ([("note", before)] if before else [])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..comm.local_ranks import run_ranks
+from .jobs import PATIENCE_S
 
 # What ranks import at their start, which otherwise is most of what they do.
 _IMPORTED_ONCE = ["megatron_longctx.testing.training"]
@@ -33,7 +34,7 @@ def run_quickly(fn: Callable[..., Any], world_size: int, *args: Any, **options: 
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, backend: str = "gloo"
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = PATIENCE_S, backend: str = "gloo"
 ) -> list[Any]:
     """`run_quickly` with one thread a rank: what every rank's `fn(rank, *args)` returned."""
     return run_quickly(fn, world_size, *args, timeout=timeout, backend=backend, threads=1)

@@ -19,7 +19,7 @@ import psutil
 from .. import names
 
 CLI = (sys.executable, "-m", "megatron_longctx.cli")
-_PATIENCE_S = 500.0  # for what takes seconds on a machine that does nothing else
+PATIENCE_S = 1800.0  # for what takes seconds on an idle machine: what is not there by then hangs
 _ROOT = Path(__file__).resolve().parents[2]
 # What would make a process take itself for a rank of somebody else's job, or change what it prints.
 _STRANGERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONWARNINGS")
@@ -40,7 +40,7 @@ class Job:
     err: Path
     family: set[psutil.Process] = field(default_factory=set)
 
-    def wait_for(self, text: str, timeout: float = _PATIENCE_S) -> None:
+    def wait_for(self, text: str, timeout: float = PATIENCE_S) -> None:
         """Wait until `text` is on standard output.
 
         Raises:
@@ -55,7 +55,7 @@ class Job:
             time.sleep(0.02)
         self.remember()
 
-    def wait(self, timeout: float = _PATIENCE_S) -> int:
+    def wait(self, timeout: float = PATIENCE_S) -> int:
         """The exit code.
 
         Raises:
@@ -136,7 +136,7 @@ def finished(folder: Path, command: Sequence[str], environment: Mapping[str, str
         AssertionError: it takes much longer than on any machine.
     """
     with started(folder, command, environment) as job:
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         while job.process.poll() is None and time.monotonic() < deadline:
             job.remember()
             time.sleep(0.1)

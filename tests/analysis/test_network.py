@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx.schedules.cost import Workload
+from megatron_longctx.testing.jobs import PATIENCE_S
 from megatron_longctx.topology import Cluster, Mesh, Network, Switch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -36,7 +37,7 @@ def permitted() -> None:
 def test_links_are_limited_and_modes_are_right(permitted: None, cluster: Cluster) -> None:
     modes = (job.Mode("zigzag"), job.Mode("tasp"))
     outcome = run.run(
-        job.Job(cluster, modes, length=64, workload=Workload(8, 8, 64, element_bytes=4), repeats=1), timeout=120
+        job.Job(cluster, modes, length=64, workload=Workload(8, 8, 64, element_bytes=4), repeats=1), timeout=PATIENCE_S
     )
     low, high = outcome.links
     assert 0.5 < low <= high < 1.6  # of the described rate, of which flows get unequal shares; loopback is 100 times it
@@ -48,7 +49,7 @@ def test_links_are_limited_and_modes_are_right(permitted: None, cluster: Cluster
 def test_a_failing_rank_ends_the_job_with_what_it_said(permitted: None) -> None:
     bad = job.Job(Cluster("mesh2", 1, 2, Mesh(1.0)), (job.Mode("spiral"),), 16, Workload(1, 1, 8, element_bytes=4))
     with pytest.raises(RuntimeError, match=r"(?s)mesh2: a rank failed.*spiral"):
-        run.run(bad, timeout=60)
+        run.run(bad, timeout=PATIENCE_S)
 
 
 def test_links_that_are_not_emulated_are_refused() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_longctx.mcore.tokenizer import build_tokenizer
+from megatron_longctx.testing.jobs import PATIENCE_S
 from megatron_longctx.topology import Cluster, Mesh, Network
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -25,7 +26,7 @@ def test_sums_over_limited_links_are_right() -> None:
     if reason is not None:
         pytest.skip(f"no network can be emulated here: {reason}")
     cluster = Cluster("3 hosts", 3, 1, Mesh(1.0), Network(1, 0.02))
-    found = sums.measure(sums.Job(cluster, (6,), group_size=128, repeats=1), timeout=120)
+    found = sums.measure(sums.Job(cluster, (6,), group_size=128, repeats=1), timeout=PATIENCE_S)
     assert [(f.operation, f.mode) for f in found] == list(itertools.product(sums.OPERATIONS, sums.MODES))
     for operation in sums.OPERATIONS:
         error = {f.mode: f.error for f in found if f.operation == operation}

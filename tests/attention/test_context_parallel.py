@@ -281,7 +281,7 @@ def hand_made(n: int) -> list[tuple[Plan, Case]]:
 @functools.cache
 def _attempt(n: int) -> list[dict[str, Any]] | Exception:
     try:
-        return run_distributed(_run, n, n, timeout=200)
+        return run_distributed(_run, n, n)
     except Exception as error:
         return error
 

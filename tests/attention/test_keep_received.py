@@ -146,7 +146,7 @@ def saved(rank: int, n: int, schedule: str, keep: str) -> tuple[int, int]:
 
 @pytest.fixture(scope="module", params=(1, 2, 3, 4), ids=lambda n: f"{n} ranks")
 def found(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, Any]]]:
-    return request.param, run_distributed(_every_mode, request.param, request.param, timeout=200)
+    return request.param, run_distributed(_every_mode, request.param, request.param)
 
 
 def test_exact_in_fp64_whatever_is_kept(found: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx import __version__, cli
-from megatron_longctx.testing.jobs import CLI, clean_environment, started
+from megatron_longctx.testing.jobs import CLI, PATIENCE_S, clean_environment, started
 
 VERBS = ("train", "plan", "generate", "serve", "data", "doctor", "demo")
 
@@ -194,7 +194,12 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     settings = "parallelism.context_parallel_size=64 data.seq_length=65536"
     command = f"set -o pipefail; {sys.executable} -m megatron_longctx.cli plan {settings} | head -1"
     result = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=120
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert result.stdout.startswith("zigzag forward: 64 ranks, 65536 tokens")
     assert (result.returncode, result.stderr) == (0, "")

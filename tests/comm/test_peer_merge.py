@@ -142,7 +142,7 @@ def _on_gpus(rank: int) -> None:
 def test_calls_in_cuda_graphs(world: int) -> None:
     if torch.cuda.device_count() < max(world, 2):
         pytest.skip("needs 2 CUDA devices")
-    run_distributed(_on_gpus, world, backend="nccl", timeout=300.0)
+    run_distributed(_on_gpus, world, backend="nccl")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from megatron_longctx.comm.quantized import all_reduce, formats, reduce_scatter
 from megatron_longctx.comm.reduction import Reducer, ReductionPolicy
 from megatron_longctx.kernels.quantize import dequantize, quantize, requantize_sum, sum_quantized
 from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.jobs import PATIENCE_S
 
 BITS = (8, 6, 4, None)
 FORMS = list(itertools.product(BITS, (32, 128), (False, True), (torch.bfloat16, torch.float16, torch.float32)))[::2]
@@ -138,7 +139,7 @@ def test_kernels_under_the_interpreter(what):
     root = Path(__file__).parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "tests.comm.test_peer_reduce", what]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
 
 

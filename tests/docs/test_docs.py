@@ -17,6 +17,7 @@ from megatron_longctx.cli import parse
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
 from megatron_longctx.inference_job import split_words
+from megatron_longctx.testing.jobs import PATIENCE_S
 from tests.test_import_law import PACKAGE, ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,7 +138,7 @@ def started(script: Path, ranks: int) -> subprocess.Popen[str]:
 
 def losses(job: subprocess.Popen[str]) -> list[float]:
     try:
-        out, err = job.communicate(timeout=300)
+        out, err = job.communicate(timeout=PATIENCE_S)
     finally:
         job.terminate()
     assert job.returncode == 0, err

@@ -319,7 +319,7 @@ def test_replayed_steps_give_the_tokens_of_plans_on_gpus(context: int, tensor: i
     config = tiny_config(tmp_path, "x", settings)
     ways = [{"cuda_graphs": "true"}, {"cuda_graphs": "false"}, {"decode": "plan"}]
     configs = [parallel(config, context, tensor, **way) for way in ways]
-    for found in run_distributed(converse_with, context * tensor, configs, backend="nccl", timeout=300):
+    for found in run_distributed(converse_with, context * tensor, configs, backend="nccl"):
         for (tokens, replayed), (eager_tokens, eager), (plan_tokens, planned) in zip(*found, strict=True):
             assert tokens == eager_tokens == plan_tokens
             torch.testing.assert_close(replayed, eager, rtol=1e-5, atol=1e-5)

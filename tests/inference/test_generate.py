@@ -16,7 +16,7 @@ import pytest
 from megatron_longctx import cli
 from megatron_longctx.config import Config
 from megatron_longctx.testing.distributed import start_context
-from megatron_longctx.testing.jobs import CLI, clean_environment
+from megatron_longctx.testing.jobs import CLI, PATIENCE_S, clean_environment
 
 SUMMARY = r"(\d+) tokens, (\d+) of them cached before this turn; first token after [\d.]+ s; [\d.]+ ms per token; cache"
 
@@ -54,7 +54,7 @@ def generate_as_a_command(words: Sequence[str], typed: str = "") -> tuple[str, s
         [*CLI, "generate", *words],
         input=typed.encode(),
         capture_output=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         env=clean_environment(CUDA_VISIBLE_DEVICES=""),
     )
     assert done.returncode == 0, done.stderr.decode()
@@ -163,7 +163,7 @@ def test_a_turn_that_does_not_fit_ends_no_conversation_at_a_terminal(
     # A turn that does not fit, one that does though its answer does not, and one that both do.
     os.write(here, b"abc\n" + b"x" * 100 + b"\n" + b"y" * 87 + b"\nde\n\x04")
     done = subprocess.run(
-        [*CLI, "generate", *words], stdin=terminal, capture_output=True, timeout=300,
+        [*CLI, "generate", *words], stdin=terminal, capture_output=True, timeout=PATIENCE_S,
         env=clean_environment(CUDA_VISIBLE_DEVICES=""),
     )  # fmt: skip
     os.close(here)

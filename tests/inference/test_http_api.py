@@ -30,6 +30,7 @@ from megatron_longctx.http_api.server import server_of
 from megatron_longctx.inference.scheduler import Bounds, Event, Request
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.serve import Inbox
+from megatron_longctx.testing.jobs import PATIENCE_S
 
 BODY = {"prompt": "ab", "max_tokens": 9}
 BOUNDS = Bounds(tokens=10**4, positions=None, vocab_size=1000)
@@ -57,7 +58,7 @@ class Served:
 
     def take(self) -> Request | int:
         """What arrives next."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while not self._taken:
             assert time.monotonic() < deadline, "nothing arrives"
             self._taken += self.inbox.take(wait=True)
@@ -75,7 +76,7 @@ class Served:
 
     def connect(self, head: str = "", body: bytes = b"", **headers: str) -> socket.socket:
         """A connection that has sent a head with these headers (`_` for `-`), or nothing yet."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
         if head:
             fields = {"Host": "here", "Content_Type": "application/json"} | headers
             lines = [f"{head} HTTP/1.1", *(f"{k.replace('_', '-')}: {v}" for k, v in fields.items())]
@@ -109,7 +110,7 @@ def ended(connection: socket.socket) -> bool:
 
 
 def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -351,7 +352,7 @@ def test_paths_and_methods_that_are_not_served(served: Served) -> None:
 
 
 def test_a_connection_takes_one_request_after_another(served: Served) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE_S)
     connection.connect()
     sock = connection.sock
     for text in "cd":
@@ -412,7 +413,9 @@ def test_a_server_that_fails_ends_the_job_with_its_error(monkeypatch: pytest.Mon
 
 def test_connections_that_ask_for_nothing_are_in_nobodys_way() -> None:
     with serving(max_connections=4) as served:
-        elsewhere = socket.create_connection(("127.0.0.1", served.port), source_address=("127.0.0.2", 0), timeout=30)
+        elsewhere = socket.create_connection(
+            ("127.0.0.1", served.port), source_address=("127.0.0.2", 0), timeout=PATIENCE_S
+        )
         under_way = served.post(BODY)
         number = served.request().number
         half = served.connect("POST /v1/completions", b'{"prompt"', Content_Length="100")
@@ -601,7 +604,7 @@ def test_it_listens_at_addresses_of_ipv6(caplog: pytest.LogCaptureFixture) -> No
     with serve._serving(model, inbox, ServeConfig(host="::1", port=0)):
         found = re.search(r"http://\[::1\]:(\d+)/v1", caplog.text)
         assert found is not None
-        connection = http.client.HTTPConnection("::1", int(found.group(1)), timeout=30)
+        connection = http.client.HTTPConnection("::1", int(found.group(1)), timeout=PATIENCE_S)
         connection.request("GET", "/health")
         assert connection.getresponse().status == 200
         connection.close()

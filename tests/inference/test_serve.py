@@ -23,7 +23,7 @@ import pytest
 from megatron_longctx import cli, serve
 from megatron_longctx.config import Config
 from megatron_longctx.inference_job import InferenceJob
-from megatron_longctx.testing.jobs import CLI, Job, clean_environment, started
+from megatron_longctx.testing.jobs import CLI, PATIENCE_S, Job, clean_environment, started
 from megatron_longctx.testing.training import changed
 
 KEY = "a-secret"
@@ -38,7 +38,7 @@ class Client:
         self.port, self.job = port, job
 
     def raw(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
         found = answer.status, answer.read()
@@ -59,7 +59,7 @@ class Client:
         return [json.loads(line[6:]) for line in lines[:-2]]
 
     def until_health(self, status: int, said: str) -> None:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             found, answer = self.raw("GET", "/health", None, {})
             if found == status and json.loads(answer)["status"] == said:
@@ -199,7 +199,7 @@ def test_bad_connections_are_told_why(client: Client) -> None:
 def leave_in_the_middle(client: Client) -> None:
     """Begin a stream that would fill most of the cache, and go away."""
     body = json.dumps({"prompt": "xyz", "max_tokens": 200, "stream": True}).encode()
-    with socket.create_connection(("127.0.0.1", client.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", client.port), timeout=PATIENCE_S) as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode("latin-1") + body)
@@ -224,7 +224,7 @@ def test_bad_requests_leave_others_answers_as_they_are(client: Client) -> None:
         lambda: client.ask("/v1/completions", {**GOOD, "prompt": [10**30]})[0] == 400,
     ]
     said, done = "", 0
-    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=PATIENCE_S)
     connection.request("POST", "/v1/completions", json.dumps({**good, "stream": True}), headers)
     answer = connection.getresponse()
     while (line := answer.readline()) != b"data: [DONE]\n":
@@ -235,7 +235,7 @@ def test_bad_requests_leave_others_answers_as_they_are(client: Client) -> None:
                 done += 1
     connection.close()
     assert said == alone and done == len(bad)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while client.health()["requests"]:
         assert time.monotonic() < deadline, "a request was left behind"
         time.sleep(0.05)
@@ -304,13 +304,13 @@ def test_ctrl_c_while_ranks_are_starting_ends_all_of_them(trained: Config, tmp_p
     words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "serve.port=0", "parallelism=cp2"]
     with started(tmp_path, [*CLI, "serve", *words], clean_environment(CUDA_VISIBLE_DEVICES="")) as job:
         process = psutil.Process(job.process.pid)
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + PATIENCE_S
         while len(process.children()) < children and time.monotonic() < limit:  # spawn has a helper of its own
             time.sleep(0.02)
         others = process.children()
         os.killpg(job.process.pid, signal.SIGINT)
         assert job.wait(60) != 0 and "serving" not in job.out.read_text()
-        assert not psutil.wait_procs(others, timeout=20)[1]
+        assert not psutil.wait_procs(others, timeout=PATIENCE_S)[1]
 
 
 @pytest.mark.parametrize(("verb", "ended_by"), [("generate", signal.SIGTERM), ("serve", signal.SIGKILL)], ids=str)
@@ -320,12 +320,12 @@ def test_ranks_that_are_starting_end_with_the_first(trained: Config, tmp_path: P
     words = [word for word in words if not word.startswith({"generate": "serve", "serve": "prompt"}[verb])]
     with started(tmp_path, [*CLI, verb, *words], clean_environment(CUDA_VISIBLE_DEVICES="")) as job:
         process = psutil.Process(job.process.pid)
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + PATIENCE_S
         while len(process.children()) < 2 and time.monotonic() < limit:  # one is spawn's own
             time.sleep(0.02)
         others = process.children()
         os.kill(job.process.pid, ended_by)
-        assert len(others) == 2 and not psutil.wait_procs(others, timeout=30)[1]
+        assert len(others) == 2 and not psutil.wait_procs(others, timeout=PATIENCE_S)[1]
 
 
 @pytest.mark.parametrize("missing", ["starlette", "uvicorn"])

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_longctx.testing.jobs import PATIENCE_S
+
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 SCRIPTS = sorted(p for p in LAUNCH.iterdir() if p.suffix in (".sh", ".sbatch"))
 
@@ -64,7 +66,7 @@ def start(script: str, environment: dict[str, str], *arguments: str) -> subproce
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     return process.returncode, output
 
 
@@ -74,7 +76,7 @@ def recorded(environment: dict[str, str], suffix: str = "") -> list[str]:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name} did not appear within 60 s"
         time.sleep(0.02)
@@ -218,7 +220,7 @@ def test_relay_passes_usr1_to_the_ranks_of_a_real_torchrun(environment: dict[str
         for number in (0, 1):
             wait_for(tmp_path / f"{number}.ready")
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=100) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
     finally:
         with contextlib.suppress(ProcessLookupError):  # all of them have ended, as they should
             os.killpg(process.pid, signal.SIGKILL)

@@ -125,7 +125,7 @@ def tracker_fork() -> Any:
 
 
 def test_random_tracker_and_groups() -> None:
-    run_distributed(_tracker, 2, timeout=120)
+    run_distributed(_tracker, 2)
 
 
 def _recompute(rank: int) -> None:

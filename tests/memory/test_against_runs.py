@@ -179,9 +179,7 @@ def _run(rank: int, root: Path) -> dict[str, dict[str, Any]]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        ranks: list[dict[str, dict[str, Any]]] = run_distributed(
-            _run, 2, tmp_path_factory.mktemp("memory"), timeout=550
-        )
+        ranks: list[dict[str, dict[str, Any]]] = run_distributed(_run, 2, tmp_path_factory.mktemp("memory"))
     return ranks[0]
 
 

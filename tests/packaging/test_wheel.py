@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_longctx.testing.jobs import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -23,7 +25,7 @@ def ran(command: list[str], cwd: Path, environment: Mapping[str, str] | None = N
         "OMP_NUM_THREADS": "1"
     }
     result = subprocess.run(
-        command, cwd=cwd, env=clean | dict(environment or {}), capture_output=True, text=True, timeout=300
+        command, cwd=cwd, env=clean | dict(environment or {}), capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

@@ -81,6 +81,6 @@ def test_both_ends_of_settings_train_to_finite_weights(tmp_path: Path) -> None:
         Job(tiny_config(tmp_path, "one-step", {**ONE_STEP, "run.root": f"{tmp_path}/run{i}", **values}), stop_in=0)
         for i, values in enumerate(samples())
     ]
-    (found,) = run_distributed(trained_one_step, 1, jobs, timeout=400.0)
+    (found,) = run_distributed(trained_one_step, 1, jobs)
     for values, (loss, finite) in zip(samples(), found, strict=True):
         assert math.isfinite(loss) and finite, values

@@ -142,7 +142,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
                 if world == 1
                 else {case.name: _parallel_job(root, case) for case in CASES if case.world == world}
             )
-            ranks = run_distributed(run_jobs, world, list(named.values()), timeout=400.0)
+            ranks = run_distributed(run_jobs, world, list(named.values()))
             for index, name in enumerate(named):
                 first: Record = ranks[0][index]
                 assert first.error is None, f"{name}: {first.error}"

@@ -90,7 +90,7 @@ def runs(root: Path) -> Runs:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         for world, jobs in _jobs(root):
-            ranks = run_distributed(run_jobs, world, list(jobs.values()), timeout=300.0)
+            ranks = run_distributed(run_jobs, world, list(jobs.values()))
             for index, name in enumerate(jobs):
                 found[name] = ranks[0][index]
                 for rank in ranks:

@@ -63,7 +63,7 @@ def runs(root: Path) -> dict[str, list[Record]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         jobs = _jobs(root)
-        ranks = run_distributed(run_jobs, 2, list(jobs.values()), timeout=300.0)
+        ranks = run_distributed(run_jobs, 2, list(jobs.values()))
     return {name: [rank[index] for rank in ranks] for index, name in enumerate(jobs)}
 
 
