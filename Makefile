@@ -8,7 +8,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CODE := megatron_longctx analysis tests
+CODE := megatron_longctx benchmarks analysis tests
 
 # One thread a process: tests start up to eight ranks, which would otherwise fight over the cores.
 TEST_ENV := OMP_NUM_THREADS=1

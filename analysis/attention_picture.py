@@ -1,4 +1,4 @@
-"""Draw what `megatron-longctx bench attention` has measured: `python -m analysis.attention_picture RESULT.json`."""
+"""Draw what `python -m benchmarks attention` has measured: `python -m analysis.attention_picture RESULT.json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def draw(data: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     measured = _best_of_packages(
-        m for m in data["measurements"] if m["percent_of_one_device"] and not m["name"].startswith("one device")
+        m
+        for m in data["measurements"]
+        if m["percent_of_one_device"] and not m["name"].startswith(("one device", "one GPU", "one CPU"))
     )
     heads = list(dict.fromkeys(m["heads"] for m in measured))
     names = list(dict.fromkeys(m["name"] for m in measured))

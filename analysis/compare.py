@@ -241,13 +241,13 @@ def _draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _draw_plan(axes: Axes, key: PlanKey) -> None:
-    from megatron_longctx.config import ParallelismConfig  # here: a comparison without plans needs no room
-    from megatron_longctx.schedules import PlanOptions, build_plan
+    from megatron_longctx.config import ParallelismConfig, mode_options  # here: without plans it needs no room
+    from megatron_longctx.schedules import build_plan
     from megatron_longctx.schedules.draw import draw_on
 
     told = {name: getattr(key, name) for name in _OPTIONS}
-    options = PlanOptions.of(ParallelismConfig(context_parallel_size=key.world, **told))
-    draw_on(axes, build_plan(key.schedule, key.world, key.length, options=options))
+    options = mode_options(ParallelismConfig(context_parallel_size=key.world, **told))
+    draw_on(axes, build_plan(key.schedule, key.world, key.length, options))
 
 
 def draw(runs: Sequence[Run], plans: Sequence[PlanKey]) -> Figure:

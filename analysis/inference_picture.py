@@ -13,9 +13,10 @@ from typing import Any
 import matplotlib
 from matplotlib.patches import Patch
 
+from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.ledger import CacheLedger, Turn
-from megatron_longctx.inference.plan import MODES, Batch, build
 from megatron_longctx.schedules import Workload
+from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.simulate import Simulation, simulate
 from megatron_longctx.topology import load_cluster
 
@@ -38,7 +39,7 @@ def main() -> None:
     grid = figure.add_gridspec(3, 3, hspace=0.7, wspace=0.13, left=0.05, right=0.98, top=0.95, bottom=0.12)
     homes(figure.add_subplot(grid[0, :]))
     for row, new in ((1, TURNS[-1]), (2, SHORT)):
-        found = {mode: simulated(mode, *last_turn(new)) for mode in MODES}
+        found = {mode: simulated(mode, *last_turn(new)) for mode in CACHE_MODES}
         longest = max(simulation.seconds for simulation in found.values())
         for column, (mode, simulation) in enumerate(found.items()):
             axes = figure.add_subplot(grid[row, column])
@@ -97,7 +98,7 @@ def lanes(axes: Any, simulation: Simulation, longest: float) -> None:
 
 def simulated(mode: str, turn: Turn, slots: int) -> Simulation:
     cluster = load_cluster("h200_x8").resized(RANKS)
-    return simulate(build(mode, Batch(RANKS, slots, (turn,))), cluster, Workload(32, 8, 128), timeline=True)
+    return simulate(Batch(RANKS, slots, (turn,)).plan(mode), cluster, Workload(32, 8, 128), timeline=True)
 
 
 def frame(axes: Any, right: float) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_longctx.schedules import SCHEDULES, PlanOptions, Workload, build_plan
+from megatron_longctx.schedules import MODES, ModeOptions, Target, Workload, build_plan
+from megatron_longctx.schedules import mask as masks
 from megatron_longctx.schedules.draw_timeline import draw_modes, draw_timeline
 from megatron_longctx.schedules.select import Problem, rank_modes
 from megatron_longctx.schedules.simulate import simulate
 from megatron_longctx.topology import load_cluster
 
 RANKS, LENGTH, WORKLOAD = 8, 32768, Workload(32, 8, 128)
-OPTIONS = {"double_ring": PlanOptions(inner_size=4), "usp": PlanOptions(inner_size=4)}
+OPTIONS = ModeOptions(inner_size=4)
 
 
 def main() -> None:
@@ -24,11 +25,12 @@ def main() -> None:
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     cluster = load_cluster("h200_x8")
-    for name in SCHEDULES:
-        plan = build_plan(name, RANKS, LENGTH, options=OPTIONS.get(name, PlanOptions()))
+    for name in MODES:
+        plan = build_plan(name, RANKS, LENGTH, OPTIONS)
         draw_timeline(simulate(plan, cluster, WORKLOAD, timeline=True), out / f"{name}.png")
         print(out / f"{name}.png")
-    ranking = rank_modes(Problem(RANKS, LENGTH, WORKLOAD, keep_received="auto"), cluster, timeline=True)
+    problem = Problem(RANKS, masks.causal(LENGTH), Target(WORKLOAD), keep_received="auto")
+    ranking = rank_modes(problem, cluster, timeline=True)
     draw_modes(ranking, out / "all.png", f"{LENGTH:,} tokens on {RANKS} H200s, heads 32:8, simulated")
 
 

@@ -26,7 +26,8 @@ from analysis.record import read_run, write
 from megatron_longctx import memory
 from megatron_longctx.comm.local_ranks import run_ranks
 from megatron_longctx.compose import compose_config
-from megatron_longctx.config import Config, data_parallel_size, refuse
+from megatron_longctx.config import Config, data_parallel_size
+from megatron_longctx.errors import refuse
 from megatron_longctx.mcore.model import padded_vocab_size
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.training.preflight import check

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .chat_template import ChatTemplate, NotATemplate
-from .config import refuse
+from .errors import refuse
 from .mcore.tokenizer import special_tokens, template_of
 
 KEY = "inference.chat_template"

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from . import __version__
-from .config import KEEP_RECEIVED, KERNELS, TOKENIZERS
+from .config import TOKENIZERS
 
 _EPILOG = """\
 Settings are words of the form group=NAME or key.subkey=value, e.g.
@@ -24,6 +24,10 @@ Settings are words of the form group=NAME or key.subkey=value, e.g.
   megatron-longctx plan parallelism.schedule=zigzag parallelism.context_parallel_size=8 --draw plan.png
 `megatron-longctx VERB --help` lists the groups and their recipes; every key is explained in
 megatron_longctx/config/tree.py."""
+_NO_BENCH = (
+    "megatron-longctx bench: gone. `megatron-longctx calibrate` measures for `auto`; from a checkout, "
+    "`python -m benchmarks attention|all_reduce|inference|prefill` compares."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,6 +94,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Raises:
         SystemExit: wrong usage (2), or help or the version was asked for (0).
     """
+    argv = sys.argv[1:] if argv is None else argv
+    if list(argv[:1]) == ["bench"]:
+        print(_NO_BENCH, file=sys.stderr)
+        raise SystemExit(2)
     arguments, rest = _parser().parse_known_args(argv)
     if rest:
         if "settings" not in arguments or any(word.startswith("-") for word in rest):
@@ -159,7 +167,15 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--device-gib", type=float, help="memory of a device (default: what the cluster says)")
     plan.set_defaults(run=_plan)
 
-    _add_bench(verbs.add_parser("bench", help="measure links, kernels and modes"))
+    calibrate = verbs.add_parser(
+        "calibrate", help="measure links, kernels and modes for a model on these ranks, and keep them for `auto`"
+    )
+    calibrate.takes_settings()
+    calibrate.add_argument("--max-tokens", type=int, help="longest kernel call (default: 32768 on GPUs, 1024 on CPU)")
+    calibrate.add_argument(
+        "--links", type=Path, metavar="FILE.yaml", help="instead: the links alone, written as a cluster file"
+    )
+    calibrate.set_defaults(run=_calibrate)
 
     generate = verbs.add_parser("generate", help="continue a prompt, or chat, with a run's checkpoint")
     generate.takes_settings(
@@ -189,85 +205,6 @@ def _parser() -> argparse.ArgumentParser:
     demo.takes_settings("key=value words for both runs, e.g. train.steps=10")
     demo.set_defaults(run=_demo)
     return parser
-
-
-def _add_bench(bench: _Verb) -> None:
-    verbs = bench.add_subparsers(dest="what", required=True, metavar="what")
-    calibrate = verbs.add_parser("calibrate", help="measure links, kernels and modes for a model, and keep them")
-    links = verbs.add_parser("links", help="measure the links between this host's ranks, and write a cluster file")
-    attention = verbs.add_parser("attention", help="time the modes beside each other and beside what was predicted")
-    for verb in (calibrate, links, attention):
-        verb.add_argument("--ranks", type=int, help="to start here (default: one per GPU, 2 on CPU)")
-        verb.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    calibrate.takes_settings()
-    calibrate.add_argument("--max-tokens", type=int, help="longest kernel call (default: 32768 on GPUs, 1024 on CPU)")
-    calibrate.add_argument("--cluster", type=Path, metavar="FILE.yaml", help="also write the links as a cluster file")
-    links.add_argument("--out", type=Path, required=True, metavar="FILE.yaml", help="the cluster file")
-    attention.add_argument(
-        "--lengths", help="tokens of a sequence (default: 32768,65536,131072 on GPUs, 512,1024 on CPU)"
-    )
-    attention.add_argument("--heads", default="32:8,32:32", help="query:KV heads (default: %(default)s)")
-    attention.add_argument("--head-dim", type=int, default=128)
-    attention.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
-    attention.add_argument("--modes", default="all", help="all, or names separated by commas")
-    attention.add_argument("--kernel", choices=KERNELS, default="auto")
-    attention.add_argument("--transport", choices=("auto", "peer", "p2p"), default="auto", help="how blocks travel")
-    attention.add_argument(
-        "--keep-received", choices=KEEP_RECEIVED, default="auto", help="as attention.keep_received (default: auto)"
-    )
-    attention.add_argument(
-        "--graph-tokens", type=int, default=4096, help="as attention.graph_tokens, 0 for no graphs (default: 4096)"
-    )
-    attention.add_argument("--iterations", type=int, default=10)
-    attention.add_argument("--peers", action="store_true", help="also time other packages' context parallelism")
-    attention.add_argument("--check", action="store_true", help="also compare results with one device's")
-    attention.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="results; a .md goes beside it")
-    _add_bench_all_reduce(verbs.add_parser("all_reduce", help="time low-bit all-reduces beside the library's, by size"))
-    _add_bench_inference(verbs.add_parser("inference", help="time first and further tokens over a sharded cache"))
-    prefill = verbs.add_parser("prefill", help="time first tokens under each reduction over tensor-parallel ranks")
-    prefill.takes_settings("group=NAME and key=value words; weights are random")
-    prefill.add_argument("--lengths", default="1024,4096,16384,32768", help="prompt tokens (default: %(default)s)")
-    prefill.add_argument("--reductions", default="none,int8,int6,int4,auto", help="(default: %(default)s)")
-    prefill.add_argument("--iterations", type=int, default=5, help="of every first token (default: %(default)s)")
-    prefill.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="a .md and a .png go beside it")
-    bench.set_defaults(run=_bench)
-
-
-def _add_bench_all_reduce(verb: _Verb) -> None:
-    verb.add_argument("--ranks", type=int, help="to start here (default: one per GPU, 2 on CPU)")
-    verb.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    verb.add_argument("--smallest-kib", type=int, default=64, help="of a rank's tensor (default: %(default)s)")
-    verb.add_argument("--largest-mib", type=int, help="(default: 512 on GPUs, 4 on CPU)")
-    verb.add_argument("--step", type=int, default=2, help="2 or 4: from one size to the next (default: %(default)s)")
-    verb.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
-    verb.add_argument("--group-size", type=int, choices=(32, 64, 128), default=128, help="of what is quantized")
-    verb.add_argument("--steps", action="store_true", help="also one and two steps over peers, each by itself")
-    verb.add_argument("--eager", action="store_true", help="issue calls one by one, not from CUDA graphs")
-    verb.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="a .md and a .png go beside it")
-
-
-def _add_bench_inference(verb: _Verb) -> None:
-    verb.takes_settings("group=NAME and key=value words; weights are random")
-    verb.add_argument("--lengths", default="2048", help="tokens, cached and new together (default: %(default)s)")
-    verb.add_argument(
-        "--miss-rates", default="0.01,0.025,0.05,0.1,0.2,0.5,1", help="new tokens as a share of the length"
-    )
-    verb.add_argument(
-        "--modes",
-        default="pass_kv,pass_q",
-        help="whose first tokens, also one_hop; rules are judged where both rings are (default: %(default)s)",
-    )
-    verb.add_argument("--batches", default="1,4", help="sequences decoded together (default: %(default)s)")
-    verb.add_argument("--context", help="context-parallel sizes, e.g. 1,2,4,8 (default: the settings')")
-    verb.add_argument(
-        "--iterations",
-        type=int,
-        default=5,
-        help="of every first token; 0: the first time counts (default: %(default)s)",
-    )
-    verb.add_argument("--tokens", type=int, default=64, help="decoded by every sequence (default: %(default)s)")
-    verb.add_argument("--decode-only", action="store_true", help="no first tokens: times between tokens alone")
-    verb.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="a .md and a .png go beside it")
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -303,43 +240,10 @@ def _plan(arguments: argparse.Namespace) -> None:
         plan.show(config, causal=not arguments.full_mask, backward=arguments.backward, pictures=pictures)
 
 
-def _bench(arguments: argparse.Namespace) -> None:
-    from .bench import command
-    from .compose import compose_config
-    from .schedules.cost import Workload
+def _calibrate(arguments: argparse.Namespace) -> None:
+    from .calibrate import command
 
-    if arguments.what == "inference":
-        from .bench.inference import Words, run_inference
-
-        lists = (arguments.lengths, arguments.miss_rates, arguments.batches, arguments.context)
-        words = Words(*lists, arguments.iterations, arguments.tokens, arguments.decode_only, arguments.modes)
-        run_inference(compose_config(arguments.settings), words, arguments.out)
-        return
-    if arguments.what == "prefill":
-        from .bench.prefill import Ask, run_prefill
-
-        ask = Ask.of(arguments.lengths, arguments.reductions, arguments.iterations)
-        run_prefill(compose_config(arguments.settings), ask, arguments.out)
-        return
-    where = command.Where.of(arguments.ranks, arguments.device)
-    if arguments.what == "all_reduce":
-        from .bench.all_reduce import run_all_reduce, sizes_of
-
-        run_all_reduce(where, sizes_of(where, arguments), arguments.out)
-    elif arguments.what == "links":
-        command.run_links(where, arguments.out)
-    elif arguments.what == "calibrate":
-        config = compose_config(arguments.settings)
-        where = command.Where(where.ranks, where.device, config.attention.kernel, config.attention.transport)
-        tokens = (arguments.max_tokens, arguments.cluster)
-        command.run_calibrate(where, Workload.of(config), *tokens, config.data.seq_length)
-    else:
-        where = command.Where(where.ranks, where.device, arguments.kernel, arguments.transport)
-        lengths = arguments.lengths or ("32768,65536,131072" if where.device == "cuda" else "512,1024")
-        cases = command.cases(lengths, arguments.heads, arguments.head_dim, arguments.dtype)
-        said = (arguments.iterations, arguments.check, arguments.peers)
-        how = command.How(*said, arguments.keep_received, arguments.graph_tokens)
-        command.run_attention(where, cases, arguments.modes, how, arguments.out)
+    command.run(arguments.settings, arguments.max_tokens, arguments.links)
 
 
 def _data(arguments: argparse.Namespace) -> None:

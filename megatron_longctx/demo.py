@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .compose import bundled, compose_config
+from .compose import compose_config
+from .files import bundled
 from .training.launcher import train
 from .training.run_folder import RunFolder
 from .training.text import prepare

@@ -160,13 +160,20 @@ def _packages() -> Iterator[Row]:
     megatron = _version("megatron-core")
     yield Row("packages", "Megatron-Core", megatron is not None, megatron or "not installed")
     yield _package("TransformerEngine", "transformer_engine.pytorch", "transformer-engine")
-    yield _package("flash-attn", "flash_attn", "flash-attn")
+    yield _flash_attention()
     yield _apex()
     yield _package("triton", "triton", "triton")
     yield _package("wandb", "wandb", "wandb")
     yield _package("hydra", "hydra", "hydra-core")
     yield _package("starlette", "starlette", "starlette")
     yield _package("uvicorn", "uvicorn", "uvicorn")
+
+
+def _flash_attention() -> Row:
+    from .kernels.fa4 import VERSION, package_problem
+
+    problem = package_problem()
+    return Row("packages", "flash-attn-4", problem is None, problem or VERSION)
 
 
 def _package(name: str, module: str, distribution: str) -> Row:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from .chat import Chat, Message, TextStream, chat_of
 from .comm import from_rank_0
-from .config import Config, refuse
+from .config import Config
+from .errors import refuse
 from .inference.engine import LongContextEngine, Session
 from .inference.sampling import Sampling
 from .inference_job import InferenceJob, job_of, run, split_words

@@ -21,7 +21,8 @@ import torch.multiprocessing as mp
 from .comm.local_ranks import end_with_parent, stopped_ranks, with_cause
 from .comm.rendezvous import Placement, host_store, join, join_store, listen
 from .compose import RESOLVED, load_config, override_config
-from .config import Config, refuse
+from .config import Config
+from .errors import refuse
 from .inference.engine import LongContextEngine
 from .inference.figures import calibration_file
 from .mcore import checkpoint, groups
@@ -31,7 +32,7 @@ from .mcore.model import fingerprint, padded_vocab_size
 from .mcore.tokenizer import build_tokenizer
 from .topology import load_cluster
 from .training.launcher import JobFailed
-from .training.preflight import device_type
+from .training.preflight import check_kernel, device_type
 
 _GRACE_S = 5.0
 
@@ -93,6 +94,7 @@ def job_of(own: Mapping[str, str], settings: Sequence[str], options: Any = None)
         raise error
     job = InferenceJob(config, checkpoints, number, options)
     device = device_type(config)
+    check_kernel(config, device)
     cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size
     if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
         load_cluster(cluster).resized(n)  # what attention is to be priced by can be read

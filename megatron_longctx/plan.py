@@ -5,22 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .config import Config, refuse
+from .config import Config, configured_mode, mode_options, token_unit, workload_of
+from .errors import refuse
 from .memory import command
 from .schedules import (
     Costs,
-    Kind,
     Plan,
-    PlanOptions,
-    Workload,
+    Target,
     backward_plan,
     build_plan,
-    check_heads,
-    describe,
     keeping,
     keeps_received,
-    num_messages,
 )
+from .schedules import mask as masks
+from .schedules.describe import describe
 from .schedules.draw import draw
 from .schedules.draw_timeline import draw_modes, draw_timeline
 from .schedules.select import Problem, rank_modes, table
@@ -53,12 +51,12 @@ def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures) ->
     _check_size("--timeline", pictures.timeline, config)
     plan = _configured(config, causal)
     plan = backward_plan(plan) if backward else plan
-    workload = Workload.of(config)
-    print(describe(plan, {kind: workload.token_bytes(kind) for kind in (Kind.KV, Kind.DKV)}))
+    target = Target(workload_of(config))
+    print(describe(plan, target))
     if not backward:
         print("\n" + command.one_line(config))
     if cluster is not None:
-        simulation = simulate(plan, cluster, workload, timeline=pictures.timeline is not None)
+        simulation = simulate(plan, cluster, target, timeline=pictures.timeline is not None)
         print("\n" + _price(simulation, cluster))
         if pictures.timeline:
             draw_timeline(simulation, pictures.timeline)
@@ -78,14 +76,17 @@ def compare(config: Config, *, causal: bool, picture: Path | None) -> None:
     _check_size("--compare", picture, config)
     if config.parallelism.cluster is None:
         raise refuse("--compare", "given", "parallelism.cluster=NAME beside it", _REMEDY)
-    cluster, workload = _cluster(config), Workload.of(config)
+    cluster, workload = _cluster(config), workload_of(config)
     par = config.parallelism
-    options = replace(PlanOptions.of(par), inner_size=None, max_buffer_tokens=None, head_chunks=1)
+    options = replace(mode_options(par), inner_size=None, max_buffer_tokens=None, head_chunks=1)
     n, length = par.context_parallel_size, config.data.seq_length
-    problem = Problem(n, length, workload, causal, options, keep_received=config.keep_received)
+    mask = _mask(length, causal)
+    problem = Problem(
+        n, mask, Target(workload), token_unit(config.parallelism), options, keep_received=config.keep_received
+    )
     ranking = rank_modes(problem, cluster, timeline=picture is not None)
     title = (
-        f"{config.model.name}: {problem.length:,} tokens, {problem.n} ranks of {cluster.name}, "
+        f"{config.model.name}: {length:,} tokens, {problem.n} ranks of {cluster.name}, "
         f"heads {workload.num_heads}:{workload.num_kv_heads} x {workload.head_dim}, {'causal' if causal else 'full'}"
     )
     print(f"{title}; one attention layer, simulated\n{table(ranking)}")
@@ -113,7 +114,7 @@ def show_memory(config: Config, picture: Path | None, longest: bool, device_gib:
 
 
 _MOST_MESSAGES = 20_000  # of a plan that is drawn: 141 ranks of a ring
-_REMEDY = "Name one of recipes/cluster, or a file that `megatron-longctx bench links` has written."
+_REMEDY = "Name one of recipes/cluster, or a file that `megatron-longctx calibrate --links` has written."
 
 
 def _cluster(config: Config) -> Cluster:
@@ -128,16 +129,21 @@ def _check_heads(config: Config) -> None:
     if par.schedule == "auto":
         raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with --compare.")
     heads = (model.num_attention_heads // par.tensor_parallel_size, model.num_kv_heads // par.tensor_parallel_size)
-    check_heads(par.schedule, par.context_parallel_size, *heads, PlanOptions.of(par))
+    mode = configured_mode(par)
+    mode.check_heads(par.context_parallel_size, *heads)
 
 
 def _configured(config: Config, causal: bool) -> Plan:
     par = config.parallelism
     _check_heads(config)
     n, length = par.context_parallel_size, config.data.seq_length
-    plan = build_plan(par.schedule, n, length, causal, PlanOptions.of(par))
+    plan = build_plan(par.schedule, n, _mask(length, causal), mode_options(par), token_unit(config.parallelism))
     keep = keeps_received(config.keep_received, par.schedule, n, length, config.train.micro_batch_size)
     return keeping(plan) if keep else plan
+
+
+def _mask(length: int, causal: bool) -> masks.Mask:
+    return masks.causal(length) if causal else masks.full(length)
 
 
 def _price(simulation: Simulation, cluster: Cluster) -> str:
@@ -161,7 +167,8 @@ def _check_size(option: str, given: object, config: Config) -> None:
     if not given:
         return
     par = config.parallelism
-    messages = num_messages(par.schedule, par.context_parallel_size, config.data.seq_length, PlanOptions.of(par))
+    n = par.context_parallel_size
+    messages = configured_mode(par).num_messages(n, config.data.seq_length)
     if messages > _MOST_MESSAGES:
         expected = f"a plan of at most {_MOST_MESSAGES:,} messages; {par.schedule} has {messages:,} here"
         raise refuse(option, given, expected, "Take fewer context-parallel ranks.")

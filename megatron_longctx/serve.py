@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from .chat import chat_of
 from .comm import from_rank_0
-from .config import ServeConfig, refuse
+from .config import ServeConfig
+from .errors import refuse
 from .http_api.access import Access, access_of
 from .http_api.requests import Model
 from .inference.engine import LongContextEngine
@@ -175,7 +176,7 @@ def _listen(settings: ServeConfig) -> socket.socket:
 def _serve(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None:
     settings = job.config.serve
     chunk = job.config.inference.prefill_chunk or Limits.prefill_chunk
-    engine.warm_up(chunk, settings.max_active)
+    engine.warm_up(settings.max_active)
     scheduler = Scheduler(engine, Limits(settings.max_active, chunk, settings.keep_sessions))
     if dist.get_rank() != 0:
         for number in handled():  # which may go to all ranks: rank 0 says when it ends

@@ -81,10 +81,10 @@ def test_every_gpu_is_listed_with_its_memory() -> None:
 
 
 def test_a_package_whose_import_fails_is_reported_in_one_line(installed: Path) -> None:
-    package(installed, "flash_attn", "raise ImportError('undefined symbol:\\n  _ZN3c104cuda')")
-    row = {row.name: row for row in report()}["flash-attn"]
+    package(installed, "transformer_engine", "raise ImportError('undefined symbol:\\n  _ZN3c104cuda')")
+    row = {row.name: row for row in report()}["TransformerEngine"]
     expected = "installed, but its import fails: ImportError: undefined symbol: _ZN3c104cuda"
-    assert row == Row("packages", "flash-attn", False, expected)
+    assert row == Row("packages", "TransformerEngine", False, expected)
 
 
 def test_the_other_apex_is_told_apart_and_not_imported(installed: Path) -> None:

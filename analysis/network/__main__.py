@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_longctx.metrics.environment import environment
-from megatron_longctx.schedules import PlanOptions
+from megatron_longctx.schedules import ModeOptions
 from megatron_longctx.schedules.cost import Workload
 from megatron_longctx.topology import Cluster, Mesh, Network
 
@@ -32,11 +32,11 @@ def jobs() -> dict[str, list[Job]]:
     """The cases by name: one network, causal and full."""
     found = {}
     for cluster in (MESH8, NODES, SHARED):
-        options = PlanOptions(cluster=cluster)
+        options = ModeOptions(cluster=cluster)
         modes = [Mode(name) for name in FLAT] + [Mode("tasp", options)]
         inner = (2, 4) if cluster.nodes == 1 else (4,)
-        modes += [Mode("usp", PlanOptions(inner_size=k)) for k in inner]
-        modes += [Mode("double_ring", PlanOptions(inner_size=k)) for k in (4,) if cluster.nodes > 1]
+        modes += [Mode("usp", ModeOptions(inner_size=k)) for k in inner]
+        modes += [Mode("double_ring", ModeOptions(inner_size=k)) for k in (4,) if cluster.nodes > 1]
         causal = Job(cluster, tuple(modes), length=256, workload=Workload(32, 32, 128, element_bytes=4))
         full = replace(causal, causal=False, modes=tuple(m for m in modes if m.schedule not in ("striped", "helper")))
         found[cluster.name] = [causal, full]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_longctx.schedules import DEFAULT_OPTIONS, PlanOptions
+from megatron_longctx.schedules import ModeOptions
 from megatron_longctx.schedules.cost import Workload
 from megatron_longctx.topology import Cluster
 
@@ -14,7 +14,7 @@ from megatron_longctx.topology import Cluster
 @dataclass(frozen=True)
 class Mode:
     schedule: str
-    options: PlanOptions = DEFAULT_OPTIONS
+    options: ModeOptions = field(default_factory=ModeOptions)
 
     @property
     def name(self) -> str:

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.bench.calibrate import Effort, kernel_costs
+from megatron_longctx.calibrate.kernels import Effort, Place, kernel_costs
 from megatron_longctx.comm import P2PTransport
 from megatron_longctx.layout import Layout
+from megatron_longctx.schedules import Target
+from megatron_longctx.schedules import mask as masks
 from megatron_longctx.schedules.cost import GIB, Costs
 from megatron_longctx.schedules.select import Problem, rank_modes
 from megatron_longctx.testing.references import dense_attention, random_qkv, shard
@@ -62,7 +64,7 @@ class _Rank:
         rates = self._link_rates()
         self._say("measuring kernel calls")
         effort = Effort(max_tokens=job.length, min_tokens=8, repeats=3)
-        costs = replace(kernel_costs(self.group, _CPU, job.workload, "auto", effort), step_s=small)
+        costs = replace(kernel_costs(Place(self.group, _CPU, job.workload), effort), step_s=small)
         found = []
         for mode in job.modes:
             found.append(self._mode(mode, costs))
@@ -120,12 +122,13 @@ class _Rank:
     def _mode(self, mode: Mode, costs: Costs) -> Found:
         job, workload = self.job, self.job.workload
         attention = ContextParallelAttention(self.group, schedule=mode.schedule, options=mode.options)
-        layout = attention.layout(job.length)
+        mask = masks.causal(job.length) if job.causal else masks.full(job.length)
+        layout = attention.layout(mask)
         q, k, v, grad_out = (shard(x, layout, self.rank) for x in self.whole)
         leaves = [x.requires_grad_() for x in (q, k, v)]
 
         def call() -> Tensor:
-            return attention(q, k, v, length=job.length, causal=job.causal)
+            return attention(q, k, v, mask=mask)
 
         out = call()
         error = self._error([out.detach(), *torch.autograd.grad(out, leaves, grad_out)], layout)
@@ -139,8 +142,8 @@ class _Rank:
             start = time.perf_counter()
             torch.autograd.grad(out, leaves, grad_out)
             backward.append(self._slowest(time.perf_counter() - start))
-        problem = Problem(job.cluster.n, job.length, workload, job.causal)
-        (priced,) = rank_modes(problem, job.cluster, costs, candidates=[(mode.schedule, mode.options)])
+        problem = Problem(job.cluster.n, mask, Target(workload))
+        (priced,) = rank_modes(problem, job.cluster, costs, candidates=[attention.mode])
         assert priced.forward is not None and priced.backward is not None, priced.reason
         return Found(
             job.cluster.name,

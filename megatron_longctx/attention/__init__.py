@@ -3,6 +3,7 @@
 `ContextParallelAttention` is attention over a sequence sharded among ranks; `AttentionResult` what a call gave.
 """
 
-from .context_parallel import AttentionResult, ContextParallelAttention
+from .context_parallel import ContextParallelAttention
+from .function import AttentionResult
 
 __all__ = ["AttentionResult", "ContextParallelAttention"]

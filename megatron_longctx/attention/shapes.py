@@ -1,101 +1,73 @@
-"""What the tensors of a pass look like, whatever their values: worked out once for all passes of a kind."""
+"""What the rows of every kind look like in one kind of pass."""
 
 from __future__ import annotations
 
-import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..schedules import Heads, Kind
-
-_HOME_OF = {Kind.OUT: Kind.Q, Kind.DQ: Kind.Q_GRAD, Kind.DKV: Kind.KV} | {
-    kind: kind for kind in (Kind.Q, Kind.KV, Kind.Q_GRAD, Kind.GRAD)
-}
-"""Whose heads a kind has: those of the rank's own tensors of this kind."""
+from ..schedules import Heads, Kind, Workload
+from ..schedules.program import Rows
+from .kv_format import KVFormat, Like
 
 
-class Like(NamedTuple):
-    """A tensor's shape, dtype and device, for those that need no more of it."""
+class Shapes(NamedTuple):
+    """Of passes over `batch` sequences of a workload's heads. kv: keys and values as they travel; gradients travel as
+    `kv_grad` says."""
 
-    shape: tuple[int, ...]
+    workload: Workload
     dtype: torch.dtype
     device: torch.device
+    kv: KVFormat
+    kv_grad: KVFormat
 
-    def empty(self) -> Tensor:
-        """A contiguous, uninitialized tensor like this."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of what is added up, and of log-sum-exps: fp32 for everything up to fp32."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
-
-def like(tensor: Tensor) -> Like:
-    return Like(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-
-def heads_dim(field: Tensor | Like) -> int:
-    """The dimension of the heads: an lse `[t, b, h]` has none after them."""
-    num_dims = len(field.shape)
-    return 2 if num_dims == 3 else num_dims - 2
-
-
-def head_slice(num_heads: int, part: Heads) -> slice:
-    """The heads of one of `part.parts` equal parts; where parts outnumber heads, neighbours share one.
-
-    Raises:
-        ValueError: neither number divides the other.
-    """
-    if num_heads % part.parts == 0:
-        size = num_heads // part.parts
-        return slice(part.part * size, (part.part + 1) * size)
-    if part.parts % num_heads == 0:
-        head = part.part * num_heads // part.parts
-        return slice(head, head + 1)
-    raise ValueError(
-        f"{num_heads} heads in {part.parts} parts: expected a divisor or a multiple of {num_heads}. "
-        "Change the number of ranks that share the heads."
-    )
-
-
-class Shapes:
-    """The fields of every kind of block in one kind of pass.
-
-    Args:
-        fields: by kind, what this rank's own tensors look like, and the results that it gets; tokens first.
-    """
-
-    def __init__(self, fields: dict[Kind, tuple[Like, ...]]) -> None:
-        self._fields = fields
-        self._heads: dict[tuple[Kind, Heads], slice] = {}
-        self._rows: dict[tuple[Kind, int, int], tuple[Like, ...]] = {}
-
-    def own(self, kind: Kind) -> tuple[Like, ...]:
-        """All of this rank's own fields of a kind."""
-        return self._fields[kind]
-
-    def num_heads(self, kind: Kind) -> int:
-        return self._fields[_HOME_OF[kind]][0].shape[-2]
-
-    def heads(self, kind: Kind, heads: Heads) -> slice:
+    def heads(self, kind: Kind, part: Heads) -> range:
         """Where a part of the heads lies among all heads of a kind."""
-        key = kind, heads
-        if key not in self._heads:
-            self._heads[key] = head_slice(self.num_heads(kind), heads)
-        return self._heads[key]
+        return self.workload.head_range(kind, part)
 
-    def rows(self, kind: Kind, tokens: int, parts: int = 1) -> tuple[Like, ...]:
-        """So many rows of one of `parts` parts of the heads, by field."""
-        key = kind, tokens, parts
-        if key not in self._rows:
-            self._rows[key] = tuple(self._part(field, kind, tokens, parts) for field in self._fields[kind])
-        return self._rows[key]
+    def like(self, kind: Kind, tokens: int, heads: Heads) -> tuple[Like, ...]:
+        """So many rows of a part of the heads, as they travel, by field."""
+        return _likes(self, kind, tokens, heads)
 
-    def row_bytes(self, kind: Kind, parts: int) -> list[int]:
-        """Of one token, by field."""
-        return [math.prod(row.shape) * row.dtype.itemsize for row in self.rows(kind, 1, parts)]
+    def parts(self, kind: Kind, tokens: int, heads: Heads, dtype: torch.dtype) -> tuple[Like, ...]:
+        """Results as they are computed: (out, lse), (dq) or (dk, dv)."""
+        work, count = self.workload, len(self.heads(kind, heads))
+        sizes = (work.head_dim, work.value_dim) if kind is Kind.DKV else (work.head_dim,)
+        if kind is Kind.OUT:
+            lse = Like((tokens, work.batch, count), self.sum_dtype, self.device)
+            return Like((tokens, work.batch, count, work.value_dim), dtype, self.device), lse
+        return tuple(Like((tokens, work.batch, count, size), dtype, self.device) for size in sizes)
 
-    def _part(self, field: Like, kind: Kind, tokens: int, parts: int) -> Like:
-        shape = [tokens, *field.shape[1:]]
-        if parts > 1:
-            part = self.heads(kind, Heads(0, parts))
-            shape[heads_dim(field)] = part.stop - part.start
-        return field._replace(shape=tuple(shape))
+    def cut(self, field: Tensor, rows: Rows) -> Tensor:
+        """The rows and heads of one of the fields that lie there."""
+        if rows.heads != rows.held:
+            wanted, first = self.heads(rows.kind, rows.heads), self.heads(rows.kind, rows.held).start
+            dim = 2 if field.ndim == 3 else field.ndim - 2  # an lse [t, b, h] has none after its heads
+            field = field.narrow(dim, wanted.start - first, len(wanted))
+        return field if rows.tokens == field.shape[0] else field.narrow(0, rows.start, rows.tokens)
+
+
+@lru_cache(maxsize=1024)
+def _likes(shapes: Shapes, kind: Kind, tokens: int, heads: Heads) -> tuple[Like, ...]:
+    work, count = shapes.workload, len(shapes.heads(kind, heads))
+    if kind in (Kind.KV, Kind.DKV):
+        kv = shapes.kv if kind is Kind.KV else shapes.kv_grad
+        return (kv.like(tokens, work.batch, count, shapes.device),)
+    q = Like((tokens, work.batch, count, work.head_dim), shapes.dtype, shapes.device)
+    out = q._replace(shape=(*q.shape[:3], work.value_dim))
+    lse = Like(q.shape[:3], shapes.sum_dtype, shapes.device)
+    fields = {Kind.Q: (q,), Kind.DQ: (q,), Kind.GRAD: (out,), Kind.OUT: (out, lse), Kind.Q_GRAD: (q, out, out, lse)}
+    return fields[kind]
+
+
+def new_lse(like: Like) -> Tensor:
+    """An lse `[s, b, h]` with heads before tokens in memory: the order in which kernels want it."""
+    s, b, h = like.shape
+    return torch.empty((b, h, s), dtype=like.dtype, device=like.device).permute(2, 0, 1)

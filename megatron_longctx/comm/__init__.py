@@ -1,35 +1,32 @@
 """The only room that issues communication. It moves tensors between ranks and knows nothing of attention.
 
 `P2PTransport` sends and receives batches of messages on a stream of its own; `PeerTransport` lets receivers pull out of
-the senders' memory; `MixedTransport` does the one between hosts and the other within; `choose_transport` takes one of
+the senders' memory; `HybridTransport` does the one between hosts and the other within; `choose_transport` takes one of
 them. `BufferPool` lends the memory in which messages land; `WaitClock` measures how long a rank waits for them.
 `PeerMerge` merges what ranks have found for the same queries.
 """
 
 from .buffers import BufferPool
-from .choose import Transport, choose_transport, transport_name
+from .channel import Channel, Transport
+from .choose import choose_transport, transport_name
 from .collect import from_all, from_first, from_rank_0, gather_over, sum_over
-from .mixed import MixedTransport
-from .outbox import Outbox, OutboxBuilder, Sent
+from .hybrid import HybridTransport
 from .p2p import Exchange, P2PTransport
-from .peer import Mailbox, PeerTransport
+from .peer import PeerTransport, SymmetricExchange
 from .peer_merge import PeerMerge
 from .together import PeerMemoryError
-from .waiting import GraphWaits, WaitClock, measured_wait
+from .waiting import WaitClock, measured_wait
 
 __all__ = [
     "BufferPool",
+    "Channel",
     "Exchange",
-    "GraphWaits",
-    "Mailbox",
-    "MixedTransport",
-    "Outbox",
-    "OutboxBuilder",
+    "HybridTransport",
     "P2PTransport",
     "PeerMemoryError",
     "PeerMerge",
     "PeerTransport",
-    "Sent",
+    "SymmetricExchange",
     "Transport",
     "WaitClock",
     "choose_transport",

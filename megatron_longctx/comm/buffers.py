@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,13 +15,13 @@ class BufferPool:
     Whoever asks for a name owns it until it is asked for again: callers order their uses on the device themselves.
 
     Attributes:
-        derived: views of these tensors that somebody wants to find again, as long as he lives and nothing grows.
+        generation: counts up when a tensor gets other memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._storage: dict[Hashable, Tensor] = {}
-        self.derived: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.generation = 0
 
     def get(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous, uninitialized tensor of `shape`."""
@@ -31,7 +29,7 @@ class BufferPool:
         kept = self._storage.get((name, dtype))
         with torch.inference_mode(False):  # it outlives the call that asks first
             if kept is None or kept.numel() < size:
-                self.derived.clear()
+                self.generation += 1
                 kept = self._storage[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
             return kept[:size].view(shape)
 

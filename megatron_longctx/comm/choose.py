@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 
 from ..config import TRANSPORTS
+from .channel import Transport
 from .hosts import find_hosts
-from .mixed import MixedTransport
+from .hybrid import HybridTransport
 from .p2p import P2PTransport
 from .peer import PeerTransport
 from .together import PeerMemoryError
 
 logger = logging.getLogger(__name__)
-
-Transport = P2PTransport | PeerTransport | MixedTransport
 
 
 def choose_transport(
@@ -26,7 +25,7 @@ def choose_transport(
 
     Args:
         name: `peer` for peer memory, `p2p` for point-to-point messages, `auto` for peer memory where the GPUs can read
-            each other's and point-to-point messages elsewhere: all the one, all the other, or mixed, message by
+            each other's and point-to-point messages elsewhere: all the one, all the other, or hybrid, message by
             message. Said once with the reason.
         growth: of peer memory, see `PeerTransport`.
         key: the setting that `name` comes from, for messages.
@@ -44,7 +43,7 @@ def choose_transport(
         if reason is None:
             return PeerTransport(group, device, growth=growth, key=key)
         if name == "auto" and hosts.any_peers:
-            transport = MixedTransport(group, device, hosts, growth, key)
+            transport = HybridTransport(group, device, hosts, growth, key)
             if dist.get_rank(group) == 0:
                 logger.info(
                     "attention's messages go through peer memory within hosts (ranks %s) and point to point between "
@@ -63,5 +62,5 @@ def choose_transport(
 
 
 def transport_name(transport: Transport) -> str:
-    """`peer`, `p2p` or `mixed`."""
-    return {P2PTransport: "p2p", PeerTransport: "peer", MixedTransport: "mixed"}[type(transport)]
+    """`peer`, `p2p` or `hybrid`."""
+    return {P2PTransport: "p2p", PeerTransport: "peer", HybridTransport: "hybrid"}[type(transport)]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..config import refuse
+from ..errors import refuse
 
 RANKS_PER_HOST = "MEGATRON_LONGCTX_RANKS_PER_HOST"
 """Environment variable: every so many neighbouring ranks (of a process group, on one machine) count as a host of their

@@ -55,11 +55,13 @@ def run_ranks(
             _rank_main, args=job, nprocs=world_size, join=False, start_method=start_method
         )
         deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout)
-        while not context.join(timeout=1.0, grace_period=2.0):
-            if datetime.datetime.now() > deadline:
-                for process in context.processes:
-                    process.kill()
-                raise TimeoutError(f"{world_size} ranks of {fn.__name__} did not end within {timeout} s")
+        try:
+            while not context.join(timeout=1.0, grace_period=2.0):
+                if datetime.datetime.now() > deadline:
+                    raise TimeoutError(f"{world_size} ranks of {fn.__name__} did not end within {timeout} s")
+        finally:  # interrupted, for one: this process would wait for ranks that wait for each other
+            for process in context.processes:
+                process.kill()
         return [pickle.loads(Path(folder, f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
 
 

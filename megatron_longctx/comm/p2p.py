@@ -6,14 +6,19 @@ that a transfer never queues behind a kernel it does not depend on, and the host
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..schedules.plan import NUM_FIELDS
+from ..schedules.program import Message as SentMessage
+from ..schedules.program import Program
 
 Message = tuple[Tensor, int]
 """A contiguous tensor, and the rank of the group it goes to or comes from."""
@@ -56,6 +61,16 @@ class P2PTransport:
     def now(self) -> torch.cuda.Event | None:
         """A mark after all work issued so far by the caller's stream; None where there are no streams."""
         return torch.cuda.current_stream(self.device).record_event() if self._cuda else None
+
+    hosts = None
+    """Nobody reads another rank's memory."""
+
+    def channel(self, program: Program, num_bytes: int, memory: Callable[[int], Tensor]) -> DirectChannel:
+        """The messages of a program; see `channel.Transport`."""
+        return DirectChannel(self, program, lambda: memory(program.sends.num_bytes))
+
+    def break_off(self, error: BaseException) -> None:
+        """A pass has ended with `error` on this rank: messages that others wait for fail when it ends."""
 
     def start(
         self, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[torch.cuda.Event | None] = ()
@@ -120,3 +135,50 @@ class P2PTransport:
             raise ValueError(f"message of shape {tuple(tensor.shape)} is not contiguous: send a copy")
         if tensor.device.type != self.device.type:
             raise ValueError(f"message on {tensor.device}: expected {self.device}, the transport's own device")
+
+
+class DirectChannel:
+    """Point-to-point messages, sent from the send memory or from the buffers that they came into.
+
+    Args:
+        memory: the send memory. without: ranks that get and give their messages another way.
+    """
+
+    def __init__(
+        self, transport: P2PTransport, program: Program, memory: Callable[[], Tensor], without: Container[int] = ()
+    ) -> None:
+        self.generation = 0
+        self._transport, self._layout, self._memory = transport, program.sends, memory
+        self._messages = [[m for m in messages if m.peer not in without] for messages in program.sends.messages]
+        self._sources = [
+            [each.peer for each in some if each.peer not in without for _ in range(NUM_FIELDS[each.block.kind])]
+            for some in program.receives
+        ]
+
+    def begin(self) -> int:
+        return 0
+
+    def memory(self) -> Tensor:
+        return self._memory()
+
+    def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Sequence[Any]) -> Exchange:
+        left = iter(passed)
+        sends: list[tuple[Tensor, int]] = []
+        for message in self._messages[step]:
+            sends += ((_bytes(tensor), message.peer) for tensor in self._fields(message, left))
+        into = [(_bytes(tensor), peer) for tensor, peer in zip(receives, self._sources[step], strict=True)]
+        return self._transport.start(sends, into, after)
+
+    def _fields(self, message: SentMessage, passed: Iterator[Tensor]) -> list[Tensor]:
+        if message.passed:
+            return list(islice(passed, NUM_FIELDS[message.block.kind]))
+        memory = self.memory()
+        spans = self._layout.regions[message.region].spans(message.start, message.block.tokens)
+        return [memory[offset : offset + size] for offset, size in spans]
+
+    def wait(self, exchange: Exchange) -> None:
+        self._transport.wait(exchange)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

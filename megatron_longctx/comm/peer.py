@@ -11,8 +11,7 @@ its kernels read them (`meet`, `read`).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..schedules.program import Program, Receive, SendLayout
 from .flags import FlagOperations
 from .hosts import Hosts
-from .outbox import Outbox, Sent
 from .p2p import Exchange
 from .rendezvous import timeout_of
 from .symmetric import finish, make_room, remedy_by, share
@@ -60,7 +59,10 @@ class PeerTransport:
     ) -> None:
         self.group, self.device, self._growth, self._key = group, device, growth, key
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.peers = tuple(range(self.world)) if hosts is None else hosts.of(self.rank)
+        everybody = tuple(range(self.world))
+        self.hosts = tuple(everybody if hosts is None else hosts.of(rank) for rank in everybody)
+        """By rank, the ranks that read its memory."""
+        self.peers = self.hosts[self.rank]
         self._broken: str | None = None
         self.stream, self.signals, self._sharing = together(
             group,
@@ -84,35 +86,34 @@ class PeerTransport:
         event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
         return event
 
-    def mailbox(self, outbox: Outbox) -> Mailbox:
-        """Make known to all ranks what each will send; all of them call this in the same order.
+    def channel(self, program: Program, num_bytes: int, memory: Any = None) -> SymmetricExchange:
+        """The messages of a program; see `channel.Transport`."""
+        return SymmetricExchange(self, program.sends, program.receives, num_bytes)
 
-        Waits for the other ranks: once for every new kind of pass, never again.
+    def provide(self, num_bytes: int, steps: int) -> None:
+        """See that there is memory for passes that send so much from some rank, in so many steps. All ranks call this
+        with the same numbers before such a pass; they meet where it has to grow, and there only.
 
         Raises:
-            PeerMemoryError: no memory for it on some rank, or a pass was broken off before; raised by all ranks alike.
+            PeerMemoryError: no memory for it on some rank, raised by all ranks alike; or a pass was broken off before,
+                on any rank where memory has to grow, else on this one.
         """
-        every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, (outbox.num_bytes, outbox.sends, self._broken), group=self.group)
-        self._refuse_if(next((broken for _, _, broken in every if broken is not None), None))
-        capacity = max(self._capacity, *(num_bytes for num_bytes, _, _ in every))
-        steps = max(self._steps, *(len(sends) for _, sends, _ in every))
-        if capacity > self._capacity or steps > self._steps:
-            more = capacity > self._capacity
-            steps = max(steps, 2 * self._steps) if steps > self._steps else steps
-            self._reserve(max(capacity, int(self._growth * self._capacity) if more else 0), steps, capacity)
-        return Mailbox(self, outbox, [sends for _, sends, _ in every])
+        if num_bytes <= self._capacity and steps <= self._steps:
+            self._refuse_if(self._broken)
+            return
+        broken: list[Any] = [None] * self.world
+        dist.all_gather_object(broken, self._broken, group=self.group)
+        self._refuse_if(next((each for each in broken if each is not None), None))
+        capacity = max(self._capacity, num_bytes)
+        wanted = max(capacity, int(self._growth * self._capacity)) if num_bytes > self._capacity else capacity
+        self._reserve(wanted, max(steps, 2 * self._steps) if steps > self._steps else self._steps, capacity)
 
     def begin(self, unread: Sequence[FlagOperations]) -> int:
         """Start a pass: once all have read what lies there, memory `turn` is this pass's. Returns the turn.
 
         Args:
             unread: by turn, takes the flags by which the peers will say that they have read this pass's messages.
-
-        Raises:
-            PeerMemoryError: a pass was broken off before.
         """
-        self._refuse_if(self._broken)
         self._turn = 1 - self._turn
         before = self._unread[self._turn]
         if before is not None:
@@ -202,18 +203,29 @@ class PeerTransport:
         return capacity
 
 
-class Mailbox:
-    """One kind of pass over peer memory: `begin`, fill the regions, then step by step `start` and `wait`, or `meet` and
-    `read`."""
+class SymmetricExchange:
+    """The messages of one kind of pass over peer memory: `begin`, fill the send memory, then step by step `start` and
+    `wait`, or `acquire` and `release`.
 
-    def __init__(self, transport: PeerTransport, outbox: Outbox, sends: Sequence[Sequence[Sequence[Sent]]]) -> None:
-        self._transport, self._outbox = transport, outbox
-        me = transport.rank
-        self._steps = len(outbox.sends)
-        # What each peer sends here, in its order, by step.
+    Args:
+        layout: where this rank's messages lie. receives: where those for it do, by step.
+        num_bytes: of the rank that sends most.
+    """
+
+    def __init__(
+        self,
+        transport: PeerTransport,
+        layout: SendLayout,
+        receives: Sequence[Sequence[Receive]],
+        num_bytes: int,
+    ) -> None:
+        self._transport, self._layout, self._num_bytes = transport, layout, num_bytes
+        self._steps = len(receives)
+        # What other ranks than the peers get, or send, goes another way.
+        self._sends = [[m for m in messages if m.peer in transport.peers] for messages in layout.messages]
         self._incoming = [
-            {peer: [m for m in every[t] if m.peer == me] for peer, every in enumerate(sends) if t < len(every)}
-            for t in range(self._steps)
+            [(each.peer, span) for each in some if each.peer in transport.peers for span in each.spans]
+            for some in receives
         ]
         self._generation = -1
         self._turn = 0
@@ -225,56 +237,51 @@ class Mailbox:
         return self._transport.generation
 
     def begin(self) -> int:
-        """Start a pass on the caller's stream; returns which of the two memories it uses."""
+        """Start a pass on the caller's stream; returns which of the two memories it uses.
+
+        Raises:
+            RuntimeError: the pass is being captured into a CUDA graph, which could not be replayed.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "attention over peer memory was captured into a CUDA graph, which cannot be replayed: its memories "
+                "take turns. Leave attention out of the graph, or choose attention.transport=p2p."
+            )
+        self._transport.provide(self._num_bytes, self._steps)
         if self._generation != self._transport.generation:
             self._prepare()
         self._turn = self._transport.begin(self._unread)
         self._started = False
         return self._turn
 
-    def join(self) -> None:
-        """Let the caller's stream wait for all that was started."""
-        if not self._started:  # a capture refuses to wait for streams that have no part in it
-            return
-        here = torch.cuda.current_stream(self._transport.device)
-        here.wait_stream(self._transport.signals)
-        here.wait_stream(self._transport.stream)
+    def memory(self) -> Tensor:
+        """This rank's send memory, to be filled on the caller's stream before the step that sends it."""
+        return self._theirs[self._turn][self._transport.rank]
 
-    def region(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A region as a tensor, to be filled on the caller's stream before the step that sends it."""
-        key = name, tuple(shape), dtype
-        views = self._views[self._turn]
-        if key not in views:
-            offset, size = self._outbox.regions[name], math.prod(shape) * dtype.itemsize
-            own = self._theirs[self._turn][self._transport.rank]
-            with torch.inference_mode(False):  # it outlives the call that asks first
-                views[key] = own[offset : offset + size].view(dtype).view(tuple(shape))
-        return views[key]
-
-    def start(
-        self, step: int, passed: Sequence[Tensor], receives: Sequence[tuple[Tensor, int]], after: Sequence[Any]
-    ) -> Exchange:
+    def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Any) -> Exchange:
         """Start a step's messages.
 
         Args:
             passed: what has come from other ranks and goes on, in the order of the messages.
-            receives: (contiguous tensor, peer), in the order of the plan.
-            after: marks that messages wait for.
+            receives: contiguous, in the order of the plan.
+            after: the mark that messages wait for, or several.
         """
         transport, turn = self._transport, self._turn
         stream = transport.stream
-        if not self._outbox.sends[step] and not receives and step not in self._outbox.awaits:
+        awaits = step in self._layout.awaits
+        if not self._sends[step] and not receives and not awaits:
             return Exchange()
         self._started = True
         ready, ready_passed = self._ready[turn][step]
         for event in after:
             transport.signals.wait_event(event)
         ready.issue(transport.signals)
-        # What is waited for below, peers do once they see these flags. A graph may run both streams through one queue,
-        # in which the waiting must not come first. With the flags the stream waits for all that they waited for.
+        # What is waited for below, peers do once they see these flags. A device may have one queue for all streams
+        # (CUDA_DEVICE_MAX_CONNECTIONS=1), in which the waiting must not come first. With the flags the stream waits
+        # for all that they waited for.
         stream.wait_stream(transport.signals)
         with torch.cuda.stream(stream) if passed or receives else nullcontext():
-            if step in self._outbox.awaits:
+            if awaits:
                 self._read[turn][step].issue(stream)
             if passed:
                 rooms = self._rooms[turn][step]
@@ -282,45 +289,32 @@ class Mailbox:
                     _seen_as(rooms, i, tensor).copy_(tensor)
                 ready_passed.issue(stream)
             # All flags at once: a wait of its own for every peer would cost more than it gains.
-            come, sources, read = self._arrivals[turn][step]
+            come, sources, nearest_first, read = self._arrivals[turn][step]
             come.issue(stream)
-            for peer, messages in sources:
-                mine = (tensor for tensor, source in receives if source == peer)
-                for i, tensor in enumerate(mine):
-                    tensor.copy_(_seen_as(messages, i, tensor))
+            for i in nearest_first:
+                receives[i].copy_(_seen_as(sources, i, receives[i]))
             read.issue(stream)
-            return Exchange(
-                arrived=stream.record_event() if receives or passed or step in self._outbox.awaits else None
-            )
+            return Exchange(arrived=stream.record_event() if receives or passed or awaits else None)
 
-    def meets(self, step: int) -> bool:
-        """Whether `meet` serves: nothing has to be copied, nor be read by others, before the step's messages are."""
-        return step not in self._outbox.awaits and not any(message.passed for message in self._outbox.sends[step])
-
-    def meet(self, step: int, receives: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+    def acquire(self, step: int, receives: Sequence[Tensor]) -> list[Tensor]:
         """Hand over and wait for a step's messages on the caller's stream, where nothing is done meanwhile anyway.
 
         Returns:
-            What `receives` are to get, where the senders have it: to be read on the caller's stream before `read`.
+            What tensors like `receives` are to get, where the senders have it: to be read on the caller's stream before
+            `release`.
         """
         here, turn = torch.cuda.current_stream(self._transport.device), self._turn
-        come, sources, _ = self._arrivals[turn][step]
+        come, sources, _, _ = self._arrivals[turn][step]
         if self._started:
-            # A graph may run all streams through one queue: what peers wait for before they send must come first.
+            # Of streams that share a queue: what peers wait for before they send must come first.
             here.wait_stream(self._transport.signals)
         self._ready[turn][step][0].issue(here)
         come.issue(here)
-        messages = dict(sources)
-        taken = dict.fromkeys(messages, 0)
-        found = []
-        for tensor, peer in receives:
-            found.append(_seen_as(messages[peer], taken[peer], tensor))
-            taken[peer] += 1
-        return found
+        return [_seen_as(sources, i, tensor) for i, tensor in enumerate(receives)]
 
-    def read(self, step: int) -> None:
-        """What `meet` gave has been read by all that the caller's stream was told so far."""
-        self._arrivals[self._turn][step][2].issue(torch.cuda.current_stream(self._transport.device))
+    def release(self, step: int) -> None:
+        """What `acquire` gave has been read by all that the caller's stream was told so far."""
+        self._arrivals[self._turn][step][3].issue(torch.cuda.current_stream(self._transport.device))
 
     def wait(self, exchange: Exchange) -> None:
         """Make the caller's stream wait until the messages are in."""
@@ -334,54 +328,51 @@ class Mailbox:
         if len(transport.peers) > 1:
             with torch.inference_mode(False):  # they outlive the call that needs them first
                 self._theirs = [{peer: transport.bytes_of(turn, peer) for peer in transport.peers} for turn in range(2)]
-        self._views: list[dict[Hashable, Tensor]] = [{}, {}]
         self._ready, self._rooms, self._arrivals, self._read, self._unread = [], [], [], [], []
-        early = {step for steps in self._outbox.awaits.values() for step in steps}
+        early = {step for steps in self._layout.awaits.values() for step in steps}
         for turn in range(2):
             ready, rooms, arrivals = [], [], []
-            for t, messages in enumerate(self._outbox.sends):
+            for t, messages in enumerate(self._sends):
                 passing = sorted({m.peer for m in messages if m.passed})  # their flag waits for all that goes there
                 others = sorted({m.peer for m in messages} - set(passing))
                 ready.append(
                     tuple(FlagOperations.set([transport.flag(p, turn, t, me, _READY) for p in group])
                           for group in (others, passing))
                 )  # fmt: skip
-                rooms.append([self._bytes(turn, me, message) for message in messages if message.passed])
-                sources = [
-                    (peer, [self._bytes(turn, peer, message) for message in incoming])
-                    for peer, incoming in self._nearest_first(t)
-                    if incoming
-                ]
-                senders = [peer for peer, _ in sources]
+                regions = [(self._layout.regions[m.region], m) for m in messages if m.passed]
+                rooms.append(
+                    [self._bytes(turn, me, span) for region, m in regions for span in region.spans(0, m.block.tokens)]
+                )
+                coming = self._incoming[t]
+                # Every rank begins with another peer, so that they do not all read from the same one.
+                nearest_first = sorted(range(len(coming)), key=lambda i: (coming[i][0] - me) % transport.world)
+                senders = sorted({peer for peer, _ in coming})
                 arrivals.append(
                     (
                         FlagOperations.take([transport.flag(me, turn, t, peer, _READY) for peer in senders]),
-                        sources,
+                        [self._bytes(turn, peer, span) for peer, span in coming],
+                        nearest_first,
                         FlagOperations.set([transport.flag(peer, turn, t, me, _DONE) for peer in senders]),
                     )
                 )
             self._ready.append(ready)
             self._rooms.append(rooms)
             self._arrivals.append(arrivals)
-            self._read.append({t: self._taken(turn, steps) for t, steps in self._outbox.awaits.items()})
+            self._read.append({t: self._taken(turn, steps) for t, steps in self._layout.awaits.items()})
             self._unread.append(self._taken(turn, [t for t in range(self._steps) if t not in early]))
         self._generation = transport.generation
 
-    def _bytes(self, turn: int, rank: int, message: Sent) -> Tensor:
-        """A message in a rank's memory."""
+    def _bytes(self, turn: int, rank: int, span: tuple[int, int]) -> Tensor:
+        """(offset, bytes) of a rank's memory."""
+        offset, size = span
         with torch.inference_mode(False):
-            return self._theirs[turn][rank][message.offset : message.offset + message.num_bytes]
+            return self._theirs[turn][rank][offset : offset + size]
 
     def _taken(self, turn: int, steps: Sequence[int]) -> FlagOperations:
         """Wait until the messages of these steps have been read, and clear the flags that say so."""
-        transport, sends = self._transport, self._outbox.sends
+        transport, sends = self._transport, self._sends
         readers = [(t, peer) for t in steps for peer in sorted({message.peer for message in sends[t]})]
         return FlagOperations.take([transport.flag(transport.rank, turn, t, peer, _DONE) for t, peer in readers])
-
-    def _nearest_first(self, step: int) -> list[tuple[int, list[Sent]]]:
-        """Every rank begins with another peer, so that they do not all read from the same one."""
-        world, me = self._transport.world, self._transport.rank
-        return sorted(self._incoming[step].items(), key=lambda item: (item[0] - me) % world)
 
 
 def _seen_as(views: list[Tensor], i: int, tensor: Tensor) -> Tensor:

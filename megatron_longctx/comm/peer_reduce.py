@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import REDUCTION_TRANSPORTS, refuse
+from ..config import REDUCTION_TRANSPORTS
+from ..errors import refuse
 from .hosts import why_no_peers
 from .peer_memory import PeerMemory, Piece, Wire, peer_memory
 from .quantized import formats, output_like

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import REDUCTION_TRANSPORTS, REDUCTIONS, refuse
+from ..config import REDUCTION_TRANSPORTS, REDUCTIONS
+from ..errors import refuse
 from .crossover import Case, Crossover, crossover
 from .peer_reduce import PeerReduction, peer_reduction
 from .quantized import all_reduce, formats, reduce_scatter

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from ..config import refuse
+from ..errors import refuse
 
 LOOPBACK = "127.0.0.1"
 

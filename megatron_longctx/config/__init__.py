@@ -1,22 +1,18 @@
 """The typed configuration (`tree`), what each key may be (`bounds`), and its only validation (`checks`)."""
 
-from .bounds import is_line, keys_of, refuse, shown
+from .bounds import keys_of
 from .checks import data_parallel_size, validate
+from .planned import configured_mode, mode_options, token_unit, workload_of
 from .tree import (
-    CACHE_MODES,
     CACHE_RULES,
     CUDA_GRAPHS,
     DECODES,
     DEVICES,
-    KEEP_RECEIVED,
-    KERNELS,
     MOST_TOKENS,
-    OUTER_SCHEDULES,
     PRECISIONS,
     RECOMPUTES,
     REDUCTION_TRANSPORTS,
     REDUCTIONS,
-    SCHEDULES,
     TOKENIZERS,
     TRANSPORTS,
     WANDB_MODES,
@@ -36,20 +32,15 @@ from .tree import (
 )
 
 __all__ = [
-    "CACHE_MODES",
     "CACHE_RULES",
     "CUDA_GRAPHS",
     "DECODES",
     "DEVICES",
-    "KEEP_RECEIVED",
-    "KERNELS",
     "MOST_TOKENS",
-    "OUTER_SCHEDULES",
     "PRECISIONS",
     "RECOMPUTES",
     "REDUCTIONS",
     "REDUCTION_TRANSPORTS",
-    "SCHEDULES",
     "TOKENIZERS",
     "TRANSPORTS",
     "WANDB_MODES",
@@ -66,10 +57,11 @@ __all__ = [
     "RunConfig",
     "ServeConfig",
     "TrainConfig",
+    "configured_mode",
     "data_parallel_size",
-    "is_line",
     "keys_of",
-    "refuse",
-    "shown",
+    "mode_options",
+    "token_unit",
     "validate",
+    "workload_of",
 ]

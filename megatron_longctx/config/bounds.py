@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-import unicodedata
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 
+from ..errors import is_line, refuse
+
 _BOUNDS = "bounds"
-_MOST_SHOWN = 300  # characters of a value, which may be a path
 # Names that users of other systems try; the message says what ours is called.
 _ALIASES = {"allgather": "all_gather", "all-gather": "all_gather", "p2p": "ring", "head_tail": "zigzag"}
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
@@ -46,14 +46,21 @@ class Number:
 
 @dataclass(frozen=True)
 class Choice:
-    options: tuple[Any, ...]
+    """options: may grow after this is declared, as modes are added. also: what besides."""
+
+    options: Collection[Any]
+    also: tuple[Any, ...] = ()
+
+    @property
+    def all(self) -> tuple[Any, ...]:
+        return (*self.also, *self.options)
 
     @property
     def expected(self) -> str:
-        return "one of " + ", ".join(map(str, self.options))
+        return "one of " + ", ".join(map(str, self.all))
 
     def holds(self, value: Any) -> bool:
-        return value in self.options
+        return value in self.all
 
 
 @dataclass(frozen=True)
@@ -82,9 +89,9 @@ def number(
     return field(default=default, metadata={_BOUNDS: Number(least, most, above, below)})
 
 
-def choice(default: Any, options: tuple[Any, ...]) -> Any:
-    """A field whose value is one of `options`."""
-    return field(default=default, metadata={_BOUNDS: Choice(options)})
+def choice(default: Any, options: Collection[Any], *also: Any) -> Any:
+    """A field whose value is one of `options`, or of `also`."""
+    return field(default=default, metadata={_BOUNDS: Choice(options, also)})
 
 
 def text(default: str | None, expected: str | None = None, pattern: str = r".+", most: int = 200) -> Any:
@@ -103,11 +110,6 @@ def path(default: str | None) -> Any:
     """A field that names a file or folder, which need not be there."""
     expected = "a path of at most 4000 bytes, and of 240 between slashes"
     return field(default=default, metadata={_BOUNDS: Text(expected, 4000, part=240)})
-
-
-def is_line(value: str) -> bool:
-    """Whether text can be written as UTF-8, into one line: without controls, surrogates and separators of lines."""
-    return not any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in value)
 
 
 class Key(NamedTuple):
@@ -168,22 +170,9 @@ def check(key: Key, value: Any) -> None:
     remedy = f"{'null' if key.default is None else key.default} is the default."
     if isinstance(key.bounds, Choice):
         hint = _ALIASES.get(str(value))
-        known = hint in key.bounds.options
+        known = hint in key.bounds.all
         remedy = f"Did you mean {key.name}={hint}?" if known else f"Set {key.name} to one of these."
     raise refuse(key.name, value, ("null or " if key.nullable else "") + key.bounds.expected, remedy)
-
-
-def refuse(key: str, value: object, expected: str, remedy: str) -> ValueError:
-    """The one form of a configuration error, in a line: what was given, what is possible, what to do."""
-    return ValueError(f"{key}={shown(value)}: expected {expected}. {remedy}")
-
-
-def shown(value: object) -> str:
-    """A value in an error: its beginning where it is long, in one line whatever it holds."""
-    written = str(value)
-    if not is_line(written):
-        written = ascii(written)[1:-1]
-    return written if len(written) <= _MOST_SHOWN else f"{written[:_MOST_SHOWN]}… ({len(written):,} characters)"
 
 
 def _figure(value: float) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from .bounds import check, keys_of, refuse
+from ..errors import refuse
+from .bounds import check, keys_of
 from .tree import Config, ModelConfig
 
 

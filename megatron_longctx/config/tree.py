@@ -9,19 +9,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..schedules.cache_modes import CACHE_MODES
+from ..schedules.modes import MODES, outer_modes
+from ..schedules.save_remote import KEEP_RECEIVED
 from .bounds import choice, folder_name, number, path, text
 
-SCHEDULES = ("ring", "zigzag", "striped", "helper", "double_ring", "tasp", "all_gather", "ulysses", "usp")
-OUTER_SCHEDULES = ("ring", "zigzag", "helper", "double_ring", "tasp", "all_gather")
 TRANSPORTS = ("auto", "peer", "p2p")
-KEEP_RECEIVED = ("auto", "true", "false")
-KERNELS = ("auto", "cudnn", "flash_attn", "flash", "cpu", "reference")
 RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
 REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
 REDUCTION_TRANSPORTS = ("auto", "peer", "collective")
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
-CACHE_MODES = ("auto", "pass_kv", "pass_q", "one_hop")
 DECODES = ("auto", "replicated", "plan")
 CUDA_GRAPHS = ("auto", "true", "false")
 CACHE_RULES = ("auto", "simulate", "algorithm_1", "algorithm_5", "empirical", "bytes")
@@ -73,9 +71,9 @@ class ParallelismConfig:
     pipeline_parallel_size: int = number(1, 1, _MOST_RANKS)
     data_parallel_size: int | None = number(None, 1, 10**5)
     sequence_parallel: bool = True  # only has an effect when tensor_parallel_size > 1
-    # ... or auto: what the simulator finds fastest, from a calibration (`megatron-longctx bench calibrate`) or, where
+    # ... or auto: what the simulator finds fastest, from a calibration (`megatron-longctx calibrate`) or, where
     # there is none, from what `cluster` says.
-    schedule: str = choice("zigzag", (*SCHEDULES, "auto"))
+    schedule: str = choice("zigzag", MODES, "auto")
     # all_gather only: most remote K/V tokens one rank may hold at once; null: all of them, in one group.
     max_buffer_tokens: int | None = number(None, 2, _MOST)
     # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: a node of `cluster`, or the largest
@@ -85,7 +83,7 @@ class ParallelismConfig:
     head_chunks: int = number(1, 1, 10**5)
     # auto only: most memory of one attention call on a rank; null: no bound
     max_attention_gib: float | None = number(None, 0, 1e6, above=True)
-    outer_schedule: str = choice("zigzag", OUTER_SCHEDULES)  # usp only: the mode between its groups
+    outer_schedule: str = choice("zigzag", outer_modes())  # usp only: the mode between its groups
     # How ranks are linked: a name in recipes/cluster or a file of that form. tasp chooses its rings by it. null: every
     # pair of ranks has a link of its own.
     cluster: str | None = path(None)
@@ -104,14 +102,12 @@ class ParallelismConfig:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    kernel: str = choice("auto", KERNELS)
+    # auto, or the name of a provider: fa4 | cudnn | flash | cpu | reference
+    kernel: str = text("auto", "auto or the name of a kernel", r"[a-z][a-z0-9_]*")
     deterministic: bool = False
     # How blocks travel: peer (pulled out of peers' memory by the copy engine), p2p (batched messages of NCCL or gloo),
     # auto (peer where all ranks of the group can, both where only some can, else p2p, saying which and why)
     transport: str = choice("auto", TRANSPORTS)
-    # Over peer memory, attention with at most so many tokens on every rank is tried as it is and replayed from CUDA
-    # graphs, and the faster way stays; 0: never replayed
-    graph_tokens: int = number(4096, 0, _MOST)
     # In inference on several context-parallel ranks keys and values are kept and sent as 8-bit integers, with a scale
     # for every token and head: half the bytes of bf16, and not exact. Training is not touched.
     kv_int8: bool = False
@@ -219,10 +215,10 @@ class InferenceConfig:
     top_p: float = number(1.0, 0, 1, above=True)  # 1: draws among all tokens
     seed: int = number(0, -(2**63), 2**63 - 1)
     # How the ranks share attention over the cache: auto | pass_kv | pass_q | one_hop
-    mode: str = choice("auto", CACHE_MODES)
+    mode: str = choice("auto", CACHE_MODES, "auto")
     # What mode=auto goes by: auto | simulate | algorithm_1 | algorithm_5 | empirical | bytes. auto: simulate where
-    # a calibration (`bench calibrate` with attention.transport as `transport` below) or else parallelism.cluster says
-    # how ranks are linked, else bytes.
+    # a calibration (`megatron-longctx calibrate` with attention.transport as `transport` below) or else
+    # parallelism.cluster says how ranks are linked, else bytes.
     rule: str = choice("auto", CACHE_RULES)
     # How few new tokens are computed: single ones of several sequences, and prompts of up to 512 tokens together.
     # replicated: the whole model for all of them on every rank, but attention by each rank over what it holds of the

@@ -1,23 +1,21 @@
 """Prefill, multi-turn cache and decode over a cache that is sharded among ranks, without Megatron.
 
-`CacheLedger` knows where every token lies; `plan` turns new tokens into plans over that; `CachedAttention` runs them on
+`CacheLedger` knows where every token lies; `Batch` makes plans of new tokens over that; `CachedAttention` runs them on
 the executor and kernels of training; `LongContextEngine` is what users talk to, `mcore.inference` builds it from a run.
 """
 
+from .batch import Batch
 from .cached_attention import CachedAttention, CachedModel, CacheShape
 from .choice import Chooser, Decision, Figures
 from .decode import DecodeSettings
 from .engine import EngineSettings, LongContextEngine, Session
 from .ledger import CacheFull, CacheLedger, Turn
-from .plan import MODES, Batch, CachePlan, build, verify_over_cache
 from .sampling import Sampling
 
 __all__ = [
-    "MODES",
     "Batch",
     "CacheFull",
     "CacheLedger",
-    "CachePlan",
     "CacheShape",
     "CachedAttention",
     "CachedModel",
@@ -30,6 +28,4 @@ __all__ = [
     "Sampling",
     "Session",
     "Turn",
-    "build",
-    "verify_over_cache",
 ]

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention.engine import Engine
-from ..attention.executor import ForwardPass
-from ..attention.int8 import Int8ForwardPass
-from ..attention.program import Program, compile_program
+from ..attention.bind import Bound, Engine, bind
+from ..attention.kv_format import Int8KV, KVFormat, StackedKV
+from ..attention.run import Run
+from ..attention.shapes import Shapes
 from ..comm import (
     BufferPool,
-    MixedTransport,
     PeerMemoryError,
     PeerMerge,
     PeerTransport,
@@ -26,14 +25,14 @@ from ..comm import (
     from_all,
     gather_over,
 )
-from ..config import refuse
+from ..errors import refuse
 from ..kernels import KernelRequest, choose
 from ..kernels.paged import DTYPES, PackedPartials, Pages, attend_pages, attend_shares, fused_kernels, merge_ranks
-from ..kernels.quantize_kv import SCALE_BYTES, pack_kv
+from ..kernels.quantize_kv import SCALE_BYTES
 from ..kernels.warm_up import compile_decode, compile_merges
-from ..schedules import Kind
+from ..schedules import Kind, Lowering, Target, Workload
+from .batch import Batch
 from .ledger import Turn
-from .plan import CachePlan
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +55,25 @@ class CacheShape:
     int8: bool = False
 
     @property
-    def head_bytes(self) -> int:
-        """Of one head of one cached token's keys, or values."""
-        return self.head_dim + SCALE_BYTES if self.int8 else self.head_dim * self.dtype.itemsize
+    def kv(self) -> KVFormat:
+        """How keys and values lie in the cache and travel."""
+        return Int8KV(self.head_dim, self.dtype) if self.int8 else StackedKV(self.head_dim, self.dtype)
+
+    @property
+    def workload(self) -> Workload:
+        """Of one sequence."""
+        return Workload(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            element_bytes=self.dtype.itemsize,
+            kv_row_bytes=self.kv.row_bytes,
+        )
 
     @property
     def token_bytes(self) -> int:
         """Of one cached token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_bytes
+        return self.num_layers * self.num_kv_heads * self.kv.row_bytes
 
 
 @dataclass(frozen=True)
@@ -90,9 +100,6 @@ class CachedAttention:
         kernel: a name in `kernels.PROVIDERS`, or `auto`.
         transport: how blocks travel, as for `comm.choose_transport`.
 
-    Attributes:
-        shapes: into which the kernel wants large calls cut; None for whole calls.
-
     Raises:
         ValueError: no kernel for this shape, no such transport, or a cache that does not fit into the device's memory.
     """
@@ -112,25 +119,23 @@ class CachedAttention:
         self.shape = shape
         self.device = device
         request = KernelRequest(
-            device.type, shape.dtype, shape.head_dim, shape.num_heads, shape.num_kv_heads, varying=True
+            device.type, shape.dtype, shape.head_dim, shape.num_heads, shape.num_kv_heads, packed=True
         )
         links = None
         if group is not None and self.world > 1:
             # A conversation needs a little more memory for its messages in every turn.
             links = choose_transport(transport, group, device, growth=2.0, key="inference.transport")
-        chosen = choose(kernel, request)
-        self.shapes = chosen.planned(shape.num_heads, shape.head_dim)
-        self._engine = Engine(chosen, links, BufferPool(device))
+        self._engine = Engine(choose(kernel, request), links, BufferPool(device))
+        self._shapes = Shapes(shape.workload, shape.dtype, device, shape.kv, shape.kv)
         self._merge: PeerMerge | None = None
-        self._program: Program | None = None
+        self._bound: Bound | None = None
         self._place: slice | Tensor = slice(0, 0)  # of the new tokens' keys and values
         self._num_new = 0
         self._rows: Rows | None = None
         self.nowhere = slots  # a slot more than there are, which nobody reads
-        kept = torch.uint8 if shape.int8 else shape.dtype
-        size = (slots + 1, 2, 1, shape.num_kv_heads, shape.head_bytes // kept.itemsize)
+        like = shape.kv.like(slots + 1, 1, shape.num_kv_heads, device)
         try:
-            self._storage = [torch.zeros(size, dtype=kept, device=device) for _ in range(shape.num_layers)]
+            self._storage = [torch.zeros(like.shape, dtype=like.dtype, device=device) for _ in range(shape.num_layers)]
         except (RuntimeError, MemoryError) as error:  # out of memory has no type of its own on CPU
             gib = slots * shape.token_bytes / GIB
             raise refuse(
@@ -162,13 +167,25 @@ class CachedAttention:
         for layer in self._layers:
             layer[target.start : target.stop] = layer[source.start : source.stop]
 
-    def begin(self, plan: CachePlan) -> None:
-        """Follow `plan` in the calls that come; its new tokens' keys and values are stored where it says."""
-        if plan.n != self.world:
-            raise refuse("plan", f"{plan.name} of {plan.n} ranks", f"a plan of {self.world}", "Plan for this group.")
+    def target(self, joined: bool) -> Target:
+        """What plans are lowered for; `joined` as there."""
+        engine = self._engine
+        hosts = None if engine.transport is None else engine.transport.hosts
+        return Target(self._shapes.workload, engine.kernel.takes, hosts, joined)
+
+    def begin(self, batch: Batch, mode: str, joined: bool = False) -> None:
+        """Follow the plan of a mode in the calls that come; keys and values of the batch's new tokens are stored where
+        it says.
+
+        joined: one kernel call for all keys of a block of queries, copied together if they lie apart, so that results
+        do not depend, bit for bit, on where in the cache tokens lie.
+        """
+        if batch.n != self.world:
+            raise refuse("batch", f"of {batch.n} ranks", f"one of {self.world}", "Append to this group's ledger.")
         self._rows = None
-        self._program = compile_program(plan, self.rank)
-        runs = [run for turn in plan.batch.turns for run in turn.new_runs[self.rank] if run]
+        lowering = Lowering(batch.plan(mode), self.target(joined))
+        self._bound = bind(lowering, self.rank, self._shapes, self._engine)
+        runs = [run for turn in batch.turns for run in turn.new_runs[self.rank] if run]
         self._num_new = sum(map(len, runs))
         if all(before.stop == after.start for before, after in pairwise(runs)):
             self._place = slice(runs[0].start, runs[-1].stop) if runs else slice(0, 0)
@@ -217,7 +234,7 @@ class CachedAttention:
         Raises:
             ValueError: shapes that do not fit the plan or the cache.
         """
-        assert self._program is not None or self._rows is not None, "begin() comes before the layers"
+        assert self._bound is not None or self._rows is not None, "begin() comes before the layers"
         rows, shape = self._num_new, self.shape
         for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
             if x.shape != (rows, 1, heads, shape.head_dim):
@@ -229,24 +246,19 @@ class CachedAttention:
         scale = shape.head_dim**-0.5 if scale is None else scale
         if self._rows is not None:
             return self._attend_rows(layer, self._rows, q, scale)
-        assert self._program is not None
-        kind = Int8ForwardPass if shape.int8 else ForwardPass
-        run = kind(self._program, self._engine, {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
-        try:
-            run.run()
-        except BaseException as error:
-            if isinstance(self._engine.transport, PeerTransport | MixedTransport):
-                self._engine.transport.break_off(error)  # others would wait for what this rank has not sent
-            raise
-        out, _ = run.output.finish()
-        return out
+        assert self._bound is not None
+        run = Run(self._bound, {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
+        run()
+        return run.result(Kind.OUT)[0]
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        storage = self._storage[layer]
-        in_place = storage[self._place] if isinstance(self._place, slice) else None
-        new = pack_kv(k, v, in_place) if self.shape.int8 else torch.stack((k, v), dim=1, out=in_place)
-        if in_place is None:
-            storage[self._place] = new.to(storage.dtype)
+        storage, kv = self._storage[layer], self.shape.kv
+        in_place = isinstance(self._place, slice)
+        new = storage[self._place] if in_place else kv.like(self._num_new, 1, k.shape[2], self.device).empty()
+        for into, source in kv.pairs(new, k, v):
+            into.copy_(source)
+        if not in_place:
+            storage[self._place] = new
 
     def attend_here(self, layer: int, q: Tensor, pages: Pages, scale: float) -> PackedPartials:
         """Queries `[B, h, d]` over what this rank holds of their sequences; see `kernels.paged.attend_pages`."""

@@ -12,17 +12,15 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from dataclasses import dataclass, field
 
-from ..config import CACHE_RULES, refuse
-from ..kernels.planned import PlannedShapes
-from ..schedules import Attend, Costs, Kind, Workload
-from ..schedules.host import num_operations
+from ..config import CACHE_RULES
+from ..errors import refuse
+from ..schedules import Costs, Kind, Target, Workload
+from ..schedules.cache_modes import CACHE_MODES
 from ..schedules.simulate import simulate
 from ..topology import Cluster
-from .pieces import pieces
-from .plan import MODES, Batch, build
+from .batch import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -31,30 +29,6 @@ _REST_OF_LAYER = 4
 34 measured prompts (analysis/results/inference_choice.md)."""
 _NOT_HIDDEN = 0.4
 """Share of the faster of host and device that a layer takes besides: neither hides the other wholly."""
-_LEFT_OVER = 1.8
-"""How much longer calls take that are none of the planned shapes: they go to FlashAttention-2, which does 330 TFLOP/s
-on an H200 where cuDNN does 600."""
-
-
-@dataclass(frozen=True)
-class _PiecedCosts(Costs):
-    """Of whole calls that are cut into pieces of `shapes`."""
-
-    shapes: PlannedShapes = field(kw_only=True)
-
-    @classmethod
-    def of(cls, costs: Costs, shapes: PlannedShapes) -> _PiecedCosts:
-        return cls(**{each.name: getattr(costs, each.name) for each in fields(costs)}, shapes=shapes)
-
-    def call_seconds(self, attend: Attend, workload: Workload, backward: bool) -> float:
-        pairs = left_over = 0
-        for piece in pieces(attend.num_queries, attend.num_keys, attend.causal, self.shapes):
-            queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
-            count = queries * (queries + 1) // 2 if piece.causal else queries * keys
-            pairs += count
-            left_over += count * (not self.shapes.has(queries, keys, piece.causal))
-        seconds = super().call_seconds(attend, workload, backward)
-        return seconds * (1 + (_LEFT_OVER - 1) * left_over / max(pairs, 1))
 
 
 @dataclass(frozen=True)
@@ -72,12 +46,11 @@ class Figures:
     cluster: Cluster | None = None
     costs: Costs | None = None
     empirical: tuple[float, float, float] = (-1.059, 1.145, 12.112)
-    _by_shapes: dict[PlannedShapes | None, Costs] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def flops(self) -> float:
         """FLOP/s of one rank's attention."""
-        return self._costs.forward_tflops * 1e12
+        return self.known_costs.forward_tflops * 1e12
 
     @property
     def bandwidth(self) -> float:
@@ -93,20 +66,14 @@ class Figures:
                 "inference.rule",
                 "simulate, algorithm_1 or algorithm_5",
                 "parallelism.cluster=NAME or a calibration",
-                "Run `megatron-longctx bench calibrate` with the same settings (attention.transport as "
+                "Run `megatron-longctx calibrate` with the same settings (attention.transport as "
                 "inference.transport), name the cluster, or take inference.rule=bytes or empirical.",
             )
         return self.cluster
 
     @property
-    def _costs(self) -> Costs:
+    def known_costs(self) -> Costs:
         return self.costs or Costs.of_device(self.known_cluster.device)
-
-    def costs_of(self, shapes: PlannedShapes | None) -> Costs:
-        """The same, where large calls are cut into pieces of `shapes`."""
-        if shapes not in self._by_shapes:  # tables of samples are made once
-            self._by_shapes[shapes] = self._costs if shapes is None else _PiecedCosts.of(self._costs, shapes)
-        return self._by_shapes[shapes]
 
 
 @dataclass(frozen=True)
@@ -143,9 +110,9 @@ class Chooser:
     """
 
     def __init__(
-        self, figures: Figures, mode: str = "auto", rule: str = "auto", modes: Sequence[str] = tuple(MODES)
+        self, figures: Figures, mode: str = "auto", rule: str = "auto", modes: Sequence[str] = tuple(CACHE_MODES)
     ) -> None:
-        for key, value, allowed in (("mode", mode, ("auto", *MODES)), ("rule", rule, CACHE_RULES)):
+        for key, value, allowed in (("mode", mode, ("auto", *CACHE_MODES)), ("rule", rule, CACHE_RULES)):
             if value not in allowed:
                 raise refuse(f"inference.{key}", value, "one of " + ", ".join(allowed), "Choose one of these.")
         self._figures = figures
@@ -159,7 +126,7 @@ class Chooser:
     @property
     def candidates(self) -> tuple[str, ...]:
         """The modes that batches may be computed in."""
-        return tuple(MODES) if self.mode == "auto" else (self.mode,)
+        return tuple(CACHE_MODES) if self.mode == "auto" else (self.mode,)
 
     @contextmanager
     def taking(self, mode: str) -> Iterator[None]:
@@ -171,56 +138,51 @@ class Chooser:
         finally:
             self.mode, self._decodes = before, decodes
 
-    def choose(self, batch: Batch) -> Decision:
-        """The mode for `batch`. Batches of single tokens of about the same size are decided once."""
+    def choose(self, batch: Batch, target: Target | None = None) -> Decision:
+        """The mode for `batch`. Batches of single tokens of about the same size are decided once.
+
+        target: what its plan is lowered for; None for the figures' heads, the plainest kernel and messages point to
+        point.
+        """
         is_decode = all(turn.new == 1 for turn in batch.turns)
         key = (len(batch.turns), (batch.cached // max(1, len(batch.turns))).bit_length())
         if is_decode and key in self._decodes:
             return self._decodes[key]
-        decision = self._decide(batch, is_decode)
+        decision = self._decide(batch, is_decode, target)
         if batch.n > 1:
             logger.info("attention over the cache: %s", decision)
         if is_decode:
             self._decodes[key] = decision
         return decision
 
-    def _decide(self, batch: Batch, is_decode: bool) -> Decision:
+    def _decide(self, batch: Batch, is_decode: bool, target: Target | None) -> Decision:
         facts = (batch.new, batch.cached, len(batch.turns), batch.n)
         if batch.n == 1:
             return Decision("pass_kv" if self.mode == "auto" else self.mode, "a rank alone", *facts)
         if self.mode != "auto":
             return Decision(self.mode, f"inference.mode={self.mode}", *facts)
         if self._rule == "simulate":
-            mode, seconds = self._simulated(batch)
+            mode, seconds = self._simulated(batch, target)
             return Decision(mode, "simulation", *facts, seconds=seconds)
         passes_kv, inputs = _RULES[self._rule](batch.new, batch.cached, batch.n, self._figures)
         # The rules compare the two rings; where queries are single tokens their hops are all there is to save.
         mode = "pass_kv" if passes_kv else "one_hop" if is_decode else "pass_q"
         return Decision(mode, self._rule, *facts, inputs=inputs)
 
-    def _simulated(self, batch: Batch) -> tuple[str, dict[str, float]]:
+    def _simulated(self, batch: Batch, target: Target | None) -> tuple[str, dict[str, float]]:
         """The mode, and the seconds that a layer takes in each.
 
         The host issues layer after layer and never waits for the device, nor the device for it while there is work
         left: in the long run a layer takes as long as the slower of them, and some of what the other takes. So what
         hides on the device behind a slow host, as the travels of a long cache do behind a short prompt, costs less.
         """
-        figures, shapes = self._figures, batch.shapes
-        costs = figures.costs_of(shapes)
-        whole = replace(batch, shapes=None) if shapes is not None else batch  # pieces are priced and issued, not merged
-
-        @cache
-        def pieces_of(queries: int, keys: int, causal: bool) -> int:
-            return sum(1 for _ in pieces(queries, keys, causal, shapes))
-
-        def calls(attend: Attend) -> int:
-            return pieces_of(attend.num_queries, attend.num_keys, attend.causal)
+        figures = self._figures
+        cluster, costs = figures.known_cluster, figures.known_costs
 
         def seconds_of(mode: str) -> float:
-            plan = build(mode, whole)
-            device_s = simulate(plan, figures.known_cluster, figures.workload, costs).seconds
-            host_s = costs.host_operation_s * (_REST_OF_LAYER + num_operations(plan, calls))
-            return max(device_s, host_s) + _NOT_HIDDEN * min(device_s, host_s)
+            found = simulate(batch.plan(mode), cluster, target or Target(figures.workload), costs)
+            host_s = costs.host_operation_s * (_REST_OF_LAYER + found.operations)
+            return max(found.seconds, host_s) + _NOT_HIDDEN * min(found.seconds, host_s)
 
         seconds = {mode: seconds_of(mode) for mode in self._modes}
         return min(seconds, key=seconds.__getitem__), seconds

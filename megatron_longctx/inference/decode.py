@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention.replay import capturing
 from ..comm import from_all, from_first
-from ..config import CUDA_GRAPHS, DECODES, refuse
+from ..config import CUDA_GRAPHS, DECODES
+from ..errors import refuse
 from ..kernels.paged import DTYPES, Pages, fused_kernels, most_together
 from .cached_attention import CachedAttention, CachedModel, Rows
+from .capturing import capturing
 from .ledger import CacheLedger, Turn, slots_of
 
 logger = logging.getLogger(__name__)

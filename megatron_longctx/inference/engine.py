@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from ..comm import sum_over
-from ..config import refuse
+from ..errors import refuse
+from .batch import Batch
 from .cached_attention import GIB, CachedModel, rows_of
 from .choice import Chooser
 from .decode import NOT_FINITE, Decoder, Next
+from .draw import draw
 from .ledger import CacheFull, CacheLedger, Evicted, Fork, Turn
-from .plan import Batch, build
-from .sampling import Sampling, sample
+from .sampling import Sampling
 from .session import Generation, Session, check_ids, plain_ids
 from .settings import EngineSettings
-from .warm_up import meet_batches, meet_rows, meet_shapes, run_prompts
+from .warm_up import meet_batches, meet_rows, run_prompts
 
 __all__ = ["CachedModel", "EngineSettings", "Generation", "LongContextEngine", "Session"]
 
@@ -74,15 +75,11 @@ class LongContextEngine:
         """Let go of what refers to process groups; call it before they are destroyed. Sessions can still go on."""
         self._decoder.release()
 
-    def warm_up(self, chunk: int | None = None, sequences: int = 1) -> None:
+    def warm_up(self, sequences: int = 1) -> None:
         """Compile kernels, capture graphs, compute a few tokens in every mode and forget them: no prompt or step has to
-        wait for it, nor for ranks to connect. Where the kernels of all ranks plan for shapes, these are met: all that
-        chunks of a sequence can come to, as far as the cache is free. With 32 query heads of 128 on 4 ranks, in chunks
-        of 2,048 tokens: 512 queries by 8,192, 16,384 and 32,768 keys.
+        wait for it, nor for ranks to connect.
 
         Args:
-            chunk: most new tokens of a sequence computed at once; `settings.prefill_chunk` by default. Without either
-                nothing is planned beforehand.
             sequences: most that are decoded together.
         """
         self._attention.compile_kernels(self.ledger.page_tokens)
@@ -95,9 +92,6 @@ class LongContextEngine:
             meet_rows(self, self._decoder.prompt_sizes, most)
         if not self.settings.exact:  # single tokens of a prompt are computed otherwise
             meet_batches(self, self._decoder.batch_sizes(sequences), pages)
-        chunk = chunk or self.settings.prefill_chunk
-        if chunk is not None:
-            meet_shapes(self, chunk, most)
 
     def open(self, prefix_of: Session | None = None, tokens: int | None = None) -> Session:
         """A new session: empty, or with the first `tokens` tokens (default: all) of another, which may go on itself.
@@ -208,7 +202,9 @@ class LongContextEngine:
         """
         self._ready([generation.session for generation in generations])
         emitted: dict[Generation, int] = {}
-        for generation, token in zip(generations, self._sample(generations), strict=True):
+        for generation, token in zip(
+            generations, draw(generations, self._attention.group, self._attention.device), strict=True
+        ):
             session, sampling = generation.session, generation.sampling
             if token == NOT_FINITE:
                 generation.finish_reason = "error"
@@ -341,8 +337,10 @@ class LongContextEngine:
         placed: list[tuple[list[Session], tuple[Turn, ...]]] = []
         evicted: list[_Lost] = []
         try:
-            for together in self._batches(new, todo):
-                for counts in self._passes({session: len(todo[session]) for session in together}):
+            for together in self.settings.batches(new, todo):
+                for counts in self.settings.passes(
+                    {session: len(todo[session]) for session in together}, self.ledger.n
+                ):
                     placed.append((list(counts), self._placed(counts, new, evicted)))
             evicted = []  # for good: their pages are written from here on
             found: dict[Session, Next] = {}
@@ -369,32 +367,6 @@ class LongContextEngine:
             if tokens:
                 session.reused_tokens = reused[session]
 
-    def _batches(self, new: Mapping[Session, list[int]], todo: Mapping[Session, list[int]]) -> list[list[Session]]:
-        """Which sessions are computed together."""
-        if not self.settings.exact:
-            return [list(todo)]
-        going_on = [session for session, tokens in todo.items() if len(tokens) == 1 and not new[session]]
-        alone = [[session] for session in todo if session not in going_on]
-        return [*alone, going_on] if going_on else alone
-
-    def _passes(self, counts: Mapping[Session, int]) -> Iterator[dict[Session, int]]:
-        """How many tokens of which sessions are computed in one pass after the other."""
-        most = self.settings.rank_tokens * self.ledger.n
-        size = self.settings.prefill_chunk or most
-        for start in range(0, max(counts.values()), size):
-            taken: dict[Session, int] = {}
-            room = most
-            for session, count in counts.items():
-                now = min(count - start, size)
-                if now <= 0:
-                    continue
-                if taken and now > room:
-                    yield taken
-                    taken, room = {}, most
-                taken[session] = now
-                room -= now
-            yield taken
-
     def _forward(
         self,
         sessions: Sequence[Session],
@@ -409,8 +381,9 @@ class LongContextEngine:
             decoded = self._decoder(turns, texts)
             return {session: found for session, found, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
-        batch = Batch(self.ledger.n, self.ledger.slots_per_rank, turns, self.settings.exact, self._attention.shapes)
-        self._attention.begin(build(self._chooser.choose(batch).mode, batch))
+        batch = Batch(self.ledger.n, self.ledger.slots_per_rank, turns)
+        exact = self.settings.exact
+        self._attention.begin(batch, self._chooser.choose(batch, self._attention.target(exact)).mode, joined=exact)
         tokens, positions = rows_of(turns, texts, rank)
         last = [batch.last_row(i) if end else (-1, -1) for i, end in enumerate(ends)]
         mine = [(session, row) for session, (home, row) in zip(sessions, last, strict=True) if home == rank]
@@ -421,20 +394,3 @@ class LongContextEngine:
         )
         rows = {session: found[i] for i, (session, _) in enumerate(mine)}
         return {session: Next(rows.get(session)) for session, end in zip(sessions, ends, strict=True) if end}
-
-    def _sample(self, generations: Sequence[Generation]) -> list[int]:
-        """Every generation's next token, drawn where its logits are, then known everywhere."""
-        likeliest = [g.session.likeliest for g in generations if g.sampling.temperature == 0]
-        known = [token for token in likeliest if token is not None]
-        if len(known) == len(generations):
-            return known
-        ids = torch.zeros(len(generations), dtype=torch.int64, device=self._attention.device)
-        for i, generation in enumerate(generations):
-            session = generation.session
-            if session.logits is not None:
-                try:
-                    ids[i] = sample(session.logits, generation.sampling, generation.stream, len(session.tokens))
-                except ValueError:  # all ranks have to hear of it, not this one alone
-                    ids[i] = NOT_FINITE
-        tokens: list[int] = sum_over(self._attention.group, ids).tolist()
-        return tokens

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import Config
+from ..attention.kv_format import Int8KV
+from ..config import Config, workload_of
 from ..metrics.environment import environment
 from ..schedules import Workload
 from ..schedules.calibration import calibration_path, load_calibration
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def calibration_file(config: Config, device: torch.device, folder: Path | None = None) -> Path:
-    """Where `bench calibrate` with these settings, and `attention.transport` as `inference.transport` is, leaves its
+    """Where `calibrate` with these settings, and `attention.transport` as `inference.transport` is, leaves its
     figures; with `auto` on GPUs, the first of those that there are.
 
     Args:
@@ -29,7 +30,7 @@ def calibration_file(config: Config, device: torch.device, folder: Path | None =
     """
     name = "cpu" if device.type == "cpu" else str(environment()["device"])
     n, workload, wanted = config.parallelism.context_parallel_size, _workload(config), config.inference.transport
-    transports = (wanted,) if wanted != "auto" else ("peer", "mixed", "p2p") if device.type == "cuda" else ("p2p",)
+    transports = (wanted,) if wanted != "auto" else ("peer", "hybrid", "p2p") if device.type == "cuda" else ("p2p",)
     paths = [calibration_path(name, n, workload, transport, folder) for transport in transports]
     return next((path for path in paths if path.is_file()), paths[0])
 
@@ -74,4 +75,6 @@ def agreed_figures(config: Config, device: torch.device) -> Figures:
 
 
 def _workload(config: Config) -> Workload:
-    return replace(Workload.of(config), batch=1, kv_int8=config.attention.kv_int8)
+    workload = replace(workload_of(config), batch=1)
+    row = Int8KV(workload.head_dim, torch.bfloat16).row_bytes if config.attention.kv_int8 else None
+    return replace(workload, kv_row_bytes=row)

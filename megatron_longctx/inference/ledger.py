@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from ..config import refuse
+from ..errors import refuse
 from ..layout import Layout
 from .pages import PagePool
 from .shares import FEW, shares_of

@@ -10,7 +10,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from ..config import refuse
+from ..errors import refuse
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from ..config import refuse
+from ..errors import refuse
 from .engine import Generation, LongContextEngine, Session
 from .ledger import CacheFull
 from .prefixes import Prefix, common, longest, usable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..config import refuse
+from ..errors import refuse
 from .sampling import Sampling
 
 if TYPE_CHECKING:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from ..config import refuse
+from ..errors import refuse
 from .decode import DecodeSettings
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,3 +44,29 @@ class EngineSettings:
             raise refuse(
                 "inference.prefill_chunk", chunk, "a number with inference.exact_reuse=true", "Set it to 2048."
             )
+
+    def batches(self, new: Mapping[T, list[int]], todo: Mapping[T, list[int]]) -> list[list[T]]:
+        """Which sessions are computed together."""
+        if not self.exact:
+            return [list(todo)]
+        going_on = [session for session, tokens in todo.items() if len(tokens) == 1 and not new[session]]
+        alone = [[session] for session in todo if session not in going_on]
+        return [*alone, going_on] if going_on else alone
+
+    def passes(self, counts: Mapping[T, int], n: int) -> Iterator[dict[T, int]]:
+        """How many tokens of which sessions are computed in one pass after the other, of n ranks."""
+        most = self.rank_tokens * n
+        size = self.prefill_chunk or most
+        for start in range(0, max(counts.values()), size):
+            taken: dict[T, int] = {}
+            room = most
+            for session, count in counts.items():
+                now = min(count - start, size)
+                if now <= 0:
+                    continue
+                if taken and now > room:
+                    yield taken
+                    taken, room = {}, most
+                taken[session] = now
+                room -= now
+            yield taken

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
-from ..comm import sum_over
-from ..kernels.planned import PlannedShapes
 from .sampling import Sampling
 
 if TYPE_CHECKING:
@@ -68,43 +64,3 @@ def meet_batches(engine: LongContextEngine, sizes: Sequence[int], pages: int) ->
         finally:
             for session in sessions:
                 session.close()
-
-
-def meet_shapes(engine: LongContextEngine, chunk: int, most: int) -> None:
-    """Chunks of prompts over a cache that is taken for filled, whatever lies there, where all ranks' kernels plan.
-
-    Args:
-        chunk: most new tokens of a sequence computed at once. most: tokens that a sequence can have now.
-    """
-    attention, n = engine.model.attention, engine.ledger.n
-    shapes = attention.shapes
-    # Hosts may have different kernels, and a rank that computed these alone would wait for the others.
-    planning = sum_over(attention.group, torch.tensor(int(shapes is not None), device=attention.device))
-    if shapes is None or int(planning) < n:
-        return
-    most_new = min(chunk, most) // n
-    for new, cached in turns_with_all(shapes, most_new, most // n - most_new):
-        session = engine.open()
-        try:
-            if cached:
-                engine.ledger.append({session.number: n * cached})
-                session.tokens = [0] * (n * cached)
-            session.append([0] * (n * new))
-        finally:
-            session.close()
-
-
-def turns_with_all(shapes: PlannedShapes, most_new: int, most_cached: int) -> list[tuple[int, int]]:
-    """(new, cached) tokens a rank; together their calls have all shapes of up to `most_new` queries and, of rectangles,
-    `most_cached` keys."""
-
-    def sizes(least: int, most: int) -> list[int]:
-        """The largest power of two, and all smaller ones in a sum."""
-        largest = 1 << max(min(most, shapes.most), 1).bit_length() - 1
-        return [size for size in (largest, largest - least) if size >= least]
-
-    return [
-        (new, cached)
-        for new in sizes(shapes.least_queries, most_new)
-        for cached in sizes(shapes.least_keys, most_cached) or [0]
-    ]

@@ -9,47 +9,67 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import AttentionKernel, Block, KernelRequest
-from megatron_longctx.kernels.limits import first_reason, wrong_device, wrong_dtype
-from megatron_longctx.kernels.reference import ReferenceKernel
+from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest
+from megatron_longctx.kernels.limits import first_reason, wrong_device, wrong_dtype, wrong_value_dim
+from megatron_longctx.kernels.reference import ReferenceKernel, hidden_keys
 from megatron_longctx.kernels.views import heads_first, token_first
+from megatron_longctx.schedules.kernel_calls import Takes
 
 
 class CpuKernel(AttentionKernel):
-    """`aten._scaled_dot_product_flash_attention_for_cpu` and its backward."""
+    """`aten._scaled_dot_product_flash_attention_for_cpu` and its backward; other bands than full and causal squares
+    with a mask of queries times keys."""
 
     name: ClassVar[str] = "cpu"
+    speed: ClassVar[dict[str, int]] = {"cpu": 20}
+    takes: ClassVar[Takes] = Takes(windows=True, bands=True)
 
     def why_not(self, request: KernelRequest) -> str | None:
         return first_reason(
             wrong_device(request, "cpu"),
             wrong_dtype(request, torch.float64, torch.float32, torch.bfloat16, torch.float16),
+            wrong_value_dim(request),
         )
 
-    def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
+    def _forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
         # The op masks unequal lengths from the top left and gives rows without keys an lse of 0, not -inf. Neither can
-        # be met here: causal blocks are square and blocks without keys never arrive.
+        # be met here: causal blocks are square, others get a mask, and every query of a call sees some key.
+        causal, mask = _mask(inputs)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            heads_first(block.q), heads_first(block.k), heads_first(block.v), 0.0, block.causal, scale=block.scale
-        )
+            heads_first(inputs.q), heads_first(inputs.k), heads_first(inputs.v), 0.0, causal,
+            attn_mask=mask, scale=inputs.scale,
+        )  # fmt: skip
         out, lse = token_first(out), lse.permute(2, 0, 1)
         # Rows that the op finds nothing in have an lse of 0, too, among them those whose few scores are all NaN.
         if (lse == 0).any():
-            broken = ReferenceKernel()._forward(block)[1].isnan()
+            broken = ReferenceKernel()._forward(inputs)[1].isnan()
             out, lse = out.masked_fill(broken.unsqueeze(-1), torch.nan), lse.masked_fill(broken, torch.nan)
         return out, lse
 
-    def _backward(self, block: Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward(self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        causal, mask = _mask(inputs)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             heads_first(grad_out),
-            heads_first(block.q),
-            heads_first(block.k),
-            heads_first(block.v),
+            heads_first(inputs.q),
+            heads_first(inputs.k),
+            heads_first(inputs.v),
             heads_first(out),
             # The layout in which the forward op stores it.
             lse.permute(1, 0, 2).contiguous().permute(0, 2, 1),
             0.0,
-            block.causal,
-            scale=block.scale,
+            causal,
+            attn_mask=mask,
+            scale=inputs.scale,
         )
         return token_first(dq), token_first(dk), token_first(dv)
+
+
+def _mask(inputs: BlockInputs) -> tuple[bool, Tensor | None]:
+    """Whether the call is a causal square; else what its band adds to the scores, in q's dtype, if it hides any."""
+    queries, keys = inputs.q.shape[0], inputs.k.shape[0]
+    if inputs.call.causal and queries == keys:
+        return True, None
+    hidden = hidden_keys(inputs, slice(0, queries), slice(0, keys))
+    if hidden is None:
+        return False, None
+    return False, torch.zeros(hidden.shape, dtype=inputs.q.dtype).masked_fill_(hidden, -torch.inf)[None, None]

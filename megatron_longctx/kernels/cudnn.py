@@ -1,14 +1,7 @@
-"""cuDNN's fused attention through ATen (`aten._scaled_dot_product_cudnn_attention`): the fastest one on Hopper.
+"""cuDNN's fused attention through ATen (`aten._scaled_dot_product_cudnn_attention`).
 
-fp16 and bf16, fewer KV heads natively, lse `(b, h, s, 1)` fp32. cuDNN builds a plan for every new shape, which takes
-tens of milliseconds or more: few distinct shapes, and a warm-up before timing.
-
-Where shapes vary, only blocks of the few shapes of `planned` come here. Others go to `flash`, which needs no plan and
-takes 1.5 to 2 times as long for large blocks. Measured on 4 H200s, 32 query heads of 128, 32 layers, 131,072 tokens in
-all: the first token of 13,107 new ones took 0.54 s, and 1.4 to 1.9 s when cuDNN had not seen the shapes; of 6,554 new
-ones 0.29 to 0.32 s with cuDNN and 0.44 s with `flash`; of 1,311 new ones, which leave cuDNN's processors idle, 0.21 s
-with cuDNN and 0.11 s with `flash` where queries travel. Cut into planned shapes, 13,107 took 0.55 s (0.65 s
-the first time), 6,554 0.30 to 0.50 s and 1,311 0.12 s.
+fp16 and bf16, fewer KV heads natively, lse `(b, h, s, 1)` fp32; full calls and causal squares. cuDNN builds a plan for
+every new shape, which takes tens of milliseconds or more: for few distinct shapes, and with a warm-up before timing.
 """
 
 from typing import Any, ClassVar
@@ -17,33 +10,34 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.kernels.flash import FlashKernel
-from megatron_longctx.kernels.interface import AttentionKernel, Block, KernelRequest
+from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest
 from megatron_longctx.kernels.limits import (
     first_reason,
+    no_windows,
     on_rocm,
     too_old_gpu,
     wrong_device,
     wrong_dtype,
     wrong_head_dim,
+    wrong_value_dim,
 )
-from megatron_longctx.kernels.planned import PlannedShapes, planned_shapes
 from megatron_longctx.kernels.views import heads_first, token_first
 
 _LEAST_CUDNN = 90000
 
 
 class CudnnKernel(AttentionKernel):
-    """`aten._scaled_dot_product_cudnn_attention` and its backward; blocks of one query or one key go to `flash`, and
-    where shapes vary all that are not of the `planned` ones."""
+    """`aten._scaled_dot_product_cudnn_attention` and its backward; blocks of one query or one key go to `flash`."""
 
     name: ClassVar[str] = "cudnn"
+    speed: ClassVar[dict[str, int]] = {"cuda": 30}
 
-    def __init__(self, *, deterministic: bool = False, varying: bool = False) -> None:
-        super().__init__(deterministic=deterministic, varying=varying)
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
         self._no_seed: dict[torch.device, Tensor] = {}
         # ATen's own selection passes cuDNN over for a single key and, in some versions on some GPUs, refuses a single
-        # query; and decoding would build a new plan for every token, since the number of keys grows by one.
-        self._unplanned = FlashKernel(deterministic=deterministic, varying=varying)
+        # query.
+        self._of_one = FlashKernel(deterministic=deterministic)
 
     def why_not(self, request: KernelRequest) -> str | None:
         return first_reason(
@@ -54,24 +48,24 @@ class CudnnKernel(AttentionKernel):
             wrong_dtype(request, torch.bfloat16, torch.float16),
             # Forward goes further on some GPUs; 128 is what forward and backward take on all of them.
             wrong_head_dim(request, multiple=8, most=128),
+            wrong_value_dim(request),
+            no_windows(request),
+            _unlike_shapes(request),
             _not_deterministic(request),
         )
 
-    def planned(self, num_heads: int, head_dim: int) -> PlannedShapes | None:
-        return planned_shapes(num_heads, head_dim) if self.varying else None
-
-    def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        if self.goes_unplanned(block):
-            return self._unplanned._forward(block)
+    def _forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
+        if _of_one(inputs):
+            return self._of_one._forward(inputs)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            heads_first(block.q),
-            heads_first(block.k),
-            heads_first(block.v),
+            heads_first(inputs.q),
+            heads_first(inputs.k),
+            heads_first(inputs.v),
             None,  # attn_bias
             True,  # compute_log_sumexp
             0.0,
-            block.causal,
-            scale=block.scale,
+            inputs.call.causal,
+            scale=inputs.scale,
         )
         if lse.ndim != 4:
             raise RuntimeError(
@@ -80,17 +74,17 @@ class CudnnKernel(AttentionKernel):
             )
         return token_first(out), lse.squeeze(-1).permute(2, 0, 1)
 
-    def _backward(self, block: Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.goes_unplanned(block):
-            return self._unplanned._backward(block, grad_out, out, lse)
-        no_seed = self._seed(block.q.device)
+    def _backward(self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        if _of_one(inputs):
+            return self._of_one._backward(inputs, grad_out, out, lse)
+        no_seed = self._seed(inputs.q.device)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             # ATen looks up a cached plan by the layout of q, k and v alone (seen in torch 2.11; later sources add the
             # rest), so out, grad_out and lse always come in one layout: any other is read with the wrong strides.
             heads_first(grad_out.contiguous()),
-            heads_first(block.q),
-            heads_first(block.k),
-            heads_first(block.v),
+            heads_first(inputs.q),
+            heads_first(inputs.k),
+            heads_first(inputs.v),
             heads_first(out.contiguous()),
             lse.permute(1, 2, 0).contiguous().unsqueeze(-1),
             no_seed,  # philox seed and offset
@@ -98,19 +92,13 @@ class CudnnKernel(AttentionKernel):
             None,  # attn_bias
             None,  # cum_seq_q and cum_seq_k: dense, not packed
             None,
-            block.q.shape[0],
-            block.k.shape[0],
+            inputs.q.shape[0],
+            inputs.k.shape[0],
             0.0,
-            block.causal,
-            scale=block.scale,
+            inputs.call.causal,
+            scale=inputs.scale,
         )
         return token_first(dq), token_first(dk), token_first(dv)
-
-    def goes_unplanned(self, block: Block) -> bool:
-        """Whether a block goes to `flash`."""
-        (s, b, h, d), t = block.q.shape, block.k.shape[0]
-        shapes = self.planned(b * h, d)
-        return s == 1 or t == 1 or (shapes is not None and not shapes.has(s, t, block.causal))
 
     def _seed(self, device: torch.device) -> Tensor:
         """Dropout's seed (and offset), which the op's arguments require and nothing reads without dropout.
@@ -120,6 +108,16 @@ class CudnnKernel(AttentionKernel):
         if device not in self._no_seed:
             self._no_seed[device] = torch.zeros((), dtype=torch.int64, device=device)
         return self._no_seed[device]
+
+
+def _of_one(inputs: BlockInputs) -> bool:
+    return inputs.q.shape[0] == 1 or inputs.k.shape[0] == 1
+
+
+def _unlike_shapes(request: KernelRequest) -> str | None:
+    if not request.packed:
+        return None
+    return "documents and prompts are not supported, whose shapes do not come again: every new one takes it tens of ms"
 
 
 def _no_cudnn() -> str | None:

@@ -1,18 +1,16 @@
-"""ATen's FlashAttention-2 (`aten._scaled_dot_product_flash_attention`), part of every CUDA build of torch.
+"""ATen's FlashAttention-2 (`aten._flash_attention_forward`), part of every CUDA build of torch.
 
-fp16 and bf16, fewer KV heads natively, lse `(b, h, s)` fp32. About 60% of cuDNN's speed on Hopper.
+fp16 and bf16, fewer KV heads natively, packed segments, windows. About 60% of cuDNN's speed on Hopper.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.grouped_rows import as_heads, as_rows, worth_rows
-from megatron_longctx.kernels.interface import AttentionKernel, Block, KernelRequest
+from megatron_longctx.kernels.interface import BlockInputs, KernelRequest
 from megatron_longctx.kernels.limits import (
     first_reason,
     flash_backward_gap,
@@ -21,18 +19,21 @@ from megatron_longctx.kernels.limits import (
     wrong_device,
     wrong_dtype,
     wrong_head_dim,
+    wrong_value_dim,
 )
-from megatron_longctx.kernels.views import heads_first, token_first
+from megatron_longctx.kernels.packed import PackedKernel, Segments
+from megatron_longctx.schedules.kernel_calls import KernelCall
+from megatron_longctx.schedules.mask import FAR
 
 
-class FlashKernel(AttentionKernel):
-    """`aten._scaled_dot_product_flash_attention` and its backward; forward of `varying` blocks of few queries over many
-    keys computes the heads of a group as rows of one."""
+class FlashKernel(PackedKernel):
+    """`aten._flash_attention_forward` and its backward."""
 
     name: ClassVar[str] = "flash"
+    speed: ClassVar[dict[str, int]] = {"cuda": 20}
 
-    def __init__(self, *, deterministic: bool = False, varying: bool = False) -> None:
-        super().__init__(deterministic=deterministic, varying=varying)
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
         self._no_seed: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def why_not(self, request: KernelRequest) -> str | None:
@@ -42,46 +43,26 @@ class FlashKernel(AttentionKernel):
             too_old_gpu(request, least=(8, 0)),
             wrong_dtype(request, torch.bfloat16, torch.float16),
             wrong_head_dim(request, multiple=8, most=256),
+            wrong_value_dim(request),
             flash_backward_gap(request),
         )
 
-    def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        if self.varying and not block.causal and self._rows_pay(block):
-            queries, kv_heads = block.q.shape[0], block.k.shape[2]
-            out, lse = self._attend(replace(block, q=as_rows(block.q, kv_heads)))
-            return as_heads(out, queries), as_heads(lse, queries)
-        return self._attend(block)
+    def _forward_rows(self, inputs: BlockInputs, packed: Segments | None) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            inputs.q, inputs.k, inputs.v, *_lengths(inputs, packed), 0.0, inputs.call.causal, False,
+            scale=inputs.scale, **_window(inputs.call),
+        )  # fmt: skip
+        return out, lse
 
-    def _rows_pay(self, block: Block) -> bool:
-        queries, batch, heads, head_dim = block.q.shape
-        keys, _, kv_heads, _ = block.k.shape
-        return worth_rows(queries, batch * keys, (heads, kv_heads), head_dim)
-
-    def _attend(self, block: Block) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            heads_first(block.q), heads_first(block.k), heads_first(block.v), 0.0, block.causal, scale=block.scale
-        )
-        return token_first(out), lse.permute(2, 0, 1)
-
-    def _backward(self, block: Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward_rows(
+        self, inputs: BlockInputs, packed: Segments | None, grad_out: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
         with _strictly(self.deterministic):
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-                heads_first(grad_out),
-                heads_first(block.q),
-                heads_first(block.k),
-                heads_first(block.v),
-                heads_first(out),
-                lse.permute(1, 2, 0).contiguous(),  # the kernel reads it by pointer, as (b, h, s)
-                None,  # cum_seq_q and cum_seq_k: dense, not packed
-                None,
-                block.q.shape[0],
-                block.k.shape[0],
-                0.0,
-                block.causal,
-                *self._seed(block.q.device),
-                scale=block.scale,
-            )
-        return token_first(dq), token_first(dk), token_first(dv)
+            found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
+                grad_out, inputs.q, inputs.k, inputs.v, out, lse, *_lengths(inputs, packed), 0.0, inputs.call.causal,
+                *self._seed(inputs.q.device), scale=inputs.scale, **_window(inputs.call),
+            )  # fmt: skip
+        return found
 
     def _seed(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Dropout's generator state, which the op's arguments require and nothing reads without dropout.
@@ -93,6 +74,20 @@ class FlashKernel(AttentionKernel):
             offset = torch.zeros((), dtype=torch.int64, device=device).view(torch.uint64)
             self._no_seed[device] = (state, offset)
         return self._no_seed[device]
+
+
+def _window(call: KernelCall) -> dict[str, Any]:
+    if call.causal or call.full:
+        return {}
+    bounds = {"window_size_left": call.left, "window_size_right": call.right}
+    return {name: -1 if bound == FAR else bound for name, bound in bounds.items()}
+
+
+def _lengths(inputs: BlockInputs, packed: Segments | None) -> tuple[Any, ...]:
+    """(cumulative queries, cumulative keys, most queries, most keys)."""
+    if packed is None:
+        return None, None, inputs.q.shape[1], inputs.k.shape[1]
+    return packed.q_starts, packed.k_starts, packed.most_queries, packed.most_keys
 
 
 @contextmanager

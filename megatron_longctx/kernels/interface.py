@@ -1,25 +1,35 @@
-"""What an attention kernel is: one block forward, one block backward, and an honest answer to "can you do this?".
+"""What an attention kernel is: one call forward, one call backward, and an honest answer to "can you do this?".
 
-Shapes (token first): `s` queries, `t` keys, `b` batch, `h` query heads, `g` KV heads (g divides h), `d` head dim.
+Shapes (token first): `s` queries, `t` keys, `b` batch, `h` query heads, `g` KV heads (g divides h), `d` head dim of
+queries and keys, `e` of values and outputs.
 """
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_longctx.kernels.no_grad import no_grad
-from megatron_longctx.kernels.planned import PlannedShapes
+from megatron_longctx.schedules.kernel_calls import KernelCall, Segment, Takes
+from megatron_longctx.schedules.mask import FAR
+
+PROVIDERS: dict[str, type["AttentionKernel"]] = {}
+"""By name."""
+
+_MOST_PREPARED = 512
+"""Calls that a kernel has prepared at once; those used last stay."""
 
 
 @dataclass(frozen=True)
 class KernelRequest:
     """What a kernel is asked to support, known before any tensor exists.
 
-    varying: the numbers of queries and keys differ from pass to pass, as those of prompts do, so that what a kernel
-    prepares for a shape is used a few times only.
+    v_head_dim: of values and outputs; None for that of queries and keys. windows: whether some queries see only the
+    nearest keys. packed: whether calls have several segments, or shapes that do not come again (documents, prompts):
+    a kernel that cannot take segments serves them one by one.
 
     Raises:
         ValueError: the sizes are not positive, or `num_kv_heads` does not divide `num_heads`.
@@ -31,10 +41,16 @@ class KernelRequest:
     num_heads: int
     num_kv_heads: int
     deterministic: bool = False
-    varying: bool = False
+    v_head_dim: int | None = None
+    windows: bool = False
+    packed: bool = False
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     def __post_init__(self) -> None:
-        for field in ("head_dim", "num_heads", "num_kv_heads"):
+        for field in ("head_dim", "num_heads", "num_kv_heads", "value_dim"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} is not a positive number; give 1 or more.")
         if self.num_heads % self.num_kv_heads:
@@ -44,109 +60,136 @@ class KernelRequest:
             )
 
 
-@dataclass(frozen=True)
-class Block:
-    """The inputs that forward and backward of one block share: q `[s,b,h,d]`, k and v `[t,b,g,d]`."""
+class BlockInputs(NamedTuple):
+    """What forward and backward of one call share: q `[s,b,h,d]`, k `[t,b,g,d]`, v `[t,b,g,e]`.
+
+    prepared: what `AttentionKernel.prepare` has made for the call.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    causal: bool
+    call: KernelCall
     scale: float
+    prepared: Any = None
+
+
+def dense_call(queries: int, keys: int, causal: bool = False) -> KernelCall:
+    """All queries against all keys; or causally, the last query facing the last key."""
+    return KernelCall((Segment(0, queries, 0, keys),), FAR, 0 if causal else FAR)
 
 
 class AttentionKernel(ABC):
-    """Attention of one (queries x keys) block.
+    """Attention of some queries over some keys.
 
-    A provider implements `why_not`, `_forward` and `_backward`. What every provider needs alike lives here, once: shape
-    checks, blocks without queries or keys, strides no kernel can read, and scales that are not positive.
+    A provider implements `why_not`, `_forward` and `_backward` and says what it `takes`. What every provider needs
+    alike lives here, once: shape checks, calls without queries or keys, rows between segments, and strides no kernel
+    can read, and scales that are not positive.
     """
 
     name: ClassVar[str]
+    takes: ClassVar[Takes] = Takes()
+    speed: ClassVar[dict[str, int]] = {}
+    """By type of device, its place in the order of `auto`: the highest comes first; without one it is not taken."""
 
-    def __init__(self, *, deterministic: bool = False, varying: bool = False) -> None:
+    def __init_subclass__(cls) -> None:
+        if "name" in cls.__dict__:
+            PROVIDERS[cls.name] = cls
+
+    def __init__(self, *, deterministic: bool = False) -> None:
         """As in the request; `why_not` says whether the provider can be `deterministic`."""
         self.deterministic = deterministic
-        self.varying = varying
+        self._prepared: OrderedDict[tuple[KernelCall, int, int, torch.device], Any] = OrderedDict()
 
     @abstractmethod
     def why_not(self, request: KernelRequest) -> str | None:
         """None when `request` is supported, else one plain sentence: the value and what would be accepted."""
 
-    def planned(self, num_heads: int, head_dim: int) -> PlannedShapes | None:
-        """Into which shapes large blocks of so many query heads are best cut; None where any shape is as good."""
+    def prepare(self, call: KernelCall, rows: tuple[int, int], device: torch.device) -> Any:
+        """What the provider needs on the device for a call over so many queries and keys; None for nothing."""
         return None
 
     @no_grad
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, *, scale: float) -> tuple[Tensor, Tensor]:
         """Attention of these queries over these keys alone.
 
         Args:
             q: `[s, b, h, d]`, any strides.
-            k, v: `[t, b, g, d]`, any strides, the dtype and device of q; `g` divides `h`.
-            causal: query i sees keys j <= i; needs s == t. Otherwise every query sees every key.
+            k: `[t, b, g, d]`, v: `[t, b, g, e]`, any strides, the dtype and device of q; `g` divides `h`.
+            call: which rows see which; one that `takes` allows.
             scale: factor of the scores before the softmax.
 
         Returns:
-            out `[s, b, h, d]` in q's dtype and lse `[s, b, h]`, the natural log of the summed exponentials of the
-            scaled scores: fp32, or fp64 where q is fp64. Strides of both are the provider's own. Without keys:
+            out `[s, b, h, e]` in q's dtype and lse `[s, b, h]`, the natural log of the summed exponentials of the
+            scaled scores: fp32, or fp64 where q is fp64. Strides of both are the provider's own. Queries without keys:
             out 0, lse -inf.
 
         Raises:
-            ValueError: shapes, dtypes or devices disagree, or `causal` with s != t.
+            ValueError: shapes, dtypes or devices disagree, or a call that this kernel does not take.
         """
-        check_block(q, k, v, causal)
-        if q.numel() == 0 or k.numel() == 0:
-            return q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype(q))
-        q, scale, _ = _positive(q, scale)
-        return self._forward(Block(readable(q), readable(k), readable(v), causal, scale))
+        inputs = self._inputs(q, k, v, call, scale)
+        if inputs is None:
+            return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype(q))
+        return self._forward(inputs)
 
     @no_grad
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: KernelCall, *,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's share of the gradients; shares of all key blocks of a query add up to its whole gradient.
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """This call's share of the gradients; shares of all calls of a query add up to its whole gradient.
 
         Args:
-            grad_out, out: `[s, b, h, d]`; `out` is the GLOBAL result of these queries over all their keys, not this
-                block's. q's dtype (another float dtype is converted, which costs a copy).
-            q, k, v, causal, scale: as given to `forward`.
+            grad_out, out: `[s, b, h, e]`; `out` is the GLOBAL result of these queries over all their keys, not this
+                call's. q's dtype (another float dtype is converted, which costs a copy).
+            q, k, v, call, scale: as given to `forward`.
             lse: `[s, b, h]`, the GLOBAL log-sum-exp. Cheapest as a view of contiguous `[b, h, s]` storage.
 
         Returns:
-            dq, dk, dv in the shapes and dtype of q, k, v. Accumulate them over blocks in fp32. 0 without keys.
+            dq, dk, dv in the shapes and dtype of q, k, v. Accumulate them over calls in fp32. 0 where nothing is seen.
 
         Raises:
             ValueError: as `forward`, or `grad_out`, `out` or `lse` do not fit q.
         """
-        check_block(q, k, v, causal)
-        for name, tensor, shape in (("grad_out", grad_out, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:3])):
+        of_out = (*q.shape[:3], v.shape[-1])
+        for name, tensor, shape in (("grad_out", grad_out, of_out), ("out", out, of_out), ("lse", lse, q.shape[:3])):
             if tensor.shape != shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; with this q it must be {tuple(shape)}.")
-        if q.numel() == 0 or k.numel() == 0:
+        inputs = self._inputs(q, k, v, call, scale)
+        if inputs is None:
             return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-        q, scale, factor = _positive(q, scale)
-        block = Block(readable(q), readable(k), readable(v), causal, scale)
-        grads = (readable(grad_out.to(q.dtype)), readable(out.to(q.dtype)), lse.to(lse_dtype(q)))
-        dq, dk, dv = self._backward(block, *grads)
+        dq, dk, dv = self._backward(
+            inputs, readable(grad_out.to(q.dtype)), readable(out.to(q.dtype)), lse.to(lse_dtype(q))
+        )
+        factor = _positive(q, scale)[2] if scale <= 0 else 1
         return dq if factor == 1 else dq * factor, dk, dv
 
     @abstractmethod
-    def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        """`forward` of a checked block with at least one query and one key."""
+    def _forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
+        """`forward` of a checked call with at least one query and one key."""
 
     @abstractmethod
-    def _backward(self, block: Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`backward` of a checked block with at least one query and one key."""
+    def _backward(self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        """`backward` of a checked call with at least one query and one key: dq, dk, dv."""
+
+    def _inputs(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float) -> BlockInputs | None:
+        """Checked and readable; None where there is nothing to compute."""
+        check_inputs(q, k, v, call)
+        whole = (Segment(0, q.shape[0], 0, k.shape[0]),)
+        if not self.takes.packed and call.segments not in ((), whole):
+            raise ValueError(f"segments {call.segments}: expected {whole}, one of all rows, in a call of {self.name}.")
+        if q.numel() == 0 or k.numel() == 0:
+            return None
+        key = call, q.shape[0], k.shape[0], q.device
+        if key not in self._prepared:
+            self._prepared[key] = self.prepare(call, (q.shape[0], k.shape[0]), q.device)
+            if len(self._prepared) > _MOST_PREPARED:
+                self._prepared.popitem(last=False)
+        else:
+            self._prepared.move_to_end(key)
+        prepared = self._prepared[key]
+        q, scale, _ = _positive(q, scale)
+        return BlockInputs(readable(q), readable(k), readable(v), call, scale, prepared)
 
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
@@ -176,11 +219,12 @@ def readable(x: Tensor) -> Tensor:
     return x.contiguous() if expanded or strides[-1] != 1 else x
 
 
-def check_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    """Raise ValueError unless q `[s,b,h,d]` and k, v `[t,b,g,d]` form one attention block."""
-    if q.ndim != 4 or k.ndim != 4 or v.shape != k.shape:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> None:
+    """Raise ValueError unless q `[s,b,h,d]`, k `[t,b,g,d]` and v `[t,b,g,e]` fit each other and the call."""
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected q [s, b, h, d], k and v [t, b, g, d]"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected q [s, b, h, d], k [t, b, g, d] and "
+            "v [t, b, g, e]."
         )
     (s, batch, heads, head_dim), (t, kv_batch, kv_heads, kv_head_dim) = q.shape, k.shape
     if (batch, head_dim) != (kv_batch, kv_head_dim):
@@ -191,8 +235,8 @@ def check_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         raise ValueError(
             f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}; convert them to one."
         )
-    if causal and s != t:
+    if call.segments and (call.segments[-1].q_stop > s or call.segments[-1].k_stop > t):
         raise ValueError(
-            f"causal=True with {s} queries and {t} keys: the diagonal is defined for equal numbers only; "
-            "split the block into a square causal part and full parts."
+            f"a call of queries {call.q_span} and keys {call.k_span}, with {s} queries and {t} keys: expected a call "
+            "over their rows."
         )

@@ -36,6 +36,18 @@ def wrong_head_dim(request: KernelRequest, *, multiple: int, most: int) -> str |
     return f"head_dim={request.head_dim} is not supported, only multiples of {multiple} up to {most}"
 
 
+def wrong_value_dim(request: KernelRequest) -> str | None:
+    """Values have another head dim than queries and keys."""
+    if request.value_dim == request.head_dim:
+        return None
+    return f"v_head_dim={request.value_dim} is not supported, only that of queries and keys ({request.head_dim})"
+
+
+def no_windows(request: KernelRequest) -> str | None:
+    """Windows are asked for of a kernel that has none."""
+    return "windows are not supported, only full and causal attention" if request.windows else None
+
+
 def too_old_gpu(request: KernelRequest, *, least: tuple[int, int]) -> str | None:
     """The current CUDA device's compute capability is below `least`. Ask after `wrong_device`."""
     if request.device_type != "cuda" or not torch.cuda.is_available():

@@ -13,15 +13,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from megatron_longctx.kernels.merge import merge_into_torch
 from megatron_longctx.kernels.no_grad import no_grad
 from megatron_longctx.kernels.strides import few_rows
+from megatron_longctx.schedules.totals import MOST_PARTIALS
 
 logger = logging.getLogger(__name__)
-
-MOST = 4
-"""Most partials of one call: what a kernel's arguments hold."""
 
 
 class Partial(NamedTuple):
@@ -44,7 +42,7 @@ class Partial(NamedTuple):
 
 @no_grad
 def merge_partials(partials: Sequence[Partial], out: Tensor, lse: Tensor) -> None:
-    """Write the merge of up to `MOST` partial outputs; where there is none, (0, -inf).
+    """Write the merge of up to `MOST_PARTIALS` partial outputs; where there is none, (0, -inf).
 
     Args:
         partials: over disjoint key sets; 0 wherever their lse is -inf. fp32 or lower, or all fp64.
@@ -66,14 +64,14 @@ def merge_partials(partials: Sequence[Partial], out: Tensor, lse: Tensor) -> Non
     for part in partials:
         rows, heads = slice(part.start, part.stop), slice(part.first_head, part.last_head)
         assert part.lse is not None
-        merge_into_torch(total[rows, :, heads], total_lse[rows, :, heads], part.value, part.lse)
+        _merge_into(total[rows, :, heads], total_lse[rows, :, heads], part.value, part.lse)
     out.copy_(total)
     lse.copy_(total_lse)
 
 
 @no_grad
 def sum_partials(partials: Sequence[Partial], out: Tensor) -> None:
-    """Write the sum of up to `MOST` partials, added in fp32 (fp64 where out is); 0 where there is none.
+    """Write the sum of up to `MOST_PARTIALS` partials, added in fp32 (fp64 where out is); 0 where there is none.
 
     Args:
         out: `[s, b, h, d]`, any strides and float dtype; may be one of the partials' own memory.
@@ -95,9 +93,22 @@ def sum_partials(partials: Sequence[Partial], out: Tensor) -> None:
     out.copy_(total)
 
 
+def _merge_into(acc_out: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge one partial into fp32 or fp64 accumulators, in place; (0, -inf) is neutral on both sides.
+
+    With lse l = log of the summed exponentials, the union of (o_a, l_a) and (o_b, l_b) is
+    `l = logaddexp(l_a, l_b)`, `o = o_a * sigmoid(l_a - l_b) + o_b * sigmoid(l_b - l_a)`, which cannot overflow.
+    """
+    new = lse.to(acc_lse.dtype)
+    # With an empty partial the difference is -inf, also where the accumulator is empty too (-inf minus -inf is NaN).
+    difference = torch.where(new == -torch.inf, -torch.inf, new - acc_lse)
+    acc_out.lerp_(out.to(acc_out.dtype), torch.sigmoid(difference).unsqueeze(-1))
+    acc_lse.copy_(torch.maximum(acc_lse, new) - logsigmoid(difference.abs()))
+
+
 def _check(partials: Sequence[Partial]) -> None:
-    if len(partials) > MOST:
-        raise ValueError(f"{len(partials)} partials: expected {MOST} at most. Bring some together first.")
+    if len(partials) > MOST_PARTIALS:
+        raise ValueError(f"{len(partials)} partials: expected {MOST_PARTIALS} at most. Bring some together first.")
 
 
 def _fusable(partials: Sequence[Partial], out: Tensor) -> bool:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_longctx.kernels.partials import Partial
+from megatron_longctx.kernels.relaunch import kind_of, launch
 from megatron_longctx.kernels.strides import row_strides
 
 # Elements of the result that one program handles.
@@ -123,17 +124,17 @@ def combine_triton(partials: Sequence[Partial], out: Tensor, lse: Tensor | None)
     cols = triton.next_power_of_2(head_dim)
     rows = max(1, _TILE // cols)
     num_rows = s * batch * heads
-    arguments: list[Tensor | int] = []
+    into = out if lse is None else lse
+    strides = (*row_strides(out), *into.stride()[:3])
+    arguments: list[Tensor | int] = [out, into, num_rows, batch, heads, head_dim, *strides]
+    own = len(arguments)
     for part in partials:
         part_lse = part.value if part.lse is None else part.lse
         arguments += [part.value, part_lse, part.start, part.stop, part.first_head, part.last_head]
         arguments += [*row_strides(part.value), *part_lse.stride()[:3]]
-    arguments += arguments[: len(arguments) // len(partials)] * (4 - len(partials))  # not read
-    into = out if lse is None else lse
-    strides = (*row_strides(out), *into.stride()[:3])
+    arguments += arguments[own : own + (len(arguments) - own) // len(partials)] * (4 - len(partials))  # not read
+    kinds = tuple([(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else kind_of(x) for x in arguments])
+    constants = {"MERGE": lse is not None, "COUNT": len(partials), "ROWS": rows, "COLS": cols}
     # The launch goes to the current device, which need not be the tensors'. A CPU tensor's index, -1, changes nothing.
     with torch.cuda.device(out.get_device()):
-        _combine_kernel[(triton.cdiv(num_rows, rows),)](
-            out, into, num_rows, batch, heads, head_dim, *strides, *arguments,
-            MERGE=lse is not None, COUNT=len(partials), ROWS=rows, COLS=cols,
-        )  # fmt: skip
+        launch(_combine_kernel, (triton.cdiv(num_rows, rows),), arguments, constants, kinds)

@@ -9,8 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import AttentionKernel, Block, KernelRequest, lse_dtype
+from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest, lse_dtype
 from megatron_longctx.kernels.limits import first_reason, wrong_device, wrong_dtype
+from megatron_longctx.schedules.kernel_calls import Takes
+from megatron_longctx.schedules.mask import FAR
 
 # Elements of one chunk's score matrix: 64 MiB in fp32, so long blocks stream instead of allocating s*t scores.
 _CHUNK_ELEMENTS = 1 << 24
@@ -20,6 +22,8 @@ class ReferenceKernel(AttentionKernel):
     """Dense softmax attention, streamed over chunks of queries."""
 
     name: ClassVar[str] = "reference"
+    speed: ClassVar[dict[str, int]] = {"cuda": 10, "cpu": 10}
+    takes: ClassVar[Takes] = Takes(windows=True, bands=True)
 
     def why_not(self, request: KernelRequest) -> str | None:
         return first_reason(
@@ -27,31 +31,33 @@ class ReferenceKernel(AttentionKernel):
             wrong_dtype(request, torch.float64, torch.float32, torch.bfloat16, torch.float16),
         )
 
-    def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        q, k, v = _grouped(block.q, block.k.shape[2]), _keys(block.k), _keys(block.v)
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
-        for rows, cols in _chunks(block, q):
-            scores = _scores(q[..., rows, :], k[..., cols, :], block, rows)
+    def _forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
+        q, k, v = _grouped(inputs.q, inputs.k.shape[2]), _keys(inputs.k), _keys(inputs.v)
+        out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
+        for rows, cols in _chunks(inputs, q):
+            scores = _scores(q[..., rows, :], k[..., cols, :], inputs, rows, cols)
             lse[..., rows] = torch.logsumexp(scores, dim=-1)
             probs = torch.exp(scores - lse[..., rows, None])
             out[..., rows, :] = _matmul(probs, v[..., cols, :])
-        return _ungrouped(out).to(block.q.dtype), _ungrouped(lse.unsqueeze(-1)).squeeze(-1)
+        return _ungrouped(out).to(inputs.q.dtype), _ungrouped(lse.unsqueeze(-1)).squeeze(-1)
 
-    def _backward(self, block: Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        groups = block.k.shape[2]
-        q, k, v = _grouped(block.q, groups), _keys(block.k), _keys(block.v)
+    def _backward(
+        self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        groups = inputs.k.shape[2]
+        q, k, v = _grouped(inputs.q, groups), _keys(inputs.k), _keys(inputs.v)
         do, lse_grouped = _grouped(grad_out, groups), _grouped(lse.unsqueeze(-1), groups)
         delta = (do * _grouped(out, groups)).sum(dim=-1, keepdim=True)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for rows, cols in _chunks(block, q):
-            scores = _scores(q[..., rows, :], k[..., cols, :], block, rows)
+        for rows, cols in _chunks(inputs, q):
+            scores = _scores(q[..., rows, :], k[..., cols, :], inputs, rows, cols)
             probs = torch.exp(scores - lse_grouped[..., rows, :])
             dprobs = _matmul(do[..., rows, :], v[..., cols, :].mT)
-            dscores = probs * (dprobs - delta[..., rows, :]) * block.scale
+            dscores = probs * (dprobs - delta[..., rows, :]) * inputs.scale
             dq[..., rows, :] = _matmul(dscores, k[..., cols, :])
             dk[..., cols, :] += _sum_over_queries(dscores, q[..., rows, :])
             dv[..., cols, :] += _sum_over_queries(probs, do[..., rows, :])
-        dtype = block.q.dtype
+        dtype = inputs.q.dtype
         return _ungrouped(dq).to(dtype), _token_first(dk).to(dtype), _token_first(dv).to(dtype)
 
 
@@ -75,13 +81,15 @@ def _token_first(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3).contiguous()
 
 
-def _chunks(block: Block, q: Tensor) -> Iterator[tuple[slice, slice]]:
-    """(query rows, key columns) of each chunk; a causal chunk leaves out the keys after its last query."""
-    queries, keys = q.shape[3], block.k.shape[0]
+def _chunks(inputs: BlockInputs, q: Tensor) -> Iterator[tuple[slice, slice]]:
+    """(query rows, key columns) of each chunk; columns that none of its queries sees are left out."""
+    queries, keys, call = q.shape[3], inputs.k.shape[0], inputs.call
     step = max(1, _CHUNK_ELEMENTS // (q.shape[0] * q.shape[1] * q.shape[2] * keys))
     for start in range(0, queries, step):
         stop = min(start + step, queries)
-        yield slice(start, stop), slice(0, stop if block.causal else keys)
+        first = 0 if call.left == FAR else max(0, start + keys - queries - call.left)
+        last = keys if call.right == FAR else min(keys, stop + keys - queries + call.right)
+        yield slice(start, stop), slice(first, max(first, last))
 
 
 def _matmul(rows: Tensor, matrix: Tensor) -> Tensor:
@@ -94,11 +102,20 @@ def _sum_over_queries(weights: Tensor, rows: Tensor) -> Tensor:
     return torch.matmul(weights.flatten(2, 3).mT, rows.flatten(2, 3))
 
 
-def _scores(q: Tensor, k: Tensor, block: Block, rows: slice) -> Tensor:
-    """Scaled scores `[b, g, r, c, t]` of query rows, -inf where the causal mask hides a key."""
-    scores = _matmul(q, k.mT) * block.scale
-    if block.causal:
-        query = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
-        hidden = torch.arange(k.shape[2], device=q.device)[None, :] > query
-        scores.masked_fill_(hidden, -torch.inf)
-    return scores
+def _scores(q: Tensor, k: Tensor, inputs: BlockInputs, rows: slice, cols: slice) -> Tensor:
+    """Scaled scores `[b, g, r, c, t]` of some queries and keys, -inf where the call hides a key."""
+    scores = _matmul(q, k.mT) * inputs.scale
+    hidden = hidden_keys(inputs, rows, cols)
+    return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
+
+
+def hidden_keys(inputs: BlockInputs, rows: slice, cols: slice) -> Tensor | None:
+    """Which keys some queries do not see, bool `[c, t]`; None where they see all."""
+    call = inputs.call
+    if call.full:
+        return None
+    ends = inputs.k.shape[0] - inputs.q.shape[0]
+    query = torch.arange(rows.start, rows.stop, device=inputs.q.device)[:, None]
+    key = torch.arange(cols.start, cols.stop, device=inputs.q.device)[None, :]
+    behind = key - query - ends
+    return (behind > call.right) | (behind < -call.left)

@@ -1,25 +1,18 @@
-"""The one table of providers, and the choice among them."""
+"""The choice among the providers."""
 
 import logging
 
-from megatron_longctx.kernels.cpu import CpuKernel
-from megatron_longctx.kernels.cudnn import CudnnKernel
-from megatron_longctx.kernels.flash import FlashKernel
-from megatron_longctx.kernels.flash_attn import FlashAttnKernel
-from megatron_longctx.kernels.interface import AttentionKernel, KernelRequest
-from megatron_longctx.kernels.reference import ReferenceKernel
+from megatron_longctx.kernels import cpu, cudnn, fa4, flash, reference  # noqa: F401 (providers register themselves)
+from megatron_longctx.kernels.interface import PROVIDERS, AttentionKernel, KernelRequest
 
 logger = logging.getLogger(__name__)
 
-PROVIDERS: dict[str, type[AttentionKernel]] = {
-    provider.name: provider for provider in (CudnnKernel, FlashAttnKernel, FlashKernel, CpuKernel, ReferenceKernel)
-}
 
-# What `auto` tries, fastest first.
-AUTO_ORDER: dict[str, tuple[str, ...]] = {
-    "cuda": ("cudnn", "flash_attn", "flash", "reference"),
-    "cpu": ("cpu", "reference"),
-}
+def auto_order(device_type: str) -> list[str]:
+    """What `auto` tries on a device, the fastest first."""
+    speeds = {name: provider.speed.get(device_type, 0) for name, provider in PROVIDERS.items()}
+    return sorted((name for name, speed in speeds.items() if speed), key=lambda name: -speeds[name])
+
 
 _reported: set[KernelRequest] = set()
 
@@ -30,7 +23,7 @@ def available(request: KernelRequest) -> list[tuple[str, str | None]]:
 
 
 def choose(name: str, request: KernelRequest) -> AttentionKernel:
-    """The kernel called `name`, or for "auto" the first usable one of `AUTO_ORDER`.
+    """The kernel called `name`, or for "auto" the first usable one of `auto_order`.
 
     "auto" logs what it took and what it passed over, and why, once per request and process.
 
@@ -50,7 +43,7 @@ def choose(name: str, request: KernelRequest) -> AttentionKernel:
 
 def _choose_automatically(request: KernelRequest) -> AttentionKernel:
     passed_over: list[str] = []
-    for name in AUTO_ORDER.get(request.device_type, ()):
+    for name in auto_order(request.device_type):
         kernel = _make(name, request)
         reason = kernel.why_not(request)
         if reason is None:
@@ -60,7 +53,7 @@ def _choose_automatically(request: KernelRequest) -> AttentionKernel:
             return kernel
         passed_over.append(f"{name} ({reason})")
     if not passed_over:
-        expected = " or ".join(map(repr, AUTO_ORDER))
+        expected = " or ".join(map(repr, sorted({device for each in PROVIDERS.values() for device in each.speed})))
         raise ValueError(
             f"kernel='auto' knows no kernels for device_type={request.device_type!r}; expected {expected}."
         )
@@ -68,7 +61,7 @@ def _choose_automatically(request: KernelRequest) -> AttentionKernel:
 
 
 def _make(name: str, request: KernelRequest) -> AttentionKernel:
-    return PROVIDERS[name](deterministic=request.deterministic, varying=request.varying)
+    return PROVIDERS[name](deterministic=request.deterministic)
 
 
 def _usable(request: KernelRequest) -> str:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.kernels.paged import DTYPES, PackedPartials, Pages, attend_pages, merge_ranks, most_together
-from megatron_longctx.kernels.partials import MOST, Partial, merge_partials
+from megatron_longctx.kernels.partials import Partial, merge_partials
+from megatron_longctx.schedules.totals import MOST_PARTIALS
 
 
 def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -19,7 +20,7 @@ def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: to
     so that without this the first prompts of some lengths would wait for a compiler, each for other variants.
     """
     precisions = dict.fromkeys((dtype, torch.float32))
-    for into, first, count in product(precisions, precisions, range(1, MOST + 1)):
+    for into, first, count in product(precisions, precisions, range(1, MOST_PARTIALS + 1)):
         values = [torch.zeros(2, 1, num_heads, head_dim, dtype=kind, device=device) for kind in (first, dtype, into)]
         lse = torch.zeros(2, 1, num_heads, dtype=torch.float32, device=device)
         parts = [Partial(0, 0, values[min(i, 1)], lse) for i in range(count)]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 
 
 @dataclass(frozen=True)
 class Layout:
     """Who holds which of the tokens `0 .. length-1` of one sequence.
 
-    `spans[rank]` lists the token ranges of that rank in ascending order; its slots (positions in the rank's local
-    tensors) number those tokens in the same order. Ranges may be empty: nothing need divide.
+    `spans[rank]` lists token ranges of that rank. They are ascending, and the rank's slots (positions in its local
+    tensors) number these tokens in the same order. Ranges may be empty: nothing need divide.
     """
 
     name: str
@@ -29,6 +29,11 @@ class Layout:
         """Local tokens of `rank`."""
         return self._sizes[rank]
 
+    def placed(self, rank: int) -> Iterator[tuple[int, range]]:
+        """(first slot, tokens) of every span of `rank` that holds any."""
+        starts = accumulate(map(len, self.spans[rank]), initial=0)
+        return ((start, span) for start, span in zip(starts, self.spans[rank], strict=False) if span)
+
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
         return tuple(sum(map(len, spans)) for spans in self.spans)
@@ -43,11 +48,9 @@ class Layout:
         Raises:
             IndexError: `slot` is not a slot of `rank`.
         """
-        rest = slot
-        for span in self.spans[rank]:
-            if 0 <= rest < len(span):
-                return span[rest]
-            rest -= len(span)
+        for start, span in self.placed(rank):
+            if start <= slot < start + len(span):
+                return span[slot - start]
         raise IndexError(f"rank {rank} of layout {self.name} has {self.num_tokens(rank)} slots, not slot {slot}")
 
     def locate(self, token: int) -> tuple[int, int]:
@@ -56,10 +59,8 @@ class Layout:
         Raises:
             IndexError: `token` is outside the sequence.
         """
-        for rank, spans in enumerate(self.spans):
-            start = 0
-            for span in spans:
+        for rank in range(self.n):
+            for start, span in self.placed(rank):
                 if token in span:
                     return rank, start + span.index(token)
-                start += len(span)
         raise IndexError(f"layout {self.name} has tokens 0..{self.length - 1}, not token {token}")

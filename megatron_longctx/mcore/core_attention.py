@@ -13,10 +13,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from ..recompute import AttentionTape
+from ..schedules.mask import causal, full
 from .sequence import ShardedSequence
 from .settings import refuse_unless_served, skips_rope
 
-_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
+_MASKS = {AttnMaskType.causal: causal, AttnMaskType.no_mask: full}
 
 
 class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
@@ -112,7 +113,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
                 than causal and no_mask.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        if mask_type not in _CAUSAL:
+        if mask_type not in _MASKS:
             raise ValueError(f"attn_mask_type={mask_type}: expected causal or no_mask. Give sequences without padding.")
         for name, given in (
             ("attention_mask", attention_mask),
@@ -133,15 +134,14 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         rotation = sequence.rotation
         if rotation is not None and self.rotates:
             query, key = rotation(query), rotation(key)
-        attention, length, causal = sequence.attention, sequence.length, _CAUSAL[mask_type]
+        attention, mask = sequence.attention, _MASKS[mask_type](sequence.length)
         if self._tape is not None:
             qkv = (query, key, value)
-            out = self._tape.attend(attention, qkv, length=length, causal=causal, scale=self.softmax_scale)
+            out = self._tape.attend(attention, qkv, mask=mask, scale=self.softmax_scale)
         else:
             out = attention(
                 *(query, key, value),
-                length=length,
-                causal=causal,
+                mask=mask,
                 scale=self.softmax_scale,
                 inference=not self.training,
             )

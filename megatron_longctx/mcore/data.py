@@ -20,7 +20,8 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from torch import Tensor
 
 from .. import files
-from ..config import Config, DataConfig, refuse
+from ..config import Config, DataConfig
+from ..errors import refuse
 from .identity import tokenizer_digest
 
 logger = logging.getLogger(__name__)

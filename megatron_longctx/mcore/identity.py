@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
-from ..config import Config, refuse
+from ..config import Config
+from ..errors import refuse
 
 Identity = dict[str, dict[str, Any]]
 """By key of the configuration its `value`, and the `sha256` of the content where the value only names that."""

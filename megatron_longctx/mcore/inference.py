@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..comm.crossover import Crossover
 from ..comm.reduction import ReductionPolicy
-from ..config import Config, ParallelismConfig, RecomputeConfig, refuse
+from ..config import Config, ParallelismConfig, RecomputeConfig
+from ..errors import refuse
 from ..inference.cached_attention import CachedAttention, CacheShape
 from ..inference.choice import Chooser
 from ..inference.decode import DecodeSettings

@@ -12,7 +12,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from ..config import refuse
+from ..errors import refuse
 from ..recompute import AttentionTape, Store
 from .core_attention import ContextParallelCoreAttention
 from .tiles import TiledMLP

@@ -13,7 +13,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
-from ..config import refuse
+from ..errors import refuse
 from ..kernels.no_grad import first_order
 from ..kernels.rotate import rotate
 from .sequence import ShardedSequence

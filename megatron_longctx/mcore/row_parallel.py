@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..comm.crossover import Crossover
 from ..comm.reduction import Reducer, ReductionPolicy
-from ..config import ReductionConfig, refuse
+from ..config import ReductionConfig
+from ..errors import refuse
 from ..kernels.no_grad import first_order
 
 _EXACT = {

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..attention import ContextParallelAttention
-from ..config import Config
+from ..config import Config, mode_options, token_unit
 from ..layout import Layout
-from ..schedules import PlanOptions
 
 
 class ShardedSequence:
@@ -76,10 +75,10 @@ def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
         group,
         schedule=par.schedule,
         kernel=config.attention.kernel,
-        options=PlanOptions.of(par),
+        options=mode_options(par),
+        unit=token_unit(par),
         deterministic=config.attention.deterministic,
         transport=config.attention.transport,
-        graph_tokens=config.attention.graph_tokens,
         kv_int8=config.attention.kv_int8,
         keep_received=config.attention.keep_received,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.transformer import TransformerConfig
 
-from ..config import refuse
+from ..errors import refuse
 
 _NO_HANDLE = "Unset it; no kernel here gives the logits' maxima."
 _NEIGHBOURS = "Unset it: it shifts tokens as Megatron's own zigzag holds them."

@@ -14,7 +14,8 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from ..config import RecomputeConfig, refuse
+from ..config import RecomputeConfig
+from ..errors import refuse
 from ..recompute import DeviceStore, HostStore
 from .core_attention import ContextParallelCoreAttention
 from .norms import norm_class

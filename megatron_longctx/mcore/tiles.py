@@ -16,7 +16,7 @@ from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from ..config import refuse
+from ..errors import refuse
 from ..kernels.no_grad import first_order
 from .unread import unread_output
 

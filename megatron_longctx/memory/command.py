@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import RECOMPUTES, Config, refuse
+from ..config import RECOMPUTES, Config
+from ..errors import refuse
 from ..topology import load_cluster
 from .draw import draw
 from .fit import COMFORT, max_length

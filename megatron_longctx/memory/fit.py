@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..config import MOST_TOKENS, RECOMPUTES, Config, refuse
+from ..config import MOST_TOKENS, RECOMPUTES, Config
+from ..errors import refuse
 from .model import predict
 from .shapes import Job
 

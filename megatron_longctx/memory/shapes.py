@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
-from ..config import Config, refuse
-from ..schedules import Kind, Plan, PlanOptions, Workload, backward_plan, build_plan, keeping, keeps_received
-from ..schedules.publishing import published_bytes
-from ..schedules.simulate import kept_bytes, outgoing_bytes, peak_bytes, reads_own
+from ..config import Config, mode_options, token_unit, workload_of
+from ..errors import refuse
+from ..schedules import (
+    Kind,
+    Lowering,
+    Plan,
+    Program,
+    Takes,
+    Target,
+    backward_plan,
+    build_plan,
+    keeping,
+    keeps_received,
+)
+from ..schedules.footprint import Footprint, footprint
 
 _FC1_COLUMNS = {"swiglu": 2, "gelu": 1}
 """Columns of the MLP's first matrix, in units of the MLP's width."""
@@ -49,13 +60,40 @@ class Job:
         if par.schedule == "auto":
             raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with plan --compare.")
         length = self.config.data.seq_length
-        plan = build_plan(par.schedule, par.context_parallel_size, length, True, PlanOptions.of(par))
+        unit = token_unit(par)
+        plan = build_plan(par.schedule, par.context_parallel_size, length, mode_options(par), unit)
         return keeping(plan) if self.keeps_received else plan
 
     @cached_property
     def backward(self) -> Plan:
         """The backward plan of one attention call."""
         return backward_plan(self.plan)
+
+    @cached_property
+    def target(self) -> Target:
+        """What attention is lowered for. Peers read each other's memory on GPUs, unless messages are asked for."""
+        n = self.config.parallelism.context_parallel_size
+        over_peers = self.fused and n > 1 and self.config.attention.transport != "p2p"
+        hosts = (tuple(range(n)),) * n if over_peers else None
+        return Target(workload_of(self.config), Takes(packed=True, rectangles=True, windows=True), hosts)
+
+    @cached_property
+    def programs(self) -> tuple[list[Program], list[Program]]:
+        """Forward and backward, of all ranks; of more than 16 some of each kind."""
+        n = self.plan.n
+        ranks = range(n) if n <= 16 else sorted({0, 1, n // 2 - 1, n // 2, n - 2, n - 1})
+        forward, backward = Lowering(self.plan, self.target), Lowering(self.backward, self.target)
+        return [forward.program(rank) for rank in ranks], [backward.program(rank) for rank in ranks]
+
+    @cached_property
+    def footprints(self) -> tuple[Footprint, Footprint]:
+        """Forward and backward, of the rank with the most of each."""
+        found = []
+        for programs in self.programs:
+            each = [footprint(program, self.target.workload, self.fused) for program in programs]
+            most = {f.name: max(getattr(x, f.name) for x in each) for f in fields(Footprint)}
+            found.append(Footprint(**most))
+        return found[0], found[1]
 
     @property
     def keeps_received(self) -> bool:
@@ -72,14 +110,14 @@ class Job:
     @cached_property
     def tokens(self) -> int:
         """Of the rank with the most, over the sequences of a micro-batch."""
-        longest = max(map(self.plan.layout.num_tokens, range(self.plan.n)))
+        longest = max(map(self.plan.queries.num_tokens, range(self.plan.n)))
         return longest * self.config.train.micro_batch_size
 
     @property
     def hidden_tokens(self) -> int:
         """Tokens between the layers' tensor-parallel parts: sharded by sequence parallelism."""
         par = self.config.parallelism
-        return -(-self.tokens // (par.tensor_parallel_size if par.uses_sequence_parallel else 1))
+        return -(-self.tokens // (token_unit(par)))
 
     @property
     def num_micro_batches(self) -> int:
@@ -158,7 +196,7 @@ def layer_bytes(job: Job) -> LayerBytes:
     """Activations of one layer, as Megatron's layers with our attention and torch's norms save them."""
     model, e, tokens = job.config.model, job.element_bytes, job.tokens
     tp = job.config.parallelism.tensor_parallel_size
-    workload = Workload.of(job.config)
+    workload = workload_of(job.config)
     rope = model.position_embedding == "rope"
     per_sequence = job.tokens // job.config.train.micro_batch_size
     hidden = e * job.hidden_tokens * model.hidden_size
@@ -167,8 +205,9 @@ def layer_bytes(job: Job) -> LayerBytes:
     grouped = model.num_kv_heads < model.num_attention_heads
     # Without RoPE keys and values, and with one query head for each of them queries, are views of the projection.
     seen = q + kv + (q if grouped and not rope else 0)
-    taken, kept = q + kv, kept_bytes(job.plan, workload)
-    if kept and not reads_own(job.backward):  # in the place of the rank's own, its lse included
+    taken, kept = q + kv, job.footprints[0].kept
+    reads = job.programs[1][0].reads_own
+    if kept and reads.isdisjoint((Kind.Q_GRAD, Kind.KV)):  # in the place of the rank's own, its lse included
         kept -= per_sequence * (workload.token_bytes(Kind.OUT) - workload.token_bytes(Kind.Q))
         seen = taken = 0
     fc1 = e * tokens * _FC1_COLUMNS[model.activation] * model.ffn_hidden_size // tp
@@ -201,46 +240,18 @@ class AttentionBytes:
 
 
 def attention_bytes(job: Job) -> AttentionBytes:
-    """From the plans of the configured mode."""
-    workload = Workload.of(job.config)
-    backward = job.backward
-    tokens: dict[Kind, int] = dict(job.plan.buffers)
-    for kind, count in backward.buffers:
-        tokens[kind] = max(count, tokens.get(kind, 0))
-    # There are two memories for peers to read, which passes use in turn; CPUs have none.
-    over_peers = job.fused and job.plan.n > 1 and job.config.attention.transport != "p2p"
-    published = 2 * max(published_bytes(plan, workload) for plan in (job.plan, backward)) if over_peers else 0
-    in_backward = sum(count * workload.token_bytes(kind) for kind, count in backward.buffers)
-    outgoing = outgoing_bytes(backward, workload)
-    summed = peak_bytes(backward, workload) - in_backward - (outgoing if over_peers else 0)
-    inputs = workload.token_bytes(Kind.Q_GRAD) + workload.token_bytes(Kind.KV)
-    inputs = inputs if reads_own(backward) else workload.token_bytes(Kind.GRAD)
-    called = inputs * job.tokens // job.config.train.micro_batch_size + kept_bytes(backward, workload)
-    called += _most_in_a_call(backward, workload) + (0 if over_peers else outgoing)
+    """From the programs of the configured mode."""
+    forward, backward = job.footprints
+    workload = job.target.workload
+    buffers: dict[tuple[Kind, int, int], int] = {}  # by what the passes of a rank share
+    for program in (program for way in job.programs for program in way):
+        for each, name in zip(program.buffers, program.buffer_names, strict=True):
+            key = each.kind, each.parts, name
+            if not each.kept:
+                buffers[key] = max(buffers.get(key, 0), each.tokens * workload.token_bytes(each.kind, each.heads))
+    over_peers, sent = job.target.hosts is not None, max(forward.sent, backward.sent)
     return AttentionBytes(
-        buffers=sum(count * workload.token_bytes(kind) for kind, count in tokens.items()),
-        published=published,
-        backward=max(summed, called) if job.fused else summed,
+        buffers=sum(buffers.values()) + (0 if over_peers else sent),
+        published=sent if over_peers else 0,
+        backward=backward.inputs + forward.kept + backward.results,
     )
-
-
-def _most_in_a_call(plan: Plan, workload: Workload) -> int:
-    """Most bytes of any rank during a kernel of a backward plan, beside inputs and buffers: the call's results, what is
-    the rank's own of earlier ones, and the kernel's workspace.
-
-    cuDNN and FlashAttention-2 add dq up in fp32 and keep a sum for every query; where heads share keys and values they
-    first make a dk and dv for every query head.
-    """
-    e, most = workload.element_bytes, 0
-    per_query, per_key = workload.elements(Kind.Q), workload.elements(Kind.KV)
-    expanded = 2 * per_query if workload.num_kv_heads < workload.num_heads else 0
-    for rank in range(plan.n):
-        held = 0
-        for attend in (attend for step in plan.steps for attend in step.attends[rank]):
-            queries, keys = (sum(block.tokens for block in blocks) for blocks in (attend.queries, attend.keys))
-            own = [sum(b.tokens for b in blocks if b.home == rank) for blocks in (attend.queries, attend.keys)]
-            workspace = queries * 4 * (per_query + workload.num_heads * workload.batch) + keys * expanded * e
-            results = e * (queries * per_query + keys * per_key)
-            most = max(most, held + (results + workspace) // attend.heads.parts)
-            held += e * (own[0] * per_query + own[1] * per_key) // attend.heads.parts
-    return most

@@ -7,6 +7,7 @@ from collections import deque
 from torch import Tensor
 
 from ..attention import ContextParallelAttention
+from ..schedules import Mask
 from .stores import Kept, Store
 
 
@@ -35,9 +36,9 @@ class AttentionTape:
         attention: ContextParallelAttention,
         qkv: tuple[Tensor, Tensor, Tensor],
         *,
-        length: int,
-        causal: bool,
+        mask: Mask | int,
         scale: float | None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """`attention(*qkv, ...)`: computed and recorded without a graph, or, after `rewind`, replayed with one.
 
@@ -47,7 +48,7 @@ class AttentionTape:
             RuntimeError: more calls in the repetition than in the run.
         """
         if not self._replaying:
-            result = attention.forward(*qkv, length=length, causal=causal, scale=scale)
+            result = attention.forward(*qkv, mask=mask, scale=scale, sink=sink)
             self._kept.append(self._store.keep(result))
             return result.out
         if not self._kept:
@@ -56,4 +57,4 @@ class AttentionTape:
                 "Run forward again instead of keeping the graph for a second backward."
             )
         result = self._kept.popleft().take()
-        return attention(*qkv, length=length, causal=causal, scale=scale, result=result)
+        return attention(*qkv, mask=mask, scale=scale, sink=sink, result=result)

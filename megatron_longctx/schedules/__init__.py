@@ -1,53 +1,58 @@
-"""Parallelism modes as plans. Each mode is a small pure function from a layout to a `Plan`.
+"""Parallelism modes as plans, plans as programs.
 
-`build_plan("zigzag", n, length)` builds, seals and caches one; `backward_plan` derives its backward; `verify` proves
-either; `describe` prints it and `draw` draws it. To add a mode, write its function in a file of its own, enter it in
-`SCHEDULES` and in `config.SCHEDULES`: the executor runs it unchanged.
+`build_plan("zigzag", n, mask)` plans one pass of a mask over ranks; `backward_plan` derives its backward; `verify`
+proves either; `lower` turns it into the programs that ranks run and that `simulate` prices. To add a mode, write its
+file in `modes/`.
 """
 
-from .build import DEFAULT_OPTIONS, SCHEDULES, PlanOptions, build_plan, check_heads, layout_name, num_messages, seal
+from .build import build_plan
 from .cost import Costs, KernelSample, MessageSample, Workload
-from .describe import describe, moved_tokens
-from .hide import backward_plan
-from .keep import keeping, keeps_received
+from .kernel_calls import KernelCall, Segment, Takes, kernel_calls
+from .lower import Lowering, lower
+from .mask import Document, Mask, Slice
+from .modes import MODES, Mode, ModeOptions, find_mode
+from .overlap import backward_plan
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step
-from .residency import Stay, assign, buffer_need, stays
+from .program import Program
+from .save_remote import keeping, keeps_received
+from .target import Target
 from .transpose import transpose
-from .verify import PlanError, results_away, verify
+from .verify import PlanError, verify
 
 __all__ = [
     "ALL_HEADS",
-    "DEFAULT_OPTIONS",
+    "MODES",
     "RESULTS",
-    "SCHEDULES",
     "Attend",
     "Block",
     "Costs",
+    "Document",
     "Heads",
+    "KernelCall",
     "KernelSample",
     "Kind",
+    "Lowering",
+    "Mask",
     "MessageSample",
+    "Mode",
+    "ModeOptions",
     "Move",
     "Plan",
     "PlanError",
-    "PlanOptions",
-    "Stay",
+    "Program",
+    "Segment",
+    "Slice",
     "Step",
+    "Takes",
+    "Target",
     "Workload",
-    "assign",
     "backward_plan",
-    "buffer_need",
     "build_plan",
-    "check_heads",
-    "describe",
+    "find_mode",
     "keeping",
     "keeps_received",
-    "layout_name",
-    "moved_tokens",
-    "num_messages",
-    "results_away",
-    "seal",
-    "stays",
+    "kernel_calls",
+    "lower",
     "transpose",
     "verify",
 ]

@@ -82,9 +82,9 @@ def load_calibration(path: Path) -> Calibration:
         )
     except FileNotFoundError:
         raise ValueError(
-            f"{path}: expected a calibration. Run `megatron-longctx bench calibrate` with the same settings."
+            f"{path}: expected a calibration. Run `megatron-longctx calibrate` with the same settings."
         ) from None
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path}: expected a calibration of version {_VERSION} ({error}). Run `bench calibrate` again."
+            f"{path}: expected a calibration of version {_VERSION} ({error}). Run `megatron-longctx calibrate` again."
         ) from None

@@ -9,22 +9,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..config import Config, refuse
+from ..errors import refuse
 from ..topology import Device
-from .plan import ALL_HEADS, Attend, Block, Heads, Kind
+from .kernel_calls import KernelCall
+from .mask import FAR
+from .plan import ALL_HEADS, Block, Heads, Kind
 
 GIB = 2**30
-_KV_SCALE_BYTES = 4
-BACKWARD_FLOPS = 2.5
-"""FLOPs of the backward of attention, as a multiple of its forward: five matrix products instead of two."""
+_TILE = 128
+"""Queries and keys that kernels compute together, whether the mask shows all of them or few."""
 
 
 @dataclass(frozen=True)
 class Workload:
     """One attention layer as a rank of the context-parallel group sees it.
 
-    num_heads, num_kv_heads: of one rank (divided by the tensor-parallel size). element_bytes: of q, k, v, out and their
-    gradients. kv_int8: keys and values are 8-bit integers, with a scale in fp32 for every head of a token.
+    num_heads, num_kv_heads: of one rank (divided by the tensor-parallel size). head_dim: of queries and keys,
+    v_head_dim of values and outputs, None for the same. element_bytes: of q, k, v, out and their gradients.
+    kv_row_bytes: of a token's key and value of one head as they travel; None for those of their elements.
     """
 
     num_heads: int
@@ -32,62 +34,84 @@ class Workload:
     head_dim: int
     batch: int = 1
     element_bytes: int = 2
-    kv_int8: bool = False
+    v_head_dim: int | None = None
+    kv_row_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "batch", "element_bytes"):
             if getattr(self, name) < 1:
                 raise refuse(name, getattr(self, name), "1 or more", f"Correct {name}.")
 
-    @classmethod
-    def of(cls, config: Config) -> Workload:
-        """The attention of a configured model, on one tensor-parallel rank."""
-        model, tp = config.model, config.parallelism.tensor_parallel_size
-        return cls(
-            num_heads=model.num_attention_heads // tp,
-            num_kv_heads=model.num_kv_heads // tp,
-            head_dim=model.kv_channels,
-            batch=config.train.micro_batch_size,
-            element_bytes=2 if config.train.precision == "bf16" else 4,
-        )
-
     @property
     def accumulator_bytes(self) -> int:
         """Of one element of what is added up; also of one LSE."""
         return max(4, self.element_bytes)
 
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    def head_range(self, kind: Kind, heads: Heads) -> range:
+        """The heads that a part of them is; where parts outnumber heads, neighbours share one."""
+        found = self._ranges.get((kind, heads))
+        if found is None:
+            found = self._ranges[kind, heads] = self._head_range(kind, heads)
+        return found
+
+    @cached_property
+    def _ranges(self) -> dict[tuple[Kind, Heads], range]:
+        return {}
+
+    @cached_property
+    def _token_bytes(self) -> dict[tuple[Kind, Heads], int]:
+        return {}
+
+    def _head_range(self, kind: Kind, heads: Heads) -> range:
+        count = self.num_kv_heads if kind in _OF_KEYS else self.num_heads
+        if heads.parts <= count:
+            size = count // heads.parts
+            return range(heads.part * size, (heads.part + 1) * size)
+        head = heads.part * count // heads.parts
+        return range(head, head + 1)
+
+    def field_bytes(self, kind: Kind, heads: Heads = ALL_HEADS) -> tuple[int, ...]:
+        """Bytes of one token of a block on the wire or in a buffer, by field: (q), (kv), (out, lse), (q, out, grad of
+        out, lse), (grad of out), (dq), (dkv)."""
+        e, count = self.element_bytes, len(self.head_range(kind, heads)) * self.batch
+        q, out = count * self.head_dim * e, count * self.value_dim * e
+        if kind in _OF_KEYS:
+            plain = kind is Kind.DKV or self.kv_row_bytes is None
+            return (count * ((self.head_dim + self.value_dim) * e if plain else self.kv_row_bytes or 0),)
+        lse = count * self.accumulator_bytes
+        fields = {Kind.Q: (q,), Kind.DQ: (q,), Kind.GRAD: (out,), Kind.OUT: (out, lse), Kind.Q_GRAD: (q, out, out, lse)}
+        return fields[kind]
+
     def elements(self, kind: Kind, heads: Heads = ALL_HEADS) -> int:
         """Elements of q, k, v, out and gradients in one token of a block (without LSE)."""
-        if kind in (Kind.KV, Kind.DKV):
-            return 2 * _of_heads(self.num_kv_heads, heads) * self.head_dim * self.batch
-        q = _of_heads(self.num_heads, heads) * self.head_dim * self.batch
-        return 3 * q if kind is Kind.Q_GRAD else q
+        count = len(self.head_range(kind, heads)) * self.batch
+        if kind in _OF_KEYS:
+            return count * (self.head_dim + self.value_dim)
+        q, out = self.head_dim, self.value_dim
+        return count * {Kind.Q: q, Kind.DQ: q, Kind.GRAD: out, Kind.OUT: out, Kind.Q_GRAD: q + 2 * out}[kind]
 
     def token_bytes(self, kind: Kind, heads: Heads = ALL_HEADS) -> int:
         """Bytes of one token of a block on the wire or in a buffer."""
-        if kind is Kind.KV and self.kv_int8:
-            return self.elements(kind, heads) // self.head_dim * (self.head_dim + _KV_SCALE_BYTES)
-        lse = kind in (Kind.OUT, Kind.Q_GRAD)
-        of_lse = _of_heads(self.num_heads, heads) * self.batch * self.accumulator_bytes if lse else 0
-        return self.elements(kind, heads) * self.element_bytes + of_lse
+        found = self._token_bytes.get((kind, heads))
+        if found is None:
+            found = self._token_bytes[kind, heads] = sum(self.field_bytes(kind, heads))
+        return found
 
     def block_bytes(self, block: Block) -> int:
         return block.tokens * self.token_bytes(block.kind, block.heads)
 
-    def merge_bytes(self, block: Block) -> int:
-        """Bytes read and written to add a result to what has been accumulated of it."""
-        per_element = self.element_bytes + 2 * self.accumulator_bytes
-        return block.tokens * self.elements(block.kind, block.heads) * per_element
-
-    def flops(self, attend: Attend, backward: bool) -> float:
-        """Two matrix products of 2 FLOPs a pair and head channel, five in backward."""
-        heads = _of_heads(self.num_heads, attend.heads) * self.batch
-        return 4.0 * attend.pairs * heads * self.head_dim * (BACKWARD_FLOPS if backward else 1.0)
+    def flops(self, pairs: float, heads: Heads, backward: bool) -> float:
+        """Two matrix products of 2 FLOPs a pair and head channel, five in backward (three of queries and keys)."""
+        count = len(self.head_range(Kind.Q, heads)) * self.batch
+        channels = 3 * self.head_dim + 2 * self.value_dim if backward else self.head_dim + self.value_dim
+        return 2.0 * pairs * count * channels
 
 
-def _of_heads(count: int, part: Heads) -> int:
-    """Heads in one of `part.parts` equal parts; where parts outnumber heads, neighbours share one."""
-    return max(1, count // part.parts)
+_OF_KEYS = (Kind.KV, Kind.DKV)
 
 
 class KernelSample(NamedTuple):
@@ -120,7 +144,7 @@ class ModeSample(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What one rank's hardware and software take, from data sheets (`of_device`) or measured (`bench`).
+    """What one rank's hardware and software take, from data sheets (`of_device`) or measured (`calibrate`).
 
     forward_tflops, backward_tflops: of a long kernel call. call_s: what every call takes besides. merge_gibps: bytes
     read and written per second by everything elementwise. step_s: what it takes to start and await a step's messages,
@@ -129,7 +153,7 @@ class Costs:
     the workload at hand, used instead of the rates where they are given; calls between them are interpolated.
     messages: likewise, for messages between ranks of one node. modes: whole passes by mode, which tell what simulating
     their parts leaves out. host_operation_s: what the host takes to issue one operation of an attention pass
-    (`host.num_operations`); 0 for a host that is never waited for.
+    (`Simulation.operations`); 0 for a host that is never waited for.
     """
 
     forward_tflops: float
@@ -153,7 +177,7 @@ class Costs:
     def of_device(cls, device: Device) -> Costs:
         """What a cluster description says of its processor; its backward is taken for 0.87 as fast, as cuDNN's is.
 
-        No description tells the host's pace: 0.15 ms an operation is what `bench calibrate` found on a host of H200s.
+        No description tells the host's pace: 0.15 ms an operation is what `calibrate` found on a host of H200s.
 
         Raises:
             ValueError: the description does not say.
@@ -163,17 +187,53 @@ class Costs:
             raise refuse("device", device.name or "unnamed", expected, "Add them to the cluster file, or calibrate.")
         return cls(device.kernel_tflops, 0.87 * device.kernel_tflops, host_operation_s=1.5e-4)
 
-    def call_seconds(self, attend: Attend, workload: Workload, backward: bool) -> float:
-        """Time of one kernel call."""
-        parts = attend.heads.parts
-        table = self._tables.get((attend.causal, backward, parts))
+    def call_seconds(self, call: KernelCall, heads: Heads, workload: Workload, backward: bool) -> float:
+        """Time of one kernel call.
+
+        A segment alone goes by the calls that were measured; ends that are aligned make of more keys than queries a
+        rectangle and a square. Several segments, and windows, go by the rate of a long call for all tiles of pairs that
+        they touch.
+        """
+        (q0, q1, k0, k1), *others = call.segments
+        if others or not (call.full or call.causal):
+            return self._tiled_seconds(call, heads, workload, backward)
+        queries, keys = q1 - q0, k1 - k0
+        if call.causal and keys > queries:
+            parts = ((queries, keys - queries, False), (queries, queries, True))
+            return sum(self._one_call(*part, heads, workload, backward) for part in parts) - self._least(backward)
+        return self._one_call(queries, keys, call.causal, heads, workload, backward)
+
+    def _one_call(
+        self, queries: int, keys: int, causal: bool, heads: Heads, workload: Workload, backward: bool
+    ) -> float:
+        parts = heads.parts
+        table = self._tables.get((causal, backward, parts))
         if table is not None:
-            return table.seconds(attend.num_queries, attend.num_keys)
-        whole = self._tables.get((attend.causal, backward, 1))
+            return table.seconds(queries, keys)
+        whole = self._tables.get((causal, backward, 1))
         if whole is not None:
-            return whole.seconds(attend.num_queries, attend.num_keys) / parts
-        rate = self.backward_tflops if backward else self.forward_tflops
-        return self.call_s + workload.flops(attend, backward) / (rate * 1e12)
+            return whole.seconds(queries, keys) / parts
+        pairs = queries * (queries + 1) // 2 if causal else queries * keys
+        return self.call_s + workload.flops(pairs, heads, backward) / (self._rate(backward) * 1e12)
+
+    def _tiled_seconds(self, call: KernelCall, heads: Heads, workload: Workload, backward: bool) -> float:
+        queries = sum(each.q_stop - each.q_start for each in call.segments)
+        bounds = (call.left != FAR) + (call.right != FAR)
+        edges = sum(bounds * (q1 - q0) + k1 - k0 + q1 - q0 for q0, q1, k0, k1 in call.segments)
+        tiled = call.pairs + _TILE // 2 * edges
+        table = self._tables.get((True, backward, heads.parts)) or self._tables.get((True, backward, 1))
+        if table is None:
+            return self.call_s + workload.flops(tiled, heads, backward) / (self._rate(backward) * 1e12)
+        of_long = table.seconds(queries, queries) / (queries * (queries + 1) / 2)
+        whole = 1 if (True, backward, heads.parts) in self._tables else heads.parts
+        return max(of_long * tiled / whole, self._least(backward))
+
+    def _rate(self, backward: bool) -> float:
+        return self.backward_tflops if backward else self.forward_tflops
+
+    def _least(self, backward: bool) -> float:
+        """What a call takes however short it is."""
+        return min((each.least for (_, way, _), each in self._tables.items() if way == backward), default=self.call_s)
 
     def message_seconds(self, num_bytes: float, peers: int = 1) -> float:
         """Time of exchanging `num_bytes` with each of so many other ranks, as measured."""
@@ -228,12 +288,12 @@ class _Table:
         for sample in sorted(samples, key=lambda sample: sample.num_keys):
             by_queries.setdefault(sample.num_queries, []).append(sample)
         self._rows = [by_queries[q] for q in self._queries]
-        self._least = min(sample.seconds for sample in samples)
+        self.least = min(sample.seconds for sample in samples)
 
     def seconds(self, num_queries: int, num_keys: int) -> float:
         rows = [_row(row, num_queries, num_keys) for row in self._rows]
         seconds = math.exp(_interpolate_log(num_queries, self._queries, rows)) * num_queries * num_keys
-        return max(seconds, self._least)
+        return max(seconds, self.least)
 
 
 def _row(row: Sequence[KernelSample], num_queries: int, num_keys: int) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from .cost import Workload
+from .lower import Lowering
 from .plan import Attend, Kind, Plan
+from .program import Program
+from .target import Target
 
 _Moved = dict[Kind, tuple[float, float]]
 
@@ -18,7 +20,7 @@ def _moved_tokens(plan: Plan) -> list[_Moved]:
     """By rank."""
     moved: list[_Moved] = [{} for _ in range(plan.n)]
     for step in plan.steps:
-        for block, source, destination, _ in step.moves:
+        for block, source, destination in step.moves:
             tokens = block.tokens / block.heads.parts
             for rank, sent, received in ((source, tokens, 0), (destination, 0, tokens)):
                 before = moved[rank].get(block.kind, (0, 0))
@@ -26,21 +28,19 @@ def _moved_tokens(plan: Plan) -> list[_Moved]:
     return moved
 
 
-def describe(plan: Plan, bytes_per_token: Mapping[Kind, int] | None = None) -> str:
+def describe(plan: Plan, target: Target | None = None) -> str:
     """The plan as text.
 
     Args:
-        bytes_per_token: bytes of one token of a block, per kind; adds bytes moved and buffer bytes.
+        target: what it is lowered for; adds bytes moved and held.
     """
-    widths = bytes_per_token or {}
     direction = "backward" if plan.backward else "forward"
-    mask = "causal" if plan.causal else "full"
     lines = [
-        f"{plan.name} {direction}: {plan.n} ranks, {plan.layout.length} tokens ({plan.layout.name}), {mask} mask, "
+        f"{plan.name} {direction}: {plan.n} ranks, {plan.mask.length} tokens ({plan.queries.name}), {plan.mask} mask, "
         f"{len(plan.steps)} steps, {plan.idle_fraction():.1%} of rank-time idle",
         "",
         "who holds what",
-        *(f"  rank {r}: {_spans(plan, r)}  ({plan.layout.num_tokens(r)} tokens)" for r in range(plan.n)),
+        *(f"  rank {r}: {_spans(plan, r)}  ({plan.queries.num_tokens(r)} tokens)" for r in range(plan.n)),
     ]
     for t, step in enumerate(plan.steps):
         lines += ["", f"step {t}"]
@@ -50,13 +50,13 @@ def describe(plan: Plan, bytes_per_token: Mapping[Kind, int] | None = None) -> s
         for move in step.moves:
             parts[move.destination].append(f"receive {move.block} <- {move.source}")
         lines += [f"  rank {rank}: " + "; ".join(parts[rank]) for rank in range(plan.n)]
-    return "\n".join([*lines, "", *_totals(plan, widths)])
+    return "\n".join([*lines, "", *_totals(plan, target)])
 
 
 def _spans(plan: Plan, rank: int) -> str:
     return " + ".join(
         f"{span.start}:{span.stop}" + (f":{span.step}" if span.step != 1 else "") if len(span) else "nothing"
-        for span in plan.layout.spans[rank]
+        for span in plan.queries.spans[rank]
     )
 
 
@@ -64,30 +64,50 @@ def _attend(attend: Attend, rank: int) -> str:
     keys = "+".join(f"{'own' if k.home == rank else k.home}[{k.start}:{k.stop}]" for k in attend.keys)
     queries = "+".join(f"[{q.start}:{q.stop}]" + f" of rank {q.home}" * (q.home != rank) for q in attend.queries)
     part = f" heads {attend.heads.part + 1}/{attend.heads.parts}" if attend.heads.parts > 1 else ""
-    return f"attend q{queries} x kv {keys}{part} {'causal' if attend.causal else 'full'}"
+    return f"attend q{queries} x kv {keys}{part} {_seen(attend)}"
 
 
-def _totals(plan: Plan, widths: Mapping[Kind, int]) -> list[str]:
+def _seen(attend: Attend) -> str:
+    if len(attend.slices) > 3:
+        return f"in {len(attend.slices)} slices, {attend.pairs} pairs"
+    (only, *others) = attend.slices
+    whole = not others and (only.num_queries, only.num_keys) == (attend.num_queries, attend.num_keys)
+    if whole and (only.is_full or (only.hi == 0 and only.num_queries == only.num_keys)):
+        return "full" if only.is_full else "causal"
+    return "where " + ", ".join(map(str, attend.slices))
+
+
+def _totals(plan: Plan, target: Target | None) -> list[str]:
     pairs = [plan.pairs(rank) for rank in range(plan.n)]
     mean, moves = sum(pairs) / plan.n or 1, _moved_tokens(plan)
     lines = ["totals", f"  {'rank':>4} {'pairs':>16} {'load':>7}  tokens sent / received"]
+    workload = target.workload if target else None
     for rank in range(plan.n):
         text = ", ".join(
             f"{kind} {sent:.0f} / {received:.0f}"
-            + (f" ({_bytes((sent + received) * widths[kind])})" if kind in widths else "")
+            + (f" ({_bytes((sent + received) * workload.token_bytes(kind))})" if workload else "")
             for kind, (sent, received) in sorted(moves[rank].items())
         )
         lines.append(f"  {rank:>4} {pairs[rank]:>16,.0f} {pairs[rank] / mean:>7.1%}  {text or 'nothing'}")
-    for kind, tokens in plan.buffers:
-        size = f" = {_bytes(tokens * widths[kind])}" if kind in widths else ""
-        lines.append(f"  buffers for other ranks' {kind}: {tokens} tokens{size} at most")
-    for kind in (Kind.Q, Kind.KV):
-        kept = [sum(b.tokens / b.heads.parts for b in blocks if b.kind is kind) for blocks in plan.kept]
-        if any(kept):
-            size = f" = {_bytes(max(kept) * widths[kind])}" if kind in widths else ""
-            what = "q, with their out" if kind is Kind.Q else "kv"
-            lines.append(f"  kept of other ranks' {what}, for backward: {max(kept):.0f} tokens{size} at most")
+    if target is not None:
+        lowering = Lowering(plan, target)
+        lines += _held([lowering.program(rank) for rank in range(plan.n)], target.workload)
     return lines
+
+
+def _held(programs: list[Program], workload: Workload) -> list[str]:
+    """Buffers and send memory, of the rank with the most."""
+    lines = []
+    for kind in Kind:
+        tokens = max(sum(b.tokens / b.parts for b in p.buffers if b.kind is kind and not b.kept) for p in programs)
+        if tokens:
+            size = _bytes(tokens * workload.token_bytes(kind))
+            lines.append(f"  buffers for other ranks' {kind}: {tokens:.0f} tokens = {size} at most")
+    kept = max(sum(b.tokens * workload.token_bytes(b.kind, b.heads) for b in p.buffers if b.kept) for p in programs)
+    if kept:
+        lines.append(f"  kept of other ranks', for backward: {_bytes(kept)} at most, and the outputs of its queries")
+    sent = max(p.sends.num_bytes for p in programs)
+    return lines + ([f"  send memory: {_bytes(sent)} at most"] if sent else [])
 
 
 def _bytes(count: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .plan import Plan
+from .plan import Block, Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def draw_on(axes: Axes, plan: Plan) -> None:
     """
     colours = _colours(len(plan.steps))
     start = 0.0
-    scale = 1.0 / max(plan.visible_pairs() / plan.n, 1)
+    scale = 1.0 / max(plan.mask.pairs / plan.n, 1)
     for t, step in enumerate(plan.steps):
         loads = [sum(a.work for a in attends) for attends in step.attends]
         width = max(loads) * scale
@@ -89,32 +89,45 @@ def _pair_map(axes: Axes, plan: Plan) -> None:
     import numpy
     from matplotlib.colors import ListedColormap
 
-    cells = min(_CELLS, plan.layout.length)
-    sample = [(2 * i + 1) * plan.layout.length // (2 * cells) for i in range(cells)]
-    where = [plan.layout.locate(token) for token in sample]
+    cells = min(_CELLS, plan.mask.length)
+    sample = [(2 * i + 1) * plan.mask.length // (2 * cells) for i in range(cells)]
+    where = [plan.queries.locate(token) for token in sample]
     slots = {rank: [(i, slot) for i, (home, slot) in enumerate(where) if home == rank] for rank in range(plan.n)}
     grid = numpy.full((cells, cells), numpy.nan)
-    tokens = numpy.array(sample)
     for t, step in enumerate(plan.steps):
         for attend in (attend for attends in step.attends for attend in attends):
-            rows = [i for query in attend.queries for i, slot in slots[query.home] if query.start <= slot < query.stop]
-            columns = [j for key in attend.keys for j, slot in slots[key.home] if key.start <= slot < key.stop]
-            if rows and columns:
-                seen = tokens[rows][:, None] >= tokens[columns] if attend.causal else True
+            rows, of_rows = _gathered(attend.queries, slots)
+            columns, of_columns = _gathered(attend.keys, slots)
+            for each in attend.slices if rows and columns else ():
+                i, j = numpy.array(of_rows)[:, None], numpy.array(of_columns)
+                seen = (each.q_start <= i) & (i < each.q_stop) & (each.k_start <= j) & (j < each.k_stop)
+                seen &= (each.lo <= j - i) & (j - i <= each.hi)
                 block = grid[numpy.ix_(rows, columns)]
                 grid[numpy.ix_(rows, columns)] = numpy.where(seen, t, block)
-    end = max(plan.layout.length, 1)
+    end = max(plan.mask.length, 1)
     colours = ListedColormap(_colours(len(plan.steps)))
     axes.imshow(
         grid, cmap=colours, vmin=-0.5, vmax=len(plan.steps) - 0.5, extent=(0, end, end, 0), interpolation="nearest"
     )
-    for span in (span for spans in plan.layout.spans for span in spans if span.step == 1):
+    for span in (span for spans in plan.queries.spans for span in spans if span.step == 1):
         axes.axhline(span.start, color="white", linewidth=0.5)
         axes.axvline(span.start, color="white", linewidth=0.5)
     handles = [axes.plot([], [], "s", color=colours(t))[0] for t in range(len(plan.steps))]
     if len(handles) <= 16:
         axes.legend(handles, [f"step {t}" for t in range(len(handles))], fontsize=8, loc="upper right", frameon=False)
-    axes.set_title(f"{plan.layout.name} layout: step that computes each query-key pair", fontsize=10)
+    axes.set_title(f"{plan.queries.name} layout: step that computes each query-key pair", fontsize=10)
     axes.set_xlabel("key token", fontsize=9)
     axes.set_ylabel("query token", fontsize=9)
     axes.tick_params(labelsize=8)
+
+
+def _gathered(blocks: tuple[Block, ...], slots: dict[int, list[tuple[int, int]]]) -> tuple[list[int], list[int]]:
+    """The sampled tokens of some blocks: their cells, and their places among the gathered rows."""
+    cells, places, at = [], [], 0
+    for block in blocks:
+        for cell, slot in slots[block.home]:
+            if block.start <= slot < block.stop:
+                cells.append(cell)
+                places.append(at + slot - block.start)
+        at += block.tokens
+    return cells, places

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import refuse
+from ..errors import refuse
 from .select import Candidate
 from .simulate import Simulation
 
@@ -145,7 +145,7 @@ def _short(simulation: Simulation) -> str:
 def _headline(simulation: Simulation) -> str:
     plan = simulation.plan
     return (
-        f"{plan.name} {'backward' if plan.backward else 'forward'}, {plan.n} ranks, {plan.layout.length:,} tokens: "
+        f"{plan.name} {'backward' if plan.backward else 'forward'}, {plan.n} ranks, {plan.mask.length:,} tokens: "
         f"{simulation.seconds * 1e3:.3f} ms, at most {max(simulation.exposed_s) * 1e3:.3f} ms waiting for messages, "
         f"{simulation.idle_share:.1%} not computing, {simulation.peak_bytes / _GIB:.2f} GiB"
     )

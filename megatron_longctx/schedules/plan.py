@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..layout import Layout
+from .mask import Mask, Slice
 
 
 class Kind(StrEnum):
@@ -34,6 +35,10 @@ class Kind(StrEnum):
 
 RESULTS = frozenset({Kind.OUT, Kind.DQ, Kind.DKV})
 """Kinds that are computed away from home and travel back to it."""
+
+
+NUM_FIELDS = {Kind.OUT: 2, Kind.Q_GRAD: 4} | dict.fromkeys((Kind.Q, Kind.KV, Kind.GRAD, Kind.DQ, Kind.DKV), 1)
+"""Tensors that blocks of a kind are made of."""
 
 
 class Heads(NamedTuple):
@@ -89,44 +94,35 @@ class Move(NamedTuple):
     block: Block
     source: int
     destination: int
-    channel: int = 0
 
 
 class Attend(NamedTuple):
-    """One kernel call: these queries see these keys (all of them, or causally: query i sees keys 0..i of the call).
+    """Queries gathered in a row, keys gathered in a row, and which of them see which.
 
-    `causal` needs as many keys as queries. Blocks listed together are one contiguous sequence for the kernel; all of a
-    call are of the same heads.
+    slices: in numbers of the gathered rows, each pair once, full ones joined where they lie side by side. Blocks of a
+    call are all of the same heads. Providers of kernels decide into how many kernel calls it falls (`lower`).
     """
 
     queries: tuple[Block, ...]
     keys: tuple[Block, ...]
-    causal: bool
+    slices: tuple[Slice, ...]
 
     @property
     def heads(self) -> Heads:
         return self.queries[0].heads
 
-    def inputs(self, backward: bool) -> tuple[Block, ...]:
-        """What a rank has to hold to run the call; in backward queries come with their outputs and gradients."""
-        kind = Kind.Q_GRAD if backward else Kind.Q
-        if all(query.kind is kind for query in self.queries):
-            return self.queries + self.keys
-        return (*(query._replace(kind=kind) for query in self.queries), *self.keys)
-
     @property
     def num_queries(self) -> int:
-        return sum(query.tokens for query in self.queries)
+        return sum(query.stop - query.start for query in self.queries)
 
     @property
     def num_keys(self) -> int:
-        return sum(key.tokens for key in self.keys)
+        return sum(key.stop - key.start for key in self.keys)
 
     @property
     def pairs(self) -> int:
         """Query-key pairs computed, for each of its heads."""
-        q = self.num_queries
-        return q * (q + 1) // 2 if self.causal else q * self.num_keys
+        return sum(each.pairs for each in self.slices)
 
     @property
     def work(self) -> float:
@@ -134,8 +130,8 @@ class Attend(NamedTuple):
         return self.pairs / self.heads.parts
 
     def __str__(self) -> str:
-        mask = "causal" if self.causal else "full"
-        return f"{'+'.join(map(str, self.queries))} x {'+'.join(map(str, self.keys))} {mask}"
+        seen = ", ".join(map(str, self.slices))
+        return f"{'+'.join(map(str, self.queries))} x {'+'.join(map(str, self.keys))}: {seen}"
 
 
 class Step(NamedTuple):
@@ -147,44 +143,46 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One attention pass (forward, or backward with `backward=True`) over `layout`, under `causal` or full mask.
+    """One attention pass, forward or backward, of `mask` over ranks.
 
-    buffers: per kind, the most tokens that any rank's buffers hold at once, beside what is kept: of other ranks'
-        blocks, of results on their way, and of its own where they lie among others' for a call.
+    queries, keys: who holds which token; the same layout, but over a cache.
     kept: by rank, what it keeps of other ranks' from forward to backward: KV that it has received, and Q, together with
         their out and lse, that it alone has computed in one call. Empty where nothing is kept.
     """
 
     name: str
-    layout: Layout
-    causal: bool
+    mask: Mask
+    queries: Layout
+    keys: Layout
     steps: tuple[Step, ...]
-    buffers: tuple[tuple[Kind, int], ...] = ()
     backward: bool = False
     kept: tuple[tuple[Block, ...], ...] = ()
 
     @property
     def n(self) -> int:
-        return self.layout.n
+        return self.queries.n
 
-    def num_slots(self, kind: Kind, rank: int) -> int:
-        """Slots of `rank`'s own tensors of an input `kind`."""
-        return self.layout.num_tokens(rank)
+    def layout_of(self, kind: Kind) -> Layout:
+        """The layout that a kind's slots are of."""
+        return self.keys if kind in (Kind.KV, Kind.DKV) else self.queries
 
-    def runs(self, block: Block) -> list[range]:
-        """The tokens of a block in the order of its slots: a query sees the keys whose tokens are not above its own."""
-        runs, start = [], 0
-        for span in self.layout.spans[block.home]:
-            runs.append(span[max(block.start - start, 0) : max(block.stop - start, 0)])
-            start += len(span)
-        return [run for run in runs if len(run)]
+    def sends(self, rank: int) -> list[list[Move]]:
+        """By step, the moves from a rank."""
+        return self._moves[0][rank]
 
-    def buffer_tokens(self, kind: Kind) -> int:
-        return dict(self.buffers).get(kind, 0)
+    def receives(self, rank: int) -> list[list[Move]]:
+        """By step, the moves to a rank."""
+        return self._moves[1][rank]
 
-    def keeps(self, rank: int, block: Block) -> bool:
-        """Whether all of another rank's `block` is in what `rank` keeps."""
-        return any(kept.contains(block) for kept in self.kept_of(rank, block.kind, block.home))
+    @cached_property
+    def _moves(self) -> tuple[list[list[list[Move]]], list[list[list[Move]]]]:
+        sends: list[list[list[Move]]] = [[[] for _ in self.steps] for _ in range(self.n)]
+        receives: list[list[list[Move]]] = [[[] for _ in self.steps] for _ in range(self.n)]
+        for t, step in enumerate(self.steps):
+            for move in step.moves:
+                sends[move.source][t].append(move)
+                receives[move.destination][t].append(move)
+        return sends, receives
 
     def kept_of(self, rank: int, kind: Kind, home: int) -> tuple[Block, ...]:
         """What `rank` keeps of a kind of another rank's."""
@@ -199,36 +197,36 @@ class Plan:
                 found[key] = (*found.get(key, ()), block)
         return found
 
-    def keeps_queries(self, attend: Attend, rank: int) -> bool:
-        """Whether `rank` keeps the call's queries, out and lse as it had them in forward, its own among them."""
-        return self._keeps_all(attend.queries, rank)
-
-    def keeps_keys(self, attend: Attend, rank: int) -> bool:
-        """Whether `rank` keeps the call's keys and values as it had them in forward, its own among them."""
-        return self._keeps_all(attend.keys, rank)
-
-    def _keeps_all(self, blocks: tuple[Block, ...], rank: int) -> bool:
+    def keeps(self, rank: int, blocks: tuple[Block, ...]) -> bool:
+        """Whether `rank` keeps some blocks of a call as it had them in forward, its own among other ranks'."""
         if not self.kept:
             return False
         away = [block for block in blocks if block.home != rank]
-        return bool(away) and all(self.keeps(rank, block) for block in away)
+        return bool(away) and all(
+            any(kept.contains(block) for kept in self.kept_of(rank, block.kind, block.home)) for block in away
+        )
 
-    def inputs(self, attend: Attend, rank: int) -> tuple[Block, ...]:
-        """What `rank` has to hold to run one of its calls, beside what it keeps: queries first."""
+    def inputs(self, attend: Attend, rank: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+        """The queries and the keys that `rank` has to hold to run one of its calls, beside what it keeps.
+
+        In backward queries come with their outputs and gradients; of kept ones only the gradient of out is needed.
+        """
         if not self.backward:
-            return attend.inputs(False)
-        queries = Kind.GRAD if self.keeps_queries(attend, rank) else Kind.Q_GRAD
-        keys = () if self.keeps_keys(attend, rank) else attend.keys
-        return (*(query._replace(kind=queries) for query in attend.queries), *keys)
+            return attend.queries, attend.keys
+        kind = Kind.GRAD if self.keeps(rank, attend.queries) else Kind.Q_GRAD
+        keys = () if self.keeps(rank, attend.keys) else attend.keys
+        return tuple(query._replace(kind=kind) for query in attend.queries), keys
+
+    def results_away(self, attend: Attend, rank: int) -> list[Block]:
+        """What `rank` computes in one of its calls for other ranks and so has to send: keys first, in their order."""
+        if not self.backward:
+            return [query._replace(kind=Kind.OUT, origin=rank) for query in attend.queries if query.home != rank]
+        away = [key._replace(kind=Kind.DKV, origin=rank) for key in attend.keys if key.home != rank]
+        return away + [query._replace(kind=Kind.DQ, origin=rank) for query in attend.queries if query.home != rank]
 
     def pairs(self, rank: int) -> float:
         """Query-key pairs that `rank` computes, each counted by its share of the heads."""
         return sum(attend.work for step in self.steps for attend in step.attends[rank])
-
-    def visible_pairs(self) -> int:
-        """Query-key pairs that the mask shows, over the whole sequence."""
-        length = self.layout.length
-        return length * (length + 1) // 2 if self.causal else length * length
 
     def idle_fraction(self) -> float:
         """Share of rank-time spent waiting if every step lasted as long as its busiest rank."""

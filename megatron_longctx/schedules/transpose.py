@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from .plan import Attend, Block, Heads, Kind, Move, Plan, Step
-from .prune import prune
+from dataclasses import replace
+
+from .plan import Block, Heads, Kind, Move, Plan, Step
+from .trim import trim
 
 _INPUTS = {Kind.KV: (Kind.KV,), Kind.Q: (Kind.Q_GRAD,)}
 _INPUTS_AFTER_KEEPING = {Kind.KV: (Kind.KV,), Kind.Q: (Kind.Q_GRAD, Kind.GRAD)}
@@ -23,7 +25,7 @@ def transpose(plan: Plan) -> Plan:
     """
     if plan.backward:
         raise ValueError(f"plan {plan.name} is a backward plan: expected a forward plan. Transpose the forward plan.")
-    results, kinds = _results(plan), _INPUTS_AFTER_KEEPING if plan.kept else _INPUTS
+    results, kinds = _results(replace(plan, backward=True)), _INPUTS_AFTER_KEEPING if plan.kept else _INPUTS
     steps: list[Step] = []
     for t, step in enumerate(plan.steps):
         inputs = tuple(
@@ -34,8 +36,8 @@ def transpose(plan: Plan) -> Plan:
         steps.append(Step(inputs + tuple(results[t]), step.attends))
     if results[-1]:
         steps.append(Step(tuple(results[-1]), ((),) * plan.n))
-    backward = Plan(plan.name, plan.layout, plan.causal, tuple(steps), backward=True, kept=plan.kept)
-    return prune(backward) if plan.kept else backward
+    backward = replace(plan, steps=tuple(steps), backward=True)
+    return trim(backward) if plan.kept else backward
 
 
 def _results(plan: Plan) -> list[list[Move]]:
@@ -47,7 +49,7 @@ def _results(plan: Plan) -> list[list[Move]]:
     for t, step in enumerate(plan.steps):
         for rank, attends in enumerate(step.attends):
             for attend in attends:
-                for block in gradients_away(attend, rank):
+                for block in plan.results_away(attend, rank):
                     computed = away.setdefault((rank, block.kind, block.home, block.heads), [])
                     computed.append((block.start, block.stop, t, block))
     moves: list[list[Move]] = [[] for _ in range(len(plan.steps) + 1)]
@@ -63,9 +65,3 @@ def _results(plan: Plan) -> list[list[Move]]:
                 whole = whole._replace(stop=open_stop)
         moves[last + 1].append(Move(whole, rank, home))
     return moves
-
-
-def gradients_away(attend: Attend, rank: int) -> list[Block]:
-    """The partial gradients that `rank` computes in `attend` for other ranks, in the order they are sent."""
-    away = [key._replace(kind=Kind.DKV, origin=rank) for key in attend.keys if key.home != rank]
-    return away + [query._replace(kind=Kind.DQ, origin=rank) for query in attend.queries if query.home != rank]

@@ -1,4 +1,4 @@
-"""Proof that a plan computes attention: each visible pair once, nothing used before it arrives, buffers bounded."""
+"""Proof that a plan computes attention: each visible pair once, nothing used before it arrives."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import bisect
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import accumulate
 
-from .keep import calls_by_home
+from ..layout import Layout
+from .mask import Slice, band_between
 from .plan import RESULTS, Attend, Block, Heads, Kind, Move, Plan
-from .residency import buffer_need
-from .transpose import gradients_away
-
-_NO_DIAGONAL = 1 << 62  # beyond every slot: a full call shows all of its keys
+from .save_remote import calls_by_home
 
 
 class PlanError(ValueError):
@@ -30,16 +27,13 @@ def verify(plan: Plan, forward: Plan | None = None) -> None:
     Raises:
         PlanError: a pair computed twice, never, or against the mask; a move from a rank that does not hold the block,
             to itself, or of a block that is there already; a block attended before it arrives; a result that does not
-            reach its home exactly once; buffers above `plan.buffers`; something kept that was never received, or
-            queries kept whose out is not all computed in one call.
+            reach its home exactly once; something kept that was never received, or queries kept whose out is not all
+            computed in one call.
     """
     _check_spans(plan)
     _check_pairs(plan)
     _check_kept(plan, forward)
     _check_flow(plan)
-    for kind, need in buffer_need(plan).items():
-        if need > plan.buffer_tokens(kind):
-            raise PlanError(f"{plan.name}: needs buffers for {need} {kind} tokens, states {plan.buffer_tokens(kind)}")
 
 
 def _check_spans(plan: Plan) -> None:
@@ -49,92 +43,92 @@ def _check_spans(plan: Plan) -> None:
             blocks += [(t, block) for attend in attends for block in (*attend.queries, *attend.keys)]
     blocks += [(0, block) for kept in plan.kept for block in kept]
     for t, block in blocks:
-        if not (0 <= block.home < plan.n and 0 <= block.start < block.stop <= plan.num_slots(block.kind, block.home)):
+        layout = plan.layout_of(block.kind)
+        if not (0 <= block.home < plan.n and 0 <= block.start < block.stop <= layout.num_tokens(block.home)):
             raise PlanError(f"{plan.name}, step {t}: {block} is not a span of its home rank's tokens")
         if not 0 <= block.heads.part < block.heads.parts:
             raise PlanError(f"{plan.name}, step {t}: {block} has no such part of the heads")
 
 
-class _Region(NamedTuple):
-    """Query slots against key slots of two homes: query i sees key j if `j <= i + diagonal`."""
-
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    diagonal: int
-    heads: Heads
-
-    def common_pair(self, other: _Region) -> tuple[int, int] | None:
-        """A pair that both compute: if there is one, then also the last common query with the first common key."""
-        if not (self.heads.covers(other.heads) or other.heads.covers(self.heads)):
-            return None
-        i, j = min(self.q_stop, other.q_stop) - 1, max(self.k_start, other.k_start)
-        inside = i >= max(self.q_start, other.q_start) and j < min(self.k_stop, other.k_stop)
-        return (i, j) if inside and j <= i + min(self.diagonal, other.diagonal) else None
-
-
 def _check_pairs(plan: Plan) -> None:
     """Every call is visible, no two overlap, and their areas add up to the mask's: so each pair is there once."""
-    calls: dict[tuple[int, int], list[_Region]] = {}
+    calls: dict[tuple[int, int], list[tuple[Slice, Heads]]] = {}
     total: Counter[int] = Counter()
+    seen = _Seen(plan)
     for t, step in enumerate(plan.steps):
         for rank, attends in enumerate(step.attends):
             for attend in attends:
-                _check_call(plan, attend, f"{plan.name}, step {t}, rank {rank}: {attend}")
+                where = f"{plan.name}, step {t}, rank {rank}: {attend}"
+                if any(block.heads != attend.heads for block in (*attend.queries, *attend.keys)):
+                    raise PlanError(f"{where}: queries and keys of a call must be of the same heads")
                 total[attend.heads.parts] += attend.pairs
+                found = 0
                 for homes, region in _regions(attend):
-                    calls.setdefault(homes, []).append(region)
-    for (q_home, k_home), regions in calls.items():
-        for index, region in enumerate(regions):
-            for other in regions[:index]:
-                pair = region.common_pair(other)
-                if pair:
-                    raise PlanError(
-                        f"{plan.name}: query slot {pair[0]} of rank {q_home} attends key slot {pair[1]} of rank "
-                        f"{k_home} twice"
-                    )
+                    found += region.pairs
+                    if seen.visible(homes, region) != region.pairs:
+                        raise PlanError(f"{where}: {region} of ranks {homes} is not all visible")
+                    calls.setdefault(homes, []).append((region, attend.heads))
+                if found != attend.pairs:
+                    raise PlanError(f"{where}: a slice is not within its queries and keys")
+    for homes, regions in calls.items():
+        _check_apart(plan, homes, regions)
     computed = sum((Fraction(pairs, count) for count, pairs in total.items()), Fraction(0))
-    if computed != plan.visible_pairs():
-        raise PlanError(f"{plan.name}: computes {computed} of {plan.visible_pairs()} visible pairs")
+    if computed != plan.mask.pairs:
+        raise PlanError(f"{plan.name}: computes {computed} of {plan.mask.pairs} visible pairs")
 
 
-def _regions(attend: Attend) -> Iterator[tuple[tuple[int, int], _Region]]:
-    """The call as regions between the homes of its queries and of its keys."""
-    q_offset = 0
-    for query in attend.queries:
-        k_offset = 0
-        for key in attend.keys:
-            diagonal = q_offset - query.start - (k_offset - key.start) if attend.causal else _NO_DIAGONAL
-            if key.start <= query.stop - 1 + diagonal:  # the last query sees the first key, so the region is not empty
-                yield (
-                    (query.home, key.home),
-                    _Region(query.start, query.stop, key.start, key.stop, diagonal, attend.heads),
+def _regions(attend: Attend) -> Iterator[tuple[tuple[int, int], Slice]]:
+    """The slices of a call, cut by the homes of queries and keys, in slots of these."""
+    queries = list(zip(attend.queries, accumulate((q.tokens for q in attend.queries), initial=0), strict=False))
+    keys = list(zip(attend.keys, accumulate((k.tokens for k in attend.keys), initial=0), strict=False))
+    for each in attend.slices:
+        for query, q_at in queries:
+            for key, k_at in keys:
+                found = each.cut(q_at, q_at + query.tokens, k_at, k_at + key.tokens)
+                if found is not None:
+                    yield (query.home, key.home), found.moved(query.start - q_at, key.start - k_at)
+
+
+class _Seen:
+    """How many of a region's pairs the mask shows."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._mask, self._queries, self._keys = plan.mask, plan.queries, plan.keys
+        self._starts = [each.q_start for each in plan.mask.slices]
+        self._longest = max((each.num_queries for each in plan.mask.slices), default=0)
+
+    def visible(self, homes: tuple[int, int], region: Slice) -> int:
+        q_home, k_home = homes
+        total = 0
+        for q_slot, queries in _overlapping(self._queries, q_home, region.q_start, region.q_stop):
+            first = bisect.bisect_left(self._starts, queries[0] - self._longest + 1)
+            near = self._mask.slices[first : bisect.bisect_right(self._starts, queries[-1])]
+            for k_slot, keys in _overlapping(self._keys, k_home, region.k_start, region.k_stop):
+                for each in near:
+                    for band in band_between(each, queries, keys):
+                        common = band.moved(q_slot, k_slot).overlap(region)
+                        total += common.pairs if common else 0
+        return total
+
+
+def _overlapping(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, range]]:
+    """(first slot, tokens) of the spans of a rank with any of its slots `start..stop-1`."""
+    return ((slot, span) for slot, span in layout.placed(rank) if slot < stop and start < slot + len(span))
+
+
+def _check_apart(plan: Plan, homes: tuple[int, int], regions: list[tuple[Slice, Heads]]) -> None:
+    regions.sort()
+    open_regions: list[tuple[Slice, Heads]] = []
+    for region, heads in regions:
+        open_regions = [(other, of) for other, of in open_regions if other.q_stop > region.q_start]
+        for other, of in open_regions:
+            common = region.overlap(other) if heads.covers(of) or of.covers(heads) else None
+            if common is not None:
+                raise PlanError(
+                    f"{plan.name}: query slot {common.q_start} of rank {homes[0]} attends some of the key slots "
+                    f"{common.k_start}..{common.k_stop - 1} of rank {homes[1]} twice"
                 )
-            k_offset += key.tokens
-        q_offset += query.tokens
-
-
-def _check_call(plan: Plan, attend: Attend, where: str) -> None:
-    if any(block.heads != attend.heads for block in (*attend.queries, *attend.keys)):
-        raise PlanError(f"{where}: queries and keys of a call must be of the same heads")
-    if attend.causal and attend.num_keys != attend.num_queries:
-        raise PlanError(f"{where}: a causal call needs as many keys as queries")
-    if not plan.causal:
-        if attend.causal:
-            raise PlanError(f"{where}: a causal call under a full mask")
-        return
-    queries, keys = _tokens(plan, attend.queries), _tokens(plan, attend.keys)
-    if not attend.causal:
-        if max(run.last for run in keys) > min(run.first for run in queries):
-            raise PlanError(f"{where}: its last key lies after its first query")
-        return
-    if any(after.first < before.last for before, after in pairwise(keys)):
-        raise PlanError(f"{where}: the keys of a causal call must be in the order of their tokens")
-    # Key i must not lie after query i. Both rise evenly between the corners, so it is enough to look there.
-    for i in sorted({i for run in (*queries, *keys) for i in (run.at, run.at + len(run.tokens) - 1)}):
-        if _at(keys, i) > _at(queries, i):
-            raise PlanError(f"{where}: key {i} lies after its query")
+        open_regions.append((region, heads))
 
 
 def _check_kept(plan: Plan, forward: Plan | None) -> None:
@@ -154,38 +148,9 @@ def _check_kept(plan: Plan, forward: Plan | None) -> None:
     for step in plan.steps:
         for rank, attends in enumerate(step.attends):
             for attend in attends:
-                for query in attend.queries if plan.keeps_queries(attend, rank) else ():
+                for query in attend.queries if plan.keeps(rank, attend.queries) else ():
                     if any(call is not attend and query.overlaps(other) for other, call in computed[query.home]):
                         raise PlanError(f"{plan.name}: rank {rank} keeps the out of {query}, some of it from elsewhere")
-
-
-class _Run(NamedTuple):
-    """Evenly spaced tokens from position `at` of a call on."""
-
-    at: int
-    tokens: range
-
-    @property
-    def first(self) -> int:
-        return self.tokens[0]
-
-    @property
-    def last(self) -> int:
-        return self.tokens[-1]
-
-
-def _tokens(plan: Plan, blocks: tuple[Block, ...]) -> list[_Run]:
-    runs, at = [], 0
-    for block in blocks:
-        for tokens in plan.runs(block):
-            runs.append(_Run(at, tokens))
-            at += len(tokens)
-    return runs
-
-
-def _at(runs: list[_Run], i: int) -> int:
-    run = runs[bisect.bisect_right([run.at for run in runs], i) - 1]
-    return run.tokens[i - run.at]
 
 
 class _Holdings:
@@ -208,7 +173,7 @@ def _check_flow(plan: Plan) -> None:
     held = [_Holdings() for _ in range(plan.n)]
     for rank in range(plan.n):
         for kind in (Kind.KV, Kind.Q, Kind.Q_GRAD, Kind.GRAD):
-            held[rank].add(Block(kind, rank, 0, plan.num_slots(kind, rank)))
+            held[rank].add(Block(kind, rank, 0, plan.layout_of(kind).num_tokens(rank)))
     results = _Results()
     for t, step in enumerate(plan.steps):
         for move in step.moves:
@@ -218,7 +183,7 @@ def _check_flow(plan: Plan) -> None:
                 results.move(move, where)
         for rank, attends in enumerate(step.attends):
             for attend in attends:
-                for block in plan.inputs(attend, rank):
+                for block in (block for blocks in plan.inputs(attend, rank) for block in blocks):
                     if not held[rank].holds(block):
                         raise PlanError(f"{plan.name}, step {t}: rank {rank} attends {block} before it arrives")
         for move in step.moves:
@@ -227,7 +192,7 @@ def _check_flow(plan: Plan) -> None:
             held[move.destination].add(move.block)
         for rank, attends in enumerate(step.attends):
             for attend in attends:
-                for result in results_away(attend, rank, plan.backward):
+                for result in plan.results_away(attend, rank):
                     results.compute(result)
     for rank, kept in enumerate(plan.kept if not plan.backward else ()):
         for block in kept:
@@ -275,10 +240,3 @@ def _check_move(plan: Plan, move: Move, held: list[_Holdings], where: str) -> No
         raise PlanError(f"{where}: source and destination must be two ranks below {plan.n}")
     if not held[move.source].holds(move.block) and move.source != move.block.origin:
         raise PlanError(f"{where}: the source does not hold it yet")
-
-
-def results_away(attend: Attend, rank: int, backward: bool) -> list[Block]:
-    """What `rank` computes in `attend` for other ranks, and so has to send."""
-    if backward:
-        return gradients_away(attend, rank)
-    return [query._replace(kind=Kind.OUT, origin=rank) for query in attend.queries if query.home != rank]

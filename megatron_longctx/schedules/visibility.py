@@ -1,62 +1,150 @@
-"""Which queries of one rank see which keys of another: the geometry that every schedule shares."""
+"""Which queries of one rank see which keys of another: the geometry that every mode shares."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..layout import Layout
+from .mask import Mask, Slice, band_between, joined, runs
+from .plan import ALL_HEADS, Attend, Block, Heads, Kind
 
 
-class Region(NamedTuple):
-    """Query slots `q_start..q_stop-1` against key slots `k_start..k_stop-1`, all of them or causally."""
+class _Held(NamedTuple):
+    """Tokens of a rank, from one of its slots on."""
 
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    causal: bool
+    tokens: range
+    rank: int
+    slot: int
 
 
-def visible_regions(layout: Layout, q_rank: int, k_rank: int, causal: bool) -> tuple[Region, ...]:
-    """The fewest regions that cover each visible pair of (`q_rank`'s queries, `k_rank`'s keys) exactly once.
+class Visibility:
+    """A mask over ranks: what queries of one rank see of the keys of another, in slots of each.
 
-    Raises:
-        ValueError: a layout whose spans interleave in a way that needs more than full and causal regions.
+    Args:
+        queries, keys: who holds which token; the same layout, but over a cache.
     """
-    num_q, num_k = layout.num_tokens(q_rank), layout.num_tokens(k_rank)
-    if not num_q or not num_k:
-        return ()
-    if not causal:
-        return (Region(0, num_q, 0, num_k, False),)
-    if q_rank == k_rank:  # slots are in token order, so the whole shard is one causal block
-        return (Region(0, num_q, 0, num_k, True),)
-    q_spans, k_spans = layout.spans[q_rank], layout.spans[k_rank]
-    if all(span.step == 1 for span in (*q_spans, *k_spans)):
-        return _between_blocks(q_spans, k_spans, num_q)
-    if len(q_spans) == len(k_spans) == 1 and q_spans[0].step == k_spans[0].step:
-        return _between_stripes(q_spans[0], k_spans[0])
-    raise ValueError(f"layout {layout.name}: expected spans of consecutive tokens or one stripe per rank.")
+
+    def __init__(self, mask: Mask, queries: Layout, keys: Layout) -> None:
+        self.mask, self.queries, self.keys = mask, queries, keys
+        self._found: dict[int, dict[int, tuple[Slice, ...]]] = {}
+        held = sorted(
+            (_Held(span, rank, slot) for rank in range(keys.n) for slot, span in keys.placed(rank)),
+            key=lambda each: each.tokens.start,
+        )
+        # Stretches of consecutive tokens follow each other; evenly spaced ones overlap and are looked through.
+        self._stretches = [each for each in held if each.tokens.step == 1]
+        self._ends = [each.tokens.stop for each in self._stretches]
+        self._spaced = [each for each in held if each.tokens.step != 1]
+        self._q_starts = [each.q_start for each in mask.slices]
+        self._longest = max((each.num_queries for each in mask.slices), default=0)
+
+    def between(self, q_rank: int, k_rank: int) -> tuple[Slice, ...]:
+        """What the queries of `q_rank` see of the keys of `k_rank`, each pair once."""
+        if q_rank not in self._found:
+            self._found[q_rank] = {rank: tuple(joined(found)) for rank, found in self._seen_by(q_rank).items()}
+        return self._found[q_rank].get(k_rank, ())
+
+    def attend(self, q_rank: int, keys: Iterable[Block], heads: Heads = ALL_HEADS) -> Attend | None:
+        """All that the queries of `q_rank` see of some blocks of keys, in one call; None where that is nothing.
+
+        Args:
+            keys: in the order in which they lie in memory. Rows that nobody here sees are left out.
+        """
+        blocks: list[Block] = []
+        slices: list[Slice] = []
+        at = 0
+        for key in keys:
+            between = self.between(q_rank, key.home)
+            seen = [found for each in between if (found := _rows(each, key.start, key.stop)) is not None]
+            for start, stop in runs((each.k_start, each.k_stop) for each in seen):
+                blocks.append(Block(Kind.KV, key.home, start, stop, heads=heads))
+                slices += (each.moved(0, at - start) for each in seen if start <= each.k_start < stop)
+                at += stop - start
+        if not slices:
+            return None
+        first, last = min(each.q_start for each in slices), max(each.q_stop for each in slices)
+        if first:
+            slices = [each.moved(-first, 0) for each in slices]
+        query = Block(Kind.Q, q_rank, first, last, heads=heads)
+        return Attend((query,), tuple(blocks), tuple(joined(slices)))
+
+    def attend_all(self, q_rank: int, k_rank: int) -> tuple[Attend, ...]:
+        """All queries of one rank against all keys of another: one call, or none."""
+        slots = self.keys.num_tokens(k_rank)
+        found = self.attend(q_rank, [Block(Kind.KV, k_rank, 0, slots)] if slots else [])
+        return () if found is None else (found,)
+
+    def all_keys(self) -> list[list[Block]]:
+        """By rank, a block of all its keys."""
+        sizes = map(self.keys.num_tokens, range(self.keys.n))
+        return [[Block(Kind.KV, rank, 0, slots)] if slots else [] for rank, slots in enumerate(sizes)]
+
+    def needed(self, q_rank: int, k_rank: int) -> list[Block]:
+        """The keys of one rank that queries of another see any of."""
+        seen = runs((each.k_start, each.k_stop) for each in self.between(q_rank, k_rank))
+        return [Block(Kind.KV, k_rank, start, stop) for start, stop in seen]
+
+    def first_query(self, q_rank: int, key: Block) -> int:
+        """The first slot of a rank whose query sees any of a block of keys; the number of its slots if none does."""
+        found = (_rows(each, key.start, key.stop) for each in self.between(q_rank, key.home))
+        return min((each.q_start for each in found if each is not None), default=self.queries.num_tokens(q_rank))
+
+    def _seen_by(self, q_rank: int) -> dict[int, list[Slice]]:
+        found: dict[int, list[Slice]] = {}
+        for slot, span in self.queries.placed(q_rank):
+            first = bisect_left(self._q_starts, span.start - self._longest + 1)
+            for number in range(first, bisect_right(self._q_starts, span[-1])):
+                each = self.mask.slices[number]
+                near = each.cut(span.start, span[-1] + 1, each.k_start, each.k_stop)  # of a window few keys
+                for other in () if near is None else self._holding(near):
+                    seen = [band.moved(slot, other.slot) for band in band_between(each, span, other.tokens)]
+                    if seen:
+                        found.setdefault(other.rank, []).extend(seen)
+        return found
+
+    def _holding(self, each: Slice) -> Iterable[_Held]:
+        """Who holds keys of a slice of tokens."""
+        first = bisect_right(self._ends, each.k_start)
+        for held in self._stretches[first:]:
+            if held.tokens.start >= each.k_stop:
+                break
+            yield held
+        yield from self._spaced
 
 
-def _between_blocks(q_spans: tuple[range, ...], k_spans: tuple[range, ...], num_q: int) -> tuple[Region, ...]:
-    """Every key span is seen by a suffix of the queries; neighbours with the same suffix join."""
-    regions: list[Region] = []
-    k_start = 0
-    for span in k_spans:
-        k_stop = k_start + len(span)
-        q_start = sum(len(q) for q in q_spans if len(q) and len(span) and q.start < span.stop)
-        if len(span) and q_start < num_q:
-            last = regions[-1] if regions else None
-            if last and last.q_start == q_start and last.k_stop == k_start:
-                regions[-1] = last._replace(k_stop=k_stop)
-            else:
-                regions.append(Region(q_start, num_q, k_start, k_stop, False))
-        k_start = k_stop
-    return tuple(regions)
+def _rows(each: Slice, start: int, stop: int) -> Slice | None:
+    """What of a slice has keys `start..stop-1`."""
+    if start <= each.k_start and each.k_stop <= stop:
+        return each
+    return each.cut(each.q_start, each.q_stop, start, stop)
 
 
-def _between_stripes(q: range, k: range) -> tuple[Region, ...]:
-    """Query slot i sees key slots j <= i, or j < i when the key stripe starts after the query stripe."""
-    first = 0 if k.start <= q.start else 1
-    size = min(len(q) - first, len(k))
-    return (Region(first, first + size, 0, size, True),) if size > 0 else ()
+def needed_on(seen: Visibility, home: int, readers: Sequence[int], pieces: Sequence[Block]) -> list[list[Block]]:
+    """What of some of a rank's keys leaves for each of the readers, one after the other: what that one and all behind
+    it see."""
+    slots = seen.keys.num_tokens(home)
+    found: list[list[Block]] = [[] for _ in readers]
+    spans: list[tuple[int, int]] = []
+    blocks: list[Block] = []
+    for hop in range(len(readers) - 1, -1, -1):
+        if spans != [(0, slots)]:
+            more = [(each.k_start, each.k_stop) for each in seen.between(readers[hop], home)]
+            if more:
+                spans = runs((*spans, *more))
+                blocks = [
+                    piece._replace(start=max(start, piece.start), stop=min(stop, piece.stop))
+                    for piece in pieces
+                    for start, stop in spans
+                    if start < piece.stop and piece.start < stop
+                ]
+        found[hop] = blocks
+    return found
+
+
+@lru_cache(maxsize=64)
+def visibility(mask: Mask, layout: Layout) -> Visibility:
+    """Of queries and keys in the same layout; worked out once."""
+    return Visibility(mask, layout, layout)

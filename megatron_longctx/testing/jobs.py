@@ -86,9 +86,9 @@ class Job:
         children = psutil.Process(self.process.pid).children()
         return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
-    def left_over(self, timeout: float = 15.0) -> list[psutil.Process]:
-        """Processes of the job that are still there `timeout` seconds from now; waits only as long as there are any."""
-        _, alive = psutil.wait_procs([p for p in self.family if p.pid != self.process.pid], timeout)
+    def left_over(self) -> list[psutil.Process]:
+        """Processes of the job that stay; waits as long as there are any, `PATIENCE_S` at most."""
+        _, alive = psutil.wait_procs([p for p in self.family if p.pid != self.process.pid], PATIENCE_S)
         return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     def said(self) -> str:

@@ -1,9 +1,10 @@
-"""Plans written by hand, with what no mode of `SCHEDULES` does yet: queries and partial results that travel."""
+"""Plans written by hand, with what no mode does yet: queries and partial results that travel."""
 
 from __future__ import annotations
 
 from ..layout import contiguous
-from ..schedules import Attend, Block, Kind, Move, Plan, Step, seal
+from ..schedules import Attend, Block, Kind, Move, Plan, Slice, Step
+from ..schedules.mask import FAR, causal, full
 
 
 def kv(home: int, start: int, stop: int) -> Block:
@@ -16,6 +17,14 @@ def queries(home: int, start: int, stop: int) -> Block:
 
 def out(home: int, start: int, stop: int, by: int) -> Block:
     return Block(Kind.OUT, home, start, stop, by)
+
+
+def attend(queries: tuple[Block, ...], keys: tuple[Block, ...], is_causal: bool) -> Attend:
+    """All of these queries over all of these keys, or causally, the last query facing the last key."""
+    sizes = sum(block.tokens for block in queries), sum(block.tokens for block in keys)
+    whole = Slice(0, sizes[0], 0, sizes[1], -FAR, sizes[1] - sizes[0] if is_causal else FAR).tight()
+    assert whole is not None
+    return Attend(queries, keys, (whole,))
 
 
 def helper_plan(n: int, length: int) -> Plan:
@@ -34,17 +43,17 @@ def helper_plan(n: int, length: int) -> Plan:
     last, size = n - 1, sizes[n - 1]
     helped = size // 2 if n == 2 else 0
     whole = [kv(rank, 0, sizes[rank]) for rank in range(n)]
-    own = tuple((Attend((queries(r, 0, sizes[r]),), (whole[r],), True),) for r in range(n))
+    own = tuple((attend((queries(r, 0, sizes[r]),), (whole[r],), True),) for r in range(n))
     fetched = tuple(Move(whole[r - 1], r - 1, r) for r in range(1, n))
-    help_away = (Attend((queries(last, helped, size),), (whole[0],), False),)
+    help_away = (attend((queries(last, helped, size),), (whole[0],), False),)
     stop = {1: helped} if n == 2 else {1: sizes[1], 2: size}
-    at_home = tuple((Attend((queries(r, 0, stop[r]),), (whole[r - 1],), False),) for r in range(1, n))
+    at_home = tuple((attend((queries(r, 0, stop[r]),), (whole[r - 1],), False),) for r in range(1, n))
     steps = (
         Step((*fetched, Move(queries(last, helped, size), last, 0)), own),
         Step((), (help_away, *at_home)),
         Step((Move(out(last, helped, size, 0), 0, last),), ((),) * n),
     )
-    return seal(Plan("helper", layout, True, steps))
+    return Plan("helper", causal(layout.length), layout, layout, steps)
 
 
 def tangled_plan(length: int) -> Plan:
@@ -63,13 +72,13 @@ def tangled_plan(length: int) -> Plan:
         raise ValueError(f"length={length}: expected a multiple of 3, 12 or more.")
     cut = c - 1
     whole = [kv(rank, 0, c) for rank in range(3)]
-    own = tuple((Attend((queries(r, 0, c),), (whole[r],), True),) for r in range(3))
+    own = tuple((attend((queries(r, 0, c),), (whole[r],), True),) for r in range(3))
     crossed = tuple(
-        Attend((queries(1, *rows),), (kv(0, *columns),), False)
+        attend((queries(1, *rows),), (kv(0, *columns),), False)
         for rows, columns in (((0, 2), (0, cut)), ((0, 2), (cut, c)), ((2, c), (0, cut)), ((2, c), (cut, c)))
     )
-    helped = Attend((queries(2, 0, cut),), (whole[0], whole[1]), False)
-    rest = Attend((queries(2, cut, c),), (whole[0], whole[1]), False)
+    helped = attend((queries(2, 0, cut),), (whole[0], whole[1]), False)
+    rest = attend((queries(2, cut, c),), (whole[0], whole[1]), False)
     result = out(2, 0, cut, 1)
     idle: tuple[tuple[Attend, ...], ...] = ((), (), ())
     steps = (
@@ -82,7 +91,7 @@ def tangled_plan(length: int) -> Plan:
         Step((), idle),
         Step((Move(result, 0, 2),), idle),
     )
-    return seal(Plan("tangled", layout, True, steps))
+    return Plan("tangled", causal(layout.length), layout, layout, steps)
 
 
 def one_sided_plan(length: int) -> Plan:
@@ -103,11 +112,11 @@ def one_sided_plan(length: int) -> Plan:
         Step(
             (Move(right, 0, 1),),
             (
-                (Attend((q[0],), (kv(0, 0, c),), False), Attend((q[1],), (left,), False)),
-                (Attend((q[1],), (kv(1, 0, c),), False), Attend((q[0],), (kv(1, 0, c),), False)),
+                (attend((q[0],), (kv(0, 0, c),), False), attend((q[1],), (left,), False)),
+                (attend((q[1],), (kv(1, 0, c),), False), attend((q[0],), (kv(1, 0, c),), False)),
             ),
         ),
         Step((Move(out(0, 0, c, 1), 1, 0), Move(out(1, 0, c, 0), 0, 1)), ((), ())),
-        Step((), ((), (Attend((q[1],), (right,), False),))),
+        Step((), ((), (attend((q[1],), (right,), False),))),
     )
-    return seal(Plan("one-sided", layout, False, steps))
+    return Plan("one-sided", full(layout.length), layout, layout, steps)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from ..attention import ContextParallelAttention
 from ..mcore.sequence import ShardedSequence
-from ..schedules import PlanOptions
 
 
 def sequence_of(
     rank: int = 0, world: int = 1, length: int = 16, schedule: str = "zigzag", unit: int = 1, kernel: str = "reference"
 ) -> ShardedSequence:
     """What `rank` of `world` context-parallel ranks would have; calls of its attention work for one rank only."""
-    attention = ContextParallelAttention(schedule=schedule, options=PlanOptions(unit=unit), kernel=kernel)
+    attention = ContextParallelAttention(schedule=schedule, unit=unit, kernel=kernel)
     attention.rank, attention.world = rank, world
     return ShardedSequence(attention, length)

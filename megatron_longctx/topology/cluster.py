@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from omegaconf import OmegaConf
 
-from ..compose import bundled, read_yaml
-from ..config import refuse
+from ..errors import refuse
+from ..files import bundled, read_yaml
 
 GIB = 2**30
 _MOST = 10**6  # GiB, GiB/s, TFLOP/s, seconds, nodes: what no cluster comes to

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
-from ..config import Config, refuse
+from ..config import Config, ParallelismConfig, mode_options, token_unit, workload_of
+from ..errors import refuse
 from ..metrics.environment import environment
-from ..schedules import Costs, PlanOptions, Workload
+from ..schedules import Costs, Takes, Target
 from ..schedules.calibration import calibration_path, load_calibration
+from ..schedules.mask import causal
 from ..schedules.select import Problem, select, table
 from ..topology import Cluster, load_cluster
 from .preflight import device_type
@@ -35,26 +37,29 @@ def settled(config: Config, folder: Path | None = None) -> Config:
     if par.context_parallel_size == 1:
         return replace(config, parallelism=replace(par, schedule="zigzag", max_attention_gib=None))
     cluster, costs, source = _figures(config, folder)
+    n = par.context_parallel_size
+    over_peers = device_type(config) == "cuda" and config.attention.transport != "p2p"
+    target = Target(
+        workload_of(config),
+        Takes(packed=True, rectangles=True, windows=True),
+        (tuple(range(n)),) * n if over_peers else None,
+    )
     problem = Problem(
-        n=par.context_parallel_size,
-        length=config.data.seq_length,
-        workload=Workload.of(config),
-        options=PlanOptions.of(par),
-        over_peers=device_type(config) == "cuda" and config.attention.transport != "p2p",
+        n=n,
+        mask=causal(config.data.seq_length),
+        target=target,
+        unit=token_unit(par),
+        options=mode_options(par),
         keep_received=config.keep_received,
         max_bytes=None if par.max_attention_gib is None else int(par.max_attention_gib * 2**30),
     )
     ranking = select(problem, cluster, costs)
     best = ranking[0]
     logger.info("parallelism.schedule=auto takes %s, priced by %s:\n%s", best.name, source, table(ranking))
-    chosen = replace(
-        par,
-        schedule=best.schedule,
-        inner_size=best.options.inner_size,
-        head_chunks=best.options.head_chunks,
-        max_buffer_tokens=best.options.max_buffer_tokens,
-        max_attention_gib=None,
-    )
+    assert best.mode is not None
+    names = {each.name for each in fields(ParallelismConfig)}
+    options = {each.name: getattr(best.mode, each.name) for each in fields(best.mode) if each.name in names}
+    chosen = replace(par, schedule=best.mode.name, max_attention_gib=None, **options)
     return replace(config, parallelism=chosen)
 
 
@@ -63,11 +68,11 @@ def _figures(config: Config, folder: Path | None) -> tuple[Cluster, Costs | None
     on_cpu = device_type(config) == "cpu"
     device = "cpu" if on_cpu else str(environment()["device"])
     wanted = config.attention.transport
-    transports = ("peer", "mixed", "p2p") if wanted == "auto" else (wanted,)
+    transports = ("peer", "hybrid", "p2p") if wanted == "auto" else (wanted,)
     if on_cpu:
         transports = ("p2p",)
     paths = [
-        calibration_path(device, par.context_parallel_size, Workload.of(config), name, folder) for name in transports
+        calibration_path(device, par.context_parallel_size, workload_of(config), name, folder) for name in transports
     ]
     path = next((path for path in paths if path.is_file()), paths[0])
     if path.is_file():
@@ -78,8 +83,7 @@ def _figures(config: Config, folder: Path | None) -> tuple[Cluster, Costs | None
             "parallelism.schedule",
             "auto",
             f"a calibration ({path}) or parallelism.cluster=NAME",
-            "Run `megatron-longctx bench calibrate` with the same settings and --ranks "
-            f"{par.context_parallel_size}, name the cluster, or choose a mode.",
+            "Run `megatron-longctx calibrate` with the same settings, name the cluster, or choose a mode.",
         )
     cluster = load_cluster(par.cluster).resized(par.context_parallel_size)
     return cluster, None, f"cluster {cluster.name}"

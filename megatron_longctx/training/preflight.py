@@ -8,15 +8,16 @@ import os
 import torch
 
 from .. import memory
-from ..config import Config, data_parallel_size, refuse
-from ..kernels import AUTO_ORDER, KernelRequest, available
+from ..config import Config, configured_mode, data_parallel_size, token_unit
+from ..errors import refuse
+from ..kernels import KernelRequest, auto_order, available
 from ..mcore import checkpoint
 from ..mcore.data import check_corpus, check_tokenizer
 from ..mcore.identity import identity
 from ..mcore.model import fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
-from ..schedules import PlanOptions, build_plan, check_heads
+from ..schedules import build_plan
 from . import resume
 from .run_folder import RunFolder
 
@@ -69,17 +70,17 @@ def check(config: Config, world_size: int) -> int | None:
     device = device_type(config)
     data_parallel_size(config, world_size)
     _check_host(config, world_size)
-    _check_kernel(config, device)
+    check_kernel(config, device)
     if device == "cpu" and config.attention.transport == "peer":
         raise refuse("attention.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
     if uses_transformer_engine(config.model):
         require_transformer_engine()
     par = config.parallelism
-    options = PlanOptions.of(par)
     heads = (config.model.num_attention_heads, config.model.num_kv_heads)
     tp = par.tensor_parallel_size
-    check_heads(par.schedule, par.context_parallel_size, heads[0] // tp, heads[1] // tp, options)
-    build_plan(par.schedule, par.context_parallel_size, config.data.seq_length, True, options)
+    mode = configured_mode(par)
+    mode.check_heads(par.context_parallel_size, heads[0] // tp, heads[1] // tp)
+    build_plan(mode, par.context_parallel_size, config.data.seq_length, unit=token_unit(par))
     _check_passes(config, check_corpus(config.data))
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     if config.train.check_data:
@@ -146,7 +147,12 @@ def _check_memory(config: Config, world_size: int, vocab_size: int, device: str)
         logger.warning(warning)
 
 
-def _check_kernel(config: Config, device: str) -> None:
+def check_kernel(config: Config, device: str) -> None:
+    """Refuse `attention.kernel` where it, or for `auto` every provider, cannot be used on such a device.
+
+    Raises:
+        ValueError: names why, and those that can.
+    """
     model, tp, name = config.model, config.parallelism.tensor_parallel_size, config.attention.kernel
     request = KernelRequest(
         device_type=device,
@@ -159,8 +165,10 @@ def _check_kernel(config: Config, device: str) -> None:
     reasons = dict(
         available(request)
     )  # not `choose`, which also says what it took: that is for rank 0 and the run's log
+    if name not in ("auto", *reasons):
+        raise refuse("attention.kernel", name, "one of auto, " + ", ".join(reasons), "Set attention.kernel to one.")
     usable = [kernel for kernel, reason in reasons.items() if reason is None]
-    candidates = AUTO_ORDER[device] if name == "auto" else (name,)
+    candidates = auto_order(device) if name == "auto" else (name,)
     if not any(kernel in usable for kernel in candidates):
         why = "; ".join(f"{kernel}: {reasons[kernel]}" for kernel in candidates)
         raise refuse(

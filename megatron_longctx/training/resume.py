@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..config import Config, refuse
+from ..config import Config
+from ..errors import refuse
 from ..mcore.checkpoint import Saved
 from ..mcore.identity import Identity, refusal
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from .. import files
 from ..compose import RESOLVED, load_config, save_config
-from ..config import Config, refuse
+from ..config import Config
+from ..errors import refuse
 from .run_lock import RunLock
 
 _REMEDY = "Set run.root to a folder of yours on a disk with space."

@@ -12,7 +12,7 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
-from ..config import refuse
+from ..errors import refuse
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ..config import is_line, refuse
+from ..errors import is_line, refuse
 from ..mcore.data import Corpus, write_corpus
 from ..mcore.tokenizer import build_tokenizer
 

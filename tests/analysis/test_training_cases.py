@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from analysis.training_cases import main, read_cases
-from megatron_longctx.compose import bundled
+from megatron_longctx.files import bundled
 from megatron_longctx.testing.training import tiny_corpus
 
 FILES = sorted((bundled("analysis") / "cases").glob("*.yaml"))
@@ -53,7 +53,7 @@ def test_cases_run_one_after_the_other_and_are_recorded(tmp_path: Path, monkeypa
     ]
     cases = {"title": "two", "shared": words, "cases": {"plain": [], "kept": ["recompute=attention_output"]}}
     (tmp_path / "cases.yaml").write_text(yaml.safe_dump(cases, sort_keys=False))
-    assert main([str(tmp_path / "cases.yaml"), str(tmp_path / "out"), "--timeout", "120"]) == 0
+    assert main([str(tmp_path / "cases.yaml"), str(tmp_path / "out"), "--timeout", "1800"]) == 0
     plain, kept = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert [step["train/loss"] for step in plain["steps"]] == [step["train/loss"] for step in kept["steps"]]
     assert len(plain["steps"]) == 2 and kept["config"]["recompute"]["mode"] == "attention_output"

@@ -6,57 +6,66 @@ One set of processes for each number of GPUs runs all its cases.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longctx.attention import ContextParallelAttention, replay
-from megatron_longctx.attention.context_parallel import Attend
-from megatron_longctx.attention.engine import Engine
-from megatron_longctx.attention.pace import SETTLED
-from megatron_longctx.attention.program import programs
+from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.attention.bind import Engine
+from megatron_longctx.attention.function import AttentionFunction, Passes, shapes_of
 from megatron_longctx.comm import BufferPool, P2PTransport
 from megatron_longctx.kernels import PROVIDERS, KernelRequest, choose
 from megatron_longctx.layout import Layout
-from megatron_longctx.schedules import SCHEDULES, PlanOptions
+from megatron_longctx.schedules import MODES, Mask, ModeOptions, Target
+from megatron_longctx.schedules.mask import documents
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.plans import helper_plan
-from megatron_longctx.testing.references import dense_attention, kernel_attention, random_qkv, shard
+from megatron_longctx.testing.references import dense_attention, random_qkv, shard, visible
 from megatron_longctx.testing.tolerances import assert_as_good_as
-
-MODES = tuple(SCHEDULES)  # 32 heads, 8 or 32 KV heads: any number of GPUs up to 8 that divides them may share them
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-HEADS = {"GQA": (32, 8), "MHA": (32, 32)}
+HEADS = {"GQA": (32, 8), "MHA": (32, 32)}  # any number of GPUs up to 8 that divides them may share them
 HEAD_DIM = 128
 LENGTH = 4096
 ITERATIONS = 50
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class Case:
-    length: int
+    lengths: tuple[int, ...]
     causal: bool
     heads: str
+    window: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def mask(self) -> Mask:
+        return documents(self.lengths, causal=self.causal, window=self.window)
+
+    def needs_more(self, kernel: str) -> bool:
+        """Whether a kernel cannot do it."""
+        asked = KernelRequest(
+            "cuda", torch.bfloat16, HEAD_DIM, *HEADS[self.heads], windows=self.mask.has_windows,
+            packed=len(self.lengths) > 1,
+        )  # fmt: skip
+        return PROVIDERS[kernel]().why_not(asked) is not None
 
     def tensors(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        return random_qkv(self.length, 1, *HEADS[self.heads], HEAD_DIM, torch.bfloat16, str(device), seed)
+        return random_qkv(self.mask.length, 1, *HEADS[self.heads], HEAD_DIM, torch.bfloat16, str(device), seed)
 
 
 CASES = (
-    Case(LENGTH, True, "GQA"),
-    Case(LENGTH, True, "MHA"),
-    Case(LENGTH + 3, True, "GQA"),
-    Case(LENGTH, False, "GQA"),
+    Case((LENGTH,), True, "GQA"),
+    Case((LENGTH,), True, "MHA"),
+    Case((LENGTH + 3,), True, "GQA"),
+    Case((LENGTH,), False, "GQA"),
+    Case((1000, 7, 2000, LENGTH - 3007), True, "GQA"),
+    Case((1000, 7, 2000, LENGTH - 3007), True, "GQA", window=(300, None)),
 )
 
 
@@ -94,20 +103,20 @@ def _every_case(rank: int, n: int, kernels: list[str], transport: str, device_ty
     }
     for case in CASES:
         tensors = case.tensors(device)
-        truth = dense_attention(*tensors, case.causal)
+        seen = visible(case.lengths, causal=case.causal, window=case.window)
+        truth = dense_attention(*tensors, seen=seen)
         for kernel in kernels:
-            whole = [kernel_attention(choose(kernel, request(case.heads, device_type)), *tensors, case.causal), truth]
+            if case.needs_more(kernel):
+                continue
+            alone = functools.partial(ContextParallelAttention(kernel=kernel), mask=case.mask)
+            whole = [forward_backward(alone, list(tensors[:3]), tensors[3]), truth]
             for schedule in MODES:
                 attention = attentions[schedule, kernel]
-                layout = attention.layout(case.length)
+                layout = attention.layout(case.mask)
                 *leaves, grad_out = (shard(x, layout, rank) for x in tensors)
-
-                def call(q: Tensor, k: Tensor, v: Tensor, attention: Any = attention, case: Case = case) -> Tensor:
-                    return attention(q, k, v, length=case.length, causal=case.causal)
-
-                found = forward_backward(call, leaves, grad_out)
+                found = forward_backward(functools.partial(attention, mask=case.mask), leaves, grad_out)
                 wrong += compare(found, whole, layout, rank, f"{schedule}, {kernel}, {case}")
-            if n == 2 and case.causal:
+            if n == 2 and case.causal and len(case.lengths) == 1:
                 wrong += _helper(rank, kernel, case, whole, device)
     for schedule in MODES:
         wrong += _many_iterations(rank, attentions[schedule, kernels[0]], schedule, device)
@@ -116,35 +125,36 @@ def _every_case(rank: int, n: int, kernels: list[str], transport: str, device_ty
 
 def _helper(rank: int, kernel: str, case: Case, whole: list[dict[str, Tensor]], device: torch.device) -> list[str]:
     """Queries, their gradients and partial results travel too."""
-    plan = helper_plan(2, case.length)
-    engine = Engine(
-        choose(kernel, request(case.heads, device.type)), P2PTransport(dist.group.WORLD, device), BufferPool(device)
-    )
-    pair = programs(plan, rank)
-    *leaves, grad_out = (shard(x, plan.layout, rank) for x in case.tensors(device))
+    plan, group = helper_plan(2, case.mask.length), dist.group.WORLD
+    assert group is not None
+    engine = Engine(choose(kernel, request(case.heads, device.type)), P2PTransport(group, device), BufferPool(device))
+    *leaves, grad_out = (shard(x, plan.queries, rank) for x in case.tensors(device))
+    shapes = shapes_of(*leaves)
+    passes = Passes(plan, Target(shapes.workload, engine.kernel.takes), rank, shapes, engine)
     strided = grad_out.transpose(0, 2).contiguous().transpose(0, 2)  # has to be copied before it is sent
     wrong = []
     for _ in range(3):
-        found = forward_backward(lambda q, k, v: Attend.apply(q, k, v, pair, engine, HEAD_DIM**-0.5), leaves, strided)
-        wrong += compare(found, whole, plan.layout, rank, f"helper, {kernel}, {case}")
+        found = forward_backward(
+            lambda q, k, v: AttentionFunction.apply(q, k, v, None, passes, HEAD_DIM**-0.5), leaves, strided
+        )
+        wrong += compare(found, whole, plan.queries, rank, f"helper, {kernel}, {case}")
     return wrong
 
 
 def _many_iterations(rank: int, attention: ContextParallelAttention, schedule: str, device: torch.device) -> list[str]:
-    """Two layers with data of their own, again and again, without the host waiting for the device in between, but once
-    for each kind of short pass over peer memory: run as it is and replayed until then, it takes one way.
+    """Two layers with data of their own, again and again, without the host waiting for the device in between.
 
     A block that lands in a buffer too early, or is read too late, gives one layer the other's data.
     """
     case = CASES[0]
-    layout = attention.layout(case.length)
+    layout = attention.layout(case.mask)
     layers = [[shard(x, layout, rank) for x in case.tensors(device, seed)] for seed in (1, 2)]
     first: list[dict[str, Tensor]] = []
     worst = torch.zeros(2, 4, device=device)
     held: list[tuple[list[int], int]] = []
     for iteration in range(ITERATIONS):
         leaves = [[x.detach().requires_grad_() for x in layer[:3]] for layer in layers]
-        outs = [attention(*three, length=case.length) for three in leaves]
+        outs = [attention(*three, mask=case.mask) for three in leaves]
         results = []
         for three, out, layer in reversed(list(zip(leaves, outs, layers, strict=True))):
             dq, dk, dv = torch.autograd.grad(out, three, layer[3])
@@ -156,8 +166,8 @@ def _many_iterations(rank: int, attention: ContextParallelAttention, schedule: s
                 size = before[name].float().norm().clamp_min(1e-6)
                 worst[i, j] = torch.maximum(worst[i, j], (now[name] - before[name]).float().norm() / size)
         del results, now, size
-        if SETTLED + 2 < iteration <= SETTLED + 7 or iteration >= ITERATIONS - 5:
-            pools = [pool.num_bytes for _, pool in attention._links.values()]
+        if 5 <= iteration < 10 or iteration >= ITERATIONS - 5:
+            pools = [pool.num_bytes for _, pool, _ in attention._links.values()]
             held.append((pools, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0))
     # Autograd's thread lets go of tensors a little later than it returns, so that single samples differ by some, and
     # on a busy machine all of the last ones: hence one more when nothing is left to do.
@@ -193,40 +203,21 @@ def test_as_good_as_one_gpu_and_the_same_every_time(n, transport):
 STEPS = 1000
 
 
-class Late:
-    """In the place of `Pace`: so many passes as they are, then replays, however long they take."""
-
-    after = 0
-    replays = None
-
-    def __init__(self, *_: Any) -> None:
-        self._passes = 0
-
-    def run(self, replayed: Callable[[], T], eager: Callable[[], T]) -> T:
-        self._passes += 1
-        return replayed() if self._passes > self.after else eager()
-
-
 def _a_thousand_steps(rank: int) -> list[str]:
-    """Lengths take turns, one of them replayed from graphs in the end; deterministic, so that equal inputs give equal
-    bits. Memory is looked at once each length has had its passes: a graph's is taken when it is captured."""
-    replay.Pace, Late.after = Late, SETTLED  # type: ignore[misc, assignment]
+    """Lengths take turns; deterministic, so that equal inputs give equal bits."""
     device = torch.device("cuda", rank)
     wrong = []
-    cases = (CASES[0], Case(8 * LENGTH, True, "GQA"))
+    cases = (CASES[0], Case((8 * LENGTH,), True, "GQA"))
     for schedule in ("all_gather", "zigzag", "ulysses"):
         attention = ContextParallelAttention(dist.group.WORLD, schedule=schedule, deterministic=True)
-        tensors = {
-            case: [shard(x, attention.layout(case.length), rank) for x in case.tensors(device)] for case in cases
-        }
+        tensors = {case: [shard(x, attention.layout(case.mask), rank) for x in case.tensors(device)] for case in cases}
         first: dict[Case, dict[str, Tensor]] = {}
         held, differ = [], torch.zeros((), dtype=torch.bool, device=device)
         steps = STEPS if schedule == "all_gather" else STEPS // 16
-        assert steps - steps // 10 > 2 * SETTLED, "as many replays as passes before"
         for step in range(steps):
             case = cases[step % 10 == 9]
             *leaves, grad_out = tensors[case]
-            call = functools.partial(attention, length=case.length)
+            call = functools.partial(attention, mask=case.mask)
             found = forward_backward(call, leaves, grad_out)
             for key, before in first.setdefault(case, found).items():
                 differ |= (found[key] != before).any()
@@ -235,7 +226,7 @@ def _a_thousand_steps(rank: int) -> list[str]:
                 torch.cuda.synchronize()
                 stats = torch.cuda.memory_stats(device)
                 held.append((stats["active_bytes.all.current"], stats["reserved_bytes.all.current"]))
-        held = held[SETTLED:]
+        held = held[len(held) // 4 :]
         if held and min(held[-5:]) > min(held[:5]):
             wrong.append(f"rank {rank}, {schedule}: memory went from {held[:5]} to {held[-5:]}")
         if differ.item():
@@ -252,15 +243,12 @@ def test_a_thousand_deterministic_steps_are_equal_and_hold_no_more_memory() -> N
 
 
 def _kept(rank: int, transport: str) -> list[str]:
-    """Three layers in flight whose calls keep what they have received, beside calls that fetch it again.
-
-    Short ones are replayed from graphs that all three layers share: what one has kept may not be another's.
-    """
-    replay.Pace, Late.after = Late, 2  # type: ignore[misc, assignment]
+    """Three layers in flight whose calls keep what they have received, beside calls that fetch it again: what one has
+    kept may not be another's."""
     device = torch.device("cuda", rank)
     wrong = []
-    modes = [(name, PlanOptions()) for name in ("ulysses", "usp", "all_gather", "zigzag")]
-    modes += [("ulysses", PlanOptions(head_chunks=2))] if 8 % (2 * dist.get_world_size()) == 0 else []
+    modes = [(name, ModeOptions()) for name in ("ulysses", "usp", "all_gather", "zigzag")]
+    modes += [("ulysses", ModeOptions(head_chunks=2))] if 8 % (2 * dist.get_world_size()) == 0 else []
     for schedule, options in modes:
         keeping, fetching = (
             ContextParallelAttention(
@@ -273,16 +261,16 @@ def _kept(rank: int, transport: str) -> list[str]:
             )
             for keep in ("true", "false")
         )
-        for case in (Case(LENGTH + 3, True, "GQA"), Case(LENGTH, False, "MHA"), Case(8 * LENGTH, True, "GQA")):
-            layout = keeping.layout(case.length)
+        for case in (Case((LENGTH + 3,), True, "GQA"), Case((LENGTH,), False, "MHA"), Case((8 * LENGTH,), True, "GQA")):
+            layout = keeping.layout(case.mask)
             layers = [[shard(x, layout, rank) for x in case.tensors(device, seed)] for seed in range(3)]
-            call = functools.partial(fetching, length=case.length, causal=case.causal)
+            call = functools.partial(fetching, mask=case.mask)
             expected = [forward_backward(call, layer[:3], layer[3]) for layer in layers]
-            for iteration in range(6):  # eager, captured once for each memory that peers read, replayed
+            for iteration in range(4):  # in both of the memories that peers read
                 calls = []
                 for layer in layers:
                     leaves = [x.detach().requires_grad_() for x in layer[:3]]
-                    calls.append((leaves, keeping(*leaves, length=case.length, causal=case.causal)))
+                    calls.append((leaves, keeping(*leaves, mask=case.mask)))
                 for i in (0, 1, 2) if iteration % 2 else (2, 1, 0):
                     leaves, out = calls[i]
                     grads = torch.autograd.grad(out, leaves, layers[i][3])

@@ -9,41 +9,42 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.comm import BufferPool, MixedTransport, PeerMemoryError, PeerTransport
+from megatron_longctx.attention.context_parallel import _Links
+from megatron_longctx.comm import BufferPool, HybridTransport, P2PTransport, PeerMemoryError, PeerTransport, WaitClock
 from megatron_longctx.testing.distributed import run_distributed
 
 CPU = torch.device("cpu")
 
 
-def _transport(mixed: bool) -> Any:
+def _transport(hybrid: bool) -> Any:
+    group: Any = dist.group.WORLD
     peers = PeerTransport.__new__(PeerTransport)
-    peers.group = dist.group.WORLD  # type: ignore[assignment]
+    peers.group, peers.hosts, peers.generation = group, ((0, 1), (0, 1)), 1
     peers.rank, peers.world, peers.device, peers.peers = dist.get_rank(), dist.get_world_size(), CPU, (0, 1)
-    peers._broken, peers._key = None, "inference.transport"
-    if not mixed:
+    peers._broken, peers._key, peers._capacity, peers._steps = None, "inference.transport", 2**20, 64
+    if not hybrid:
         return peers
-    transport = MixedTransport.__new__(MixedTransport)
-    transport.peers = peers
+    transport = HybridTransport.__new__(HybridTransport)
+    transport.peers, transport.messages = peers, P2PTransport(group, CPU)
     return transport
 
 
-def _calls(rank: int, mixed: bool) -> list[str]:
-    attention = ContextParallelAttention(dist.group.WORLD, schedule="ring", kernel="reference", graph_tokens=0)
-    transport = _transport(mixed)
-    attention._links[CPU] = (transport, BufferPool(CPU))
+def _calls(rank: int, hybrid: bool) -> list[str]:
+    attention = ContextParallelAttention(dist.group.WORLD, schedule="ring", kernel="reference")
+    attention._links[CPU] = _Links(_transport(hybrid), BufferPool(CPU), WaitClock(CPU))
     q = torch.zeros(4, 1, 2, 8)
     said = []
     for _ in range(2):
         try:
-            attention(q, q, q, length=8)  # its transport was never set up: making the mailbox fails
+            attention(q, q, q, mask=8)  # its transport has no memory: views of it fail
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
     return said
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_the_pass_after_a_failed_one_is_refused(mixed: bool) -> None:
-    for first, second in run_distributed(_calls, 2, mixed):
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_the_pass_after_a_failed_one_is_refused(hybrid: bool) -> None:
+    for first, second in run_distributed(_calls, 2, hybrid):
         assert first.startswith("AttributeError")
         assert second.startswith(PeerMemoryError.__name__) and "broken off before (AttributeError" in second
         assert "choose inference.transport=p2p" in second, "the setting that this transport comes from"

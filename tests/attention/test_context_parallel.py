@@ -1,14 +1,16 @@
-"""Sharded attention against dense attention in fp64, by every schedule, on up to 8 ranks over gloo.
+"""The attention that layers call, on ranks that are processes: against dense attention in fp64, in reduced precision as
+good as one device, and whatever else a call may be.
 
-One set of processes for each number of ranks runs all its cases; the comparison happens here, so that a wrong result
-on one rank leaves no other waiting.
+One set of processes for each number of ranks runs everything; what they found is compared here, so that a wrong result
+on one rank leaves no other waiting. Masks, kernels and hosts
+of all kinds are in test_masks, calls of one rank in test_calls.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -17,265 +19,258 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.attention.context_parallel import Attend
-from megatron_longctx.attention.engine import Engine
-from megatron_longctx.attention.program import programs
-from megatron_longctx.comm import BufferPool, P2PTransport
-from megatron_longctx.kernels import KernelRequest, choose
-from megatron_longctx.layout import build_layout
-from megatron_longctx.schedules import SCHEDULES, Plan, PlanOptions, verify
+from megatron_longctx.layout import Layout, build_layout
+from megatron_longctx.schedules import MODES, Mask, ModeOptions, find_mode
+from megatron_longctx.schedules.mask import causal, documents
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.plans import helper_plan, one_sided_plan, tangled_plan
-from megatron_longctx.testing.references import dense_attention, kernel_attention, random_qkv, shard, unshard
+from megatron_longctx.testing.references import dense_attention, random_qkv, shard, unshard, visible
 from megatron_longctx.testing.tolerances import assert_as_good_as, relative_error
 
-# Modes that share heads among ranks have tests of their own: not every number of ranks fits them.
-WHOLE_HEADS = tuple(name for name, mode in SCHEDULES.items() if not mode.splits_heads)
-
-WORLDS = (1, 2, 3, 4, 5, 6, 8)
-HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (3, 1)}
-CPU = torch.device("cpu")
+WORLDS = (2, 3, 4)
+FEW = ("zigzag", "ulysses", "all_gather")
+SINKS = (8.0, -3.0, 0.0, 12.0)
 
 
 @dataclass(frozen=True)
 class Case:
+    """heads: of queries, of keys. said: of `documents`. e: head dimension of values."""
+
     schedule: str
-    length: int
-    causal: bool
-    heads: str = "GQA"
-    b: int = 2
+    said: tuple[tuple[str, Any], ...]
+    heads: tuple[int, int]
+    e: int = 8
+    sinks: bool = False
+    batch: int = 2
     kernel: str = "reference"
     dtype: torch.dtype = torch.float64
-    bound: int | None = None
+    keep: str = "auto"
+
+    @property
+    def mask(self) -> Mask:
+        return documents(**dict(self.said)) if self.said[0][1] != (0,) else causal(0)
 
     @property
     def plain(self) -> Case:
-        """The same problem, whatever the schedule."""
-        return replace(self, schedule="", bound=None)
+        """The same problem, however it is computed."""
+        return replace(self, schedule="", keep="auto")
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        h, g = HEADS[self.heads]
-        return random_qkv(self.length, self.b, h, g, 8, self.dtype, seed=self.length)
+        return random_qkv(self.mask.length, self.batch, *self.heads, 8, self.dtype, seed=self.mask.length, e=self.e)
+
+    def sink(self) -> Tensor | None:
+        return torch.tensor((SINKS * 8)[: self.heads[0]]).double() if self.sinks else None
 
 
-def lengths(n: int) -> tuple[int, ...]:
-    """Divides into 2n pieces; does not; fewer tokens than ranks."""
-    return 4 * n, 4 * n + 3, max(n - 1, 1)
+def said(*lengths: int, **more: Any) -> tuple[tuple[str, Any], ...]:
+    return (("lengths", lengths), *more.items())
 
 
-def exact_cases(n: int) -> list[Case]:
-    """Every mode, length and mask, with each kind of heads and batch (n=2), each kind once, or the kinds by turns."""
-    some = [("MHA", 1), ("GQA", 2), ("MQA", 2)]
-    cases = []
-    for schedule in WHOLE_HEADS:
-        for i, (length, causal) in enumerate(product(lengths(n), (True, False))):
-            kinds = list(product(HEADS, (1, 2))) if n == 2 else some if n in (3, 4, 8) else some[i % 3 :][:1]
-            cases += [Case(schedule, length, causal, heads, b) for heads, b in kinds]
-    cases += [Case("all_gather", 4 * n + 3, causal, bound=bound) for causal in (True, False) for bound in (2, 6)]
-    return cases + [Case(schedule, 0, True) for schedule in WHOLE_HEADS]
+def options(n: int) -> ModeOptions:
+    return ModeOptions(inner_size={2: 2, 3: 3, 4: 2}.get(n, 1))
 
 
-def rounded_cases(n: int) -> list[Case]:
-    return [
-        Case(schedule, length, causal, "GQA", 2, "cpu", dtype)
-        for schedule, length, causal, dtype in product(
-            WHOLE_HEADS, (16 * n, 16 * n + 5, max(n - 1, 1)), (True, False), (torch.float32, torch.bfloat16)
-        )
-    ]
+def cases(n: int) -> list[Case]:
+    """By mode causal, full, and documents in a window with sinks and larger values; MHA, GQA, MQA; fewer tokens than
+    ranks, and none; kept and fetched again; and by kernels in lower precision."""
+    mha, gqa, mqa = (2 * n, 2 * n), (2 * n, n), (n, 1)
+    found = []
+    for schedule in MODES:
+        found += [
+            Case(schedule, said(4 * n + 3), gqa),
+            Case(schedule, said(4 * n, causal=False), mha, batch=1, keep="true"),
+            Case(schedule, said(9, 1, 2 * n + 3, window=(6, None)), mqa, e=12, sinks=True),
+            Case(schedule, said(9, 1, 2 * n + 3, window=(6, None)), gqa, e=12, sinks=True, keep="true"),
+            Case(schedule, said(max(n - 1, 1)), mha),
+            Case(schedule, said(0), mha),
+        ]
+        for dtype in (torch.float32, torch.bfloat16):
+            found += [Case(schedule, said(16 * n + 5), gqa, kernel="cpu", dtype=dtype)]
+            found += [Case(schedule, said(16 * n, causal=False), gqa, kernel="cpu", dtype=dtype)]
+    return found
 
 
-def attend(attention: Any, case: Case, rank: int) -> dict[str, Tensor]:
-    """This rank's shards of out, dq, dk, dv."""
-    layout = attention.layout(case.length)
-    *leaves, grad_out = (shard(x, layout, rank) for x in case.tensors())
-    q, k, v = (x.requires_grad_() for x in leaves)
-    out = attention(q, k, v, length=case.length, causal=case.causal)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad_out)
-    return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
-
-
-class Ranks:
-    """What one rank does in one spawn. Attention objects are kept: cases share buffers, as layers do."""
+class Rank:
+    """What one rank does. Attention objects are kept: cases share buffers, as layers do."""
 
     def __init__(self, rank: int, n: int) -> None:
         self.rank, self.n = rank, n
         self._made: dict[Any, ContextParallelAttention] = {}
 
     def attention(self, case: Case) -> ContextParallelAttention:
-        key = (case.schedule, case.kernel, case.bound)
+        key = case.schedule, case.kernel, case.keep
         if key not in self._made:
             self._made[key] = ContextParallelAttention(
-                dist.group.WORLD, schedule=case.schedule, kernel=case.kernel, options=PlanOptions(case.bound)
+                dist.group.WORLD,
+                schedule=case.schedule,
+                kernel=case.kernel,
+                options=options(self.n),
+                keep_received=case.keep,
             )
         return self._made[key]
 
+    def shards(self, case: Case, layout: Layout) -> tuple[list[Tensor], Tensor]:
+        *leaves, grad_out = (shard(x, layout, self.rank) for x in case.tensors())
+        sink = case.sink()
+        return [x.requires_grad_() for x in (*leaves, *(() if sink is None else (sink,)))], grad_out
+
+    def call(self, case: Case) -> tuple[list[Tensor], Tensor, Tensor]:
+        attention = self.attention(case)
+        leaves, grad_out = self.shards(case, attention.layout(case.mask))
+        return leaves, attention(*leaves[:3], mask=case.mask, sink=(leaves[3:] or [None])[0]), grad_out
+
     def case(self, case: Case) -> dict[str, Tensor]:
-        return attend(self.attention(case), case, self.rank)
+        return gradients(*self.call(case))
 
-    def by_hand(self, plan: Plan, case: Case) -> dict[str, Tensor]:
-        """A plan that is no mode of `SCHEDULES`, through the executor's own parts."""
-        h, g = HEADS[case.heads]
-        kernel = choose(case.kernel, KernelRequest("cpu", case.dtype, 8, h, g))
-        engine = Engine(kernel, P2PTransport(dist.group.WORLD, CPU), BufferPool(CPU))
-        *leaves, grad_out = (shard(x, plan.layout, self.rank) for x in case.tensors())
-        q, k, v = (x.requires_grad_() for x in leaves)
-        out = Attend.apply(q, k, v, programs(plan, self.rank), engine, 8**-0.5)
-        # A gradient with strides of its own, which messages cannot take as it lies.
-        strided = grad_out.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
-        dq, dk, dv = torch.autograd.grad(out, (q, k, v), strided)
-        return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
-
-    def in_flight(self, schedule: str) -> dict[str, bool]:
-        """Several calls before their backwards, which come in any order; layer upon layer."""
-        first = Case(schedule, 4 * self.n + 3, True)
-        second = Case(schedule, 4 * self.n, False, "MHA", 1)
-        attention = self.attention(first)
-        alone = [self.case(case) for case in (first, second)]
-        found = {}
-        for order in ((0, 1), (1, 0)):
-            calls = []
-            for case in (first, second):
-                layout = attention.layout(case.length)
-                *leaves, grad_out = (shard(x, layout, self.rank) for x in case.tensors())
-                leaves = [x.requires_grad_() for x in leaves]
-                out = attention(*leaves, length=case.length, causal=case.causal)
-                calls.append((leaves, out, grad_out))
+    def in_flight(self, schedule: str, keep: str) -> list[bool]:
+        """Several calls before their backwards, which come in any order: none has another's blocks."""
+        some = [
+            Case(schedule, said(4 * self.n + 3), (2 * self.n, self.n), keep=keep),
+            Case(schedule, said(4 * self.n, causal=False), (2 * self.n, 2 * self.n), batch=1, keep=keep),
+            Case(schedule, said(5, 4 * self.n), (2 * self.n, self.n), keep=keep),
+        ]
+        alone = [self.case(replace(case, keep="false")) for case in some]
+        found = []
+        for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+            calls = [self.call(case) for case in some]
             for i in order:
-                leaves, out, grad_out = calls[i]
-                grads = torch.autograd.grad(out, leaves, grad_out)
-                same = [torch.equal(out, alone[i]["out"])]
-                same += [torch.equal(x, alone[i][name]) for x, name in zip(grads, ("dq", "dk", "dv"), strict=True)]
-                found[f"call {i} of order {order}"] = all(same)
+                found.append(same(gradients(*calls[i]), alone[i]))
         return found
 
-    def stacked(self, schedule: str) -> dict[str, Tensor]:
-        """Two layers: the queries of the second are the output of the first."""
-        case = Case(schedule, 4 * self.n + 3, True)
-        attention = self.attention(case)
-        *leaves, grad_out = (shard(x, attention.layout(case.length), self.rank) for x in case.tensors())
-        q, k, v = (x.requires_grad_() for x in leaves)
-        hidden = attention(q, k, v, length=case.length)
-        out = attention(hidden, v, k, length=case.length)
-        dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad_out)
-        return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
-
-    def reuse(self, schedule: str) -> dict[str, int]:
-        """Bytes held by buffers after one call forward and backward, after more, and after a longer sequence."""
-        attention = ContextParallelAttention(dist.group.WORLD, schedule=schedule, kernel="reference")
-        case = Case(schedule, 4 * self.n + 3, True)
-        held = {}
-        for name in ("first", "second", "third"):
-            attend(attention, case, self.rank)
-            ((_, pool),) = attention._links.values()
-            held[name] = pool.num_bytes
-        attend(attention, replace(case, length=2 * self.n), self.rank)
-        held["shorter"] = pool.num_bytes
-        attend(attention, replace(case, length=8 * self.n + 6), self.rank)
-        held["longer"] = pool.num_bytes
+    def buffers(self, schedule: str) -> list[int]:
+        """Bytes held after one call forward and backward, after another, a shorter one, a longer one."""
+        self._made.clear()
+        case, held = Case(schedule, said(4 * self.n + 3), (2 * self.n, self.n)), []
+        for length in (4 * self.n + 3, 4 * self.n + 3, 2 * self.n, 8 * self.n + 6):
+            self.case(replace(case, said=said(length)))
+            ((_, pool, _),) = self.attention(case)._links.values()
+            held.append(pool.num_bytes)
         return held
 
-    def repeats(self, schedule: str) -> bool:
-        """Bit-equal results from run to run."""
-        for dtype in (torch.float32, torch.bfloat16):
-            case = Case(schedule, 16 * self.n + 5, True, "GQA", 2, "cpu", dtype)
-            first, second = self.case(case), self.case(case)
-            if not all(torch.equal(first[name], second[name]) for name in first):
-                return False
-        return True
-
-    def gradients_of_all_kinds(self, schedule: str) -> dict[str, bool]:
-        """Expanded, strided and missing gradients; strided inputs; no gradient at all."""
-        case = Case(schedule, 4 * self.n + 3, True)
+    def gradients_of_all_kinds(self, schedule: str, keep: str) -> dict[str, bool]:
+        """Expanded, strided and missing gradients; strided inputs; given results; no gradient at all."""
+        case = Case(schedule, said(4 * self.n + 3), (2 * self.n, self.n), sinks=True, keep=keep)
         attention = self.attention(case)
-        q, k, v, grad_out = (shard(x, attention.layout(case.length), self.rank) for x in case.tensors())
-        call = functools.partial(attention, length=case.length)
-        plain = attend(attention, case, self.rank)
+        (q, k, v, sink), grad_out = self.shards(case, attention.layout(case.mask))
+        call = functools.partial(attention, mask=case.mask)
+        plain = self.case(case)
+        h, g = case.heads
 
         def leaves() -> list[Tensor]:
-            return [x.clone().requires_grad_() for x in (q, k, v)]
+            return [x.detach().clone().requires_grad_() for x in (q, k, v, sink)]
 
-        summed = leaves()
-        call(*summed).sum().backward()
-        ones = leaves()
-        call(*ones).backward(torch.ones_like(q))
-        strided = leaves()
-        call(*strided).backward(grad_out.transpose(0, 2).contiguous().transpose(0, 2))
-        packed = torch.cat((q, k, v), dim=2).requires_grad_()  # one tensor, as a fused projection gives it
-        h, g = q.shape[2], k.shape[2]
-        from_packed = call(*packed.split((h, g, g), dim=2))
-        from_packed.backward(grad_out)
-        given = leaves()
-        call(*given, result=attention.forward(q, k, v, length=case.length)).backward(grad_out)
-        only_v = [q.clone(), k.clone(), v.clone().requires_grad_()]
-        call(*only_v).backward(grad_out)
+        def found(work: Callable[..., Tensor], grad: Tensor = grad_out) -> dict[str, Tensor]:
+            some = leaves()
+            return gradients(some, work(*some[:3], sink=some[3]), grad)
+
+        packed = torch.cat((q, k, v), dim=2).detach().requires_grad_()  # as a fused projection gives it
+        from_packed = call(*packed.split((h, g, g), dim=2), sink=sink)
+        (of_packed,) = torch.autograd.grad(from_packed, packed, grad_out)
+        only_v = leaves()[2]
+        (of_v,) = torch.autograd.grad(call(q.detach(), k.detach(), only_v, sink=sink.detach()), only_v, grad_out)
+        again = self.call(case)
+        torch.autograd.grad(again[1], again[0], grad_out, retain_graph=True)
         with torch.no_grad():
-            without = call(*leaves())
-        plain_grads = [plain[name] for name in ("dq", "dk", "dv")]
-        assert packed.grad is not None
+            without = call(*leaves()[:3], sink=sink)
+        given = attention.forward(q, k, v, mask=case.mask, sink=sink)
+        summed, ones = found(call, torch.ones(()).double().expand(grad_out.shape)), found(call, torch.ones_like(q))
         return {
-            "a sum": all(torch.equal(x.grad, y.grad) for x, y in zip(summed, ones, strict=True)),
-            "a strided gradient": all(torch.equal(x.grad, y) for x, y in zip(strided, plain_grads, strict=True)),
-            "a given result": all(torch.equal(x.grad, y) for x, y in zip(given, plain_grads, strict=True)),
-            "packed inputs": torch.equal(packed.grad, torch.cat(plain_grads, dim=2)),
-            "packed output": torch.equal(from_packed, plain["out"]),
-            "only one input": torch.equal(only_v[2].grad, plain["dv"]) and only_v[0].grad is None,
+            "a sum": same(summed, ones),
+            "a strided gradient": same(found(call, grad_out.transpose(0, 2).contiguous().transpose(0, 2)), plain),
+            "a given result": close(found(functools.partial(call, result=given)), plain),
+            "backward again": same(gradients(*again), plain),
+            "packed inputs": torch.equal(of_packed, torch.cat([plain[name] for name in ("dq", "dk", "dv")], dim=2)),
+            "packed output": torch.equal(from_packed.detach(), plain["out"]),
+            "only one input": torch.equal(of_v, plain["dv"]),
             "no gradient": torch.equal(without, plain["out"]) and not without.requires_grad,
-            "a second scale": not q.numel() or not torch.equal(call(q, k, v, scale=0.1), plain["out"]),
-            "the default scale": torch.equal(call(q, k, v, scale=8**-0.5), plain["out"]),
+            "another scale": not q.numel() or not torch.equal(call(q, k, v, sink=sink, scale=0.1), plain["out"]),
+            "the default scale": torch.equal(call(q, k, v, sink=sink, scale=8**-0.5), plain["out"]),
         }
 
-    def refusals(self, schedule: str) -> dict[str, str]:
-        case = Case(schedule, 4 * self.n + 3, True)
-        attention = self.attention(case)
-        q, k, v, _ = (shard(x, attention.layout(case.length), self.rank) for x in case.tensors())
-        more = torch.cat((q, q[:1]))
+    def saved(self, keep: str) -> tuple[int, int]:
+        """Bytes that autograd keeps of a call of Ulysses, and of them those of the caller's own tensors."""
+        case = Case("ulysses", said(64 * self.n), (2 * self.n, 2 * self.n), batch=1, dtype=torch.float32, keep=keep)
+        found: dict[int, int] = {}
 
-        def refused(**change: Any) -> str:
+        def pack(x: Tensor) -> Tensor:
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            leaves, out, _ = self.call(case)
+        own = {x.untyped_storage().data_ptr() for x in (*leaves, out)}
+        return sum(found.values()), sum(size for pointer, size in found.items() if pointer in own)
+
+    def int8(self, schedule: str) -> tuple[float, float, str]:
+        """Errors of a call for inference and of one that trains; why gradients are refused."""
+        attention = ContextParallelAttention(
+            dist.group.WORLD, schedule=schedule, kernel="reference", kv_int8=True, options=options(self.n)
+        )
+        mask, whole = causal(6 * self.n), random_qkv(6 * self.n, 2, self.n, self.n, 8, torch.float32)
+        mine = [shard(x, attention.layout(mask), self.rank) for x in whole[:3]]
+        exact = shard(dense_attention(*whole)["out"], attention.layout(mask), self.rank)
+        errors = [
+            relative_error(attention(*mine, mask=mask, inference=inference), exact) for inference in (True, False)
+        ]
+        try:
+            attention(mine[0].requires_grad_(), *mine[1:], mask=mask, inference=True)
+        except ValueError as error:
+            return errors[0], errors[1], str(error)
+        return errors[0], errors[1], "not refused"
+
+    def refusals(self) -> dict[str, str]:
+        case = Case("zigzag", said(4 * self.n + 3), (4, 2))
+        attention = self.attention(case)
+        (q, k, v), _ = self.shards(case, attention.layout(case.mask))
+        more, sharing = torch.cat((q, q[:1])), self.attention(replace(case, schedule="ulysses"))
+        one_head = [x[:, :, :1] for x in self.shards(case, sharing.layout(case.mask))[0]]
+
+        def refused(attention: ContextParallelAttention = attention, **change: Any) -> str:
             try:
-                attention(**{"q": q, "k": k, "v": v, "length": case.length, **change})
+                attention(**{"q": q, "k": k, "v": v, "mask": case.mask, **change})
             except ValueError as error:
                 return str(error)
             return "not refused"
 
-        other = ContextParallelAttention(dist.group.WORLD, schedule=schedule, kernel="cudnn")
-        try:
-            other(q, k, v, length=case.length)
-            kernel = "not refused"
-        except ValueError as error:
-            kernel = str(error)
         return {
             "one token too many": refused(q=more, k=more[:, :, :2], v=more[:, :, :2]),
-            "another length": refused(length=case.length + 2 * self.n),
+            "another length": refused(mask=4 * self.n + 3 + 2 * self.n),
             "too few dimensions": refused(q=q[..., 0]),
-            "keys and values differ": refused(v=v[..., :4]),
+            "heads of keys and values differ": refused(v=v[:, :, :1]),
             "batches differ": refused(k=k[:, :1], v=v[:, :1]),
             "heads do not divide": refused(q=q[:, :, :3]),
-            "negative length": refused(length=-1),
-            "kernel": kernel,
+            "heads that cannot be shared": refused(sharing, **dict(zip("qkv", one_head, strict=True))),
+            "kernel": refused(self.attention(replace(case, kernel="cudnn"))),
         }
 
 
-def _run(rank: int, n: int) -> dict[str, Any]:
-    ranks = Ranks(rank, n)
-    found: dict[str, Any] = {"cases": {case: ranks.case(case) for case in (*exact_cases(n), *rounded_cases(n))}}
-    found["by hand"] = {key: ranks.by_hand(*key) for key in hand_made(n)}
-    for schedule in WHOLE_HEADS:
-        for name in ("in_flight", "stacked", "reuse", "repeats", "gradients_of_all_kinds", "refusals"):
-            found[name, schedule] = getattr(ranks, name)(schedule)
-    return found
+def gradients(leaves: list[Tensor], out: Tensor, grad_out: Tensor) -> dict[str, Tensor]:
+    found = torch.autograd.grad(out, leaves, grad_out)
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv", "dsink"), found, strict=False))}
 
 
-def hand_made(n: int) -> list[tuple[Plan, Case]]:
-    plans = {
-        2: [helper_plan(2, 8), helper_plan(2, 37), one_sided_plan(10)],
-        3: [helper_plan(3, 35), tangled_plan(12), tangled_plan(36)],
-    }
-    return [
-        (plan, Case("", plan.layout.length, plan.causal, heads, 2, kernel, dtype))
-        for plan in plans.get(n, [])
-        for heads in HEADS
-        for kernel, dtype in (("reference", torch.float64), ("cpu", torch.float32), ("cpu", torch.bfloat16))
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return all(relative_error(found[name], value) < 1e-12 for name, value in expected.items())
+
+
+def _run(number: int, n: int) -> dict[str, Any]:
+    rank = Rank(number, n)
+    found: dict[str, Any] = {"cases": [rank.case(case) for case in cases(n)]}
+    found["again"] = [
+        same(rank.case(case), found["cases"][i]) for i, case in enumerate(cases(n)) if case.kernel == "cpu"
     ]
+    for schedule in FEW:
+        for keep in ("false", "true"):
+            found["in flight", schedule, keep] = rank.in_flight(schedule, keep)
+            found["gradients", schedule, keep] = rank.gradients_of_all_kinds(schedule, keep)
+    found["saved"] = [rank.saved(keep) for keep in ("false", "true", "auto")]
+    found["int8"] = [rank.int8(schedule) for schedule in FEW]
+    found["refusals"] = rank.refusals()
+    found["buffers"] = {schedule: rank.buffers(schedule) for schedule in MODES}
+    return found
 
 
 @functools.cache
@@ -286,8 +281,14 @@ def _attempt(n: int) -> list[dict[str, Any]] | Exception:
         return error
 
 
-def results(n: int) -> list[dict[str, Any]]:
-    """What every rank of `n` found, by rank; run once, also when it fails."""
+@pytest.fixture(params=WORLDS, ids=lambda n: f"{n} ranks", scope="module")
+def n(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def ranks(n: int) -> list[dict[str, Any]]:
+    """What every rank found; run once, also when it fails."""
     found = _attempt(n)
     if isinstance(found, Exception):
         raise found
@@ -296,152 +297,100 @@ def results(n: int) -> list[dict[str, Any]]:
 
 @functools.cache
 def truth(plain: Case) -> dict[str, Tensor]:
-    return dense_attention(*plain.tensors(), plain.causal)
+    return dense_attention(*plain.tensors(), seen=visible(**dict(plain.said)), sink=plain.sink())
 
 
 @functools.cache
 def own(plain: Case) -> dict[str, Tensor]:
-    h, g = HEADS[plain.heads]
-    kernel = choose(plain.kernel, KernelRequest("cpu", plain.dtype, 8, h, g))
-    return kernel_attention(kernel, *plain.tensors(), plain.causal)
+    """By one rank alone, in the same precision."""
+    leaves = [x.requires_grad_() for x in plain.tensors()[:3]]
+    out = ContextParallelAttention(kernel=plain.kernel)(*leaves, mask=plain.mask)
+    return gradients(leaves, out, plain.tensors()[3])
 
 
-def check(shards: list[dict[str, Tensor]], layout: Any, case: Case) -> None:
-    found = {name: unshard([s[name] for s in shards], layout) for name in shards[0]}
+def check(shards: list[dict[str, Tensor]], layout: Layout, case: Case) -> None:
+    found = {name: unshard([s[name] for s in shards], layout) for name in shards[0] if name != "dsink"}
+    if case.sinks:
+        found["dsink"] = torch.stack([s["dsink"] for s in shards]).sum(0)
     expected = truth(case.plain)
+    assert found.keys() == expected.keys()
     if case.dtype is not torch.float64:
         assert_as_good_as(found, own(case.plain), expected, case)
         return
     for name, value in expected.items():
         assert found[name].shape == value.shape and found[name].dtype == value.dtype
-        assert relative_error(found[name], value) < 1e-12, f"{case}: {name}"
+        for head in range(value.shape[-2] if value.ndim > 1 else 1):  # heads with large sinks are small
+            part = (..., head, slice(None)) if value.ndim > 1 else ...
+            assert relative_error(found[name][part], value[part]) < 1e-9, f"{case}: {name} of head {head}"
 
 
-@pytest.fixture(params=WORLDS, ids=lambda n: f"{n} ranks", scope="module")
-def n(request: pytest.FixtureRequest) -> int:
-    return request.param
+def layout_of(schedule: str, n: int, length: int) -> Layout:
+    return build_layout(find_mode(schedule, n, options(n)).layout, n, length)
 
 
-@pytest.mark.parametrize("schedule", WHOLE_HEADS)
-def test_exact_in_fp64(n, schedule):
-    cases = [case for case in exact_cases(n) if case.schedule == schedule]
-    assert len(cases) >= 6
-    assert {case.heads for case in cases} == set(HEADS)
-    for case in cases:
-        layout = build_layout(SCHEDULES[schedule].layout, n, case.length)
-        check([found["cases"][case] for found in results(n)], layout, case)
+def test_every_mode_is_dense_attention(n: int, ranks: list[dict[str, Any]]) -> None:
+    for i, case in enumerate(cases(n)):
+        layout = layout_of(case.schedule, n, case.mask.length)
+        check([found["cases"][i] for found in ranks], layout, case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("schedule", WHOLE_HEADS)
-def test_as_good_as_one_device(n, schedule, dtype):
-    cases = [case for case in rounded_cases(n) if (case.schedule, case.dtype) == (schedule, dtype)]
-    assert len(cases) == 6
-    for case in cases:
-        layout = build_layout(SCHEDULES[schedule].layout, n, case.length)
-        check([found["cases"][case] for found in results(n)], layout, case)
+def test_runs_are_bit_equal(ranks: list[dict[str, Any]]) -> None:
+    assert all(all(found["again"]) for found in ranks)
 
 
-@pytest.mark.parametrize("n", [2, 3], ids=lambda n: f"{n} ranks", indirect=True, scope="module")
-def test_plans_in_which_queries_and_results_travel(n):
-    for plan, case in hand_made(n):
-        verify(plan)
-        check([found["by hand"][plan, case] for found in results(n)], plan.layout, case)
+@pytest.mark.parametrize("schedule", FEW)
+def test_calls_in_flight_do_not_disturb_each_other(schedule: str, ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        for keep in ("false", "true"):
+            assert found["in flight", schedule, keep] == [True] * 9
 
 
-@pytest.mark.parametrize("schedule", WHOLE_HEADS)
-def test_calls_in_flight_do_not_disturb_each_other(n, schedule):
-    for rank, found in enumerate(results(n)):
-        answers = found["in_flight", schedule]
-        assert len(answers) == 4
-        assert all(answers.values()), f"rank {rank}: {answers}"
+@pytest.mark.parametrize("schedule", MODES)
+def test_buffers_serve_again_and_grow_only_for_more(schedule: str, ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        first, second, shorter, longer = found["buffers"][schedule]
+        assert first == second == shorter < longer
 
 
-@pytest.mark.parametrize("schedule", WHOLE_HEADS)
-def test_two_layers(n, schedule):
-    case = Case(schedule, 4 * n + 3, True)
-    leaves = [x.requires_grad_() for x in case.tensors()[:3]]
-    q, k, v = leaves
-
-    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.permute(2, 0, 1, 3)
-
-    out = dense(dense(q, k, v), v, k)
-    grads = torch.autograd.grad(out, leaves, case.tensors()[3])
-    layout = build_layout(SCHEDULES[schedule].layout, n, case.length)
-    for name, expected in zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True):
-        found = unshard([found["stacked", schedule][name] for found in results(n)], layout)
-        assert relative_error(found, expected) < 1e-12, name
+@pytest.mark.parametrize("schedule", FEW)
+def test_gradients_and_inputs_of_all_kinds(schedule: str, ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        for keep in ("false", "true"):
+            wrong = [name for name, right in found["gradients", schedule, keep].items() if not right]
+            assert not wrong, f"rank {rank}, keep={keep}"
 
 
-@pytest.mark.parametrize("schedule", WHOLE_HEADS)
-def test_buffers_are_reused(n, schedule):
-    for found in results(n):
-        held = found["reuse", schedule]
-        assert held["first"] == held["second"] == held["third"] == held["shorter"]
-        assert held["longer"] > held["first"] if n > 1 else held["longer"] == 0
+def test_ulysses_keeps_what_it_attends_in_the_place_of_its_own(n: int, ranks: list[dict[str, Any]]) -> None:
+    tensor, lse = 64 * 2 * n * 8 * 4, 64 * 2 * n * 4  # one of q, k, v, out of a rank
+    for found in ranks:
+        fetched, kept, auto = found["saved"]
+        assert fetched == (4 * tensor + lse, 4 * tensor)
+        assert kept == auto == (4 * tensor + lse, 0)
 
 
-@pytest.mark.parametrize("schedule", WHOLE_HEADS)
-def test_runs_are_bit_equal(n, schedule):
-    assert all(found["repeats", schedule] for found in results(n))
+def test_keys_and_values_travel_in_8_bits_for_inference_alone(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        for rounded, trained, refused in found["int8"]:
+            assert 1e-4 < rounded < 0.02 and trained < 1e-5
+            assert "expected an inference call without gradients" in refused
 
 
-@pytest.mark.parametrize("schedule", WHOLE_HEADS)
-def test_gradients_and_inputs_of_all_kinds(n, schedule):
-    for rank, found in enumerate(results(n)):
-        wrong = [name for name, right in found["gradients_of_all_kinds", schedule].items() if not right]
-        assert not wrong, f"rank {rank}"
-
-
-@pytest.mark.parametrize("schedule", WHOLE_HEADS)
-def test_wrong_input_is_refused_on_every_rank(n, schedule):
+def test_wrong_input_is_refused_on_every_rank(n: int, ranks: list[dict[str, Any]]) -> None:
     length = 4 * n + 3
-    layout = build_layout(SCHEDULES[schedule].layout, n, length)
-    longer = build_layout(SCHEDULES[schedule].layout, n, length + 2 * n)
-    for rank, found in enumerate(results(n)):
-        messages = found["refusals", schedule]
+    layout, longer = (layout_of("zigzag", n, tokens) for tokens in (length, length + 2 * n))
+    for rank, found in enumerate(ranks):
         s = layout.num_tokens(rank)
         where = f"since rank {rank} of {n} holds {s} of {length} tokens in the {layout.name} layout"
         expected = {
             "one token too many": f"q has shape ({s + 1}, 2, 4, 8): expected [{s}, b, heads, d], {where}",
             "another length": f"expected [{longer.num_tokens(rank)}, b, heads, d]",
             "too few dimensions": f"q has shape ({s}, 2, 4): expected [{s}, b, heads, d], {where}",
-            "keys and values differ": f"k ({s}, 2, 2, 8), v ({s}, 2, 2, 4): expected equal batch and head dimension",
+            "heads of keys and values differ": f"k ({s}, 2, 2, 8), v ({s}, 2, 1, 8): expected equal batch",
             "batches differ": f"q ({s}, 2, 4, 8), k ({s}, 1, 2, 8)",
             "heads do not divide": f"q ({s}, 2, 3, 8), k ({s}, 2, 2, 8)",
-            "negative length": "length=-1: expected 0 tokens or more",
+            "heads that cannot be shared": "query heads",
             "kernel": "kernel='cudnn' cannot be used here",
         }
-        assert messages.keys() == expected.keys()
+        assert found["refusals"].keys() == expected.keys()
         for name, text in expected.items():
-            assert text in messages[name], f"rank {rank}: {name}: {messages[name]}"
-
-
-def test_one_rank_needs_no_process_group():
-    attention = ContextParallelAttention(schedule="zigzag", kernel="reference")
-    assert (attention.rank, attention.world) == (0, 1)
-    for case in (Case("zigzag", 7, True), Case("zigzag", 7, False, "MQA"), Case("zigzag", 0, True)):
-        check([attend(attention, case, 0)], attention.layout(case.length), case)
-    ((transport, pool),) = attention._links.values()
-    assert transport is None and pool.num_bytes == 0
-
-
-def test_one_rank_computes_what_its_kernel_computes():
-    for dtype in (torch.float32, torch.bfloat16):
-        case = Case("zigzag", 33, True, "GQA", 2, "cpu", dtype)
-        found = attend(ContextParallelAttention(kernel="cpu"), case, 0)
-        assert all(torch.equal(found[name], value) for name, value in own(case.plain).items())
-
-
-def test_settings_reach_the_plan():
-    attention = ContextParallelAttention(schedule="all_gather", options=PlanOptions(6, unit=2))
-    assert attention.plan(8).name == "all_gather" and attention.plan(8, False).causal is False
-    with pytest.raises(ValueError, match="length=7: expected a multiple of unit=2"):
-        attention.layout(7)
-    with pytest.raises(ValueError, match="schedule 'spiral': expected one of ring"):
-        ContextParallelAttention(schedule="spiral")
-    with pytest.raises(ValueError, match="kernel='warp' is unknown"):
-        ContextParallelAttention(kernel="warp")(*random_qkv(4, 1, 2, 1, 8, torch.float32)[:3], length=4)
+            assert text in found["refusals"][name], f"rank {rank}: {name}: {found['refusals'][name]}"

@@ -1,11 +1,10 @@
-"""What a pass costs the host: operations, each of which a GPU's driver has to be told of. Counted, not timed."""
+"""What a pass costs the host: operations, each of which a GPU's driver has to be told of. Counted, not timed; and in
+which order they are issued."""
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,21 +12,35 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_longctx.attention import accumulate
-from megatron_longctx.attention.engine import Engine
-from megatron_longctx.attention.executor import BackwardPass, ForwardPass
-from megatron_longctx.attention.program import Program, compile_program, programs
-from megatron_longctx.comm import BufferPool, Exchange, Outbox, PeerTransport
+from megatron_longctx.attention import run as running
+from megatron_longctx.attention.bind import Bound, Engine, bind
+from megatron_longctx.attention.function import shapes_of
+from megatron_longctx.attention.run import Run
+from megatron_longctx.comm import BufferPool, Exchange
+from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.ledger import CacheLedger
-from megatron_longctx.inference.plan import Batch, build
 from megatron_longctx.kernels import AttentionKernel
-from megatron_longctx.kernels.moves import Mover
-from megatron_longctx.schedules import Kind, PlanOptions, build_plan, keeping
+from megatron_longctx.kernels.batched_copy import BatchedCopy
+from megatron_longctx.schedules import (
+    MODES,
+    Kind,
+    Lowering,
+    ModeOptions,
+    Plan,
+    Program,
+    Takes,
+    Target,
+    backward_plan,
+    build_plan,
+    keeping,
+)
+from megatron_longctx.schedules.mask import documents, full
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 VIEWS = ("slice", "view", "select", "permute", "detach", "as_strided", "expand", "unbind", "transpose", "narrow")
 WITHOUT_LAUNCH = ("empty", *VIEWS)
+HEADS, KV_HEADS, DIM = 32, 16, 8
 
 
 class Counted(TorchDispatchMode):
@@ -36,6 +49,7 @@ class Counted(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.views = self.launches = self.merges = 0
+        self.copies: list[int] = []  # of every launch of copies, how many
 
     def __repr__(self) -> str:
         return f"{self.merges} merges among {self.launches} launches, {self.views} views"
@@ -47,116 +61,198 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class NoMessages:
-    """A transport that moves nothing."""
+class Silent:
+    """A transport that moves nothing and notes what it is told. peers: whether all read each other's memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, n: int, peers: bool = False) -> None:
+        self.hosts = (tuple(range(n)),) * n if peers else None
+        self.events: list[str] = []
+        self.marks = self.channels = 0
         self.received: list[list[Tensor]] = []
 
-    def now(self) -> None:
-        return None
+    def now(self) -> int:
+        self.marks += 1
+        self.events.append("mark")
+        return self.marks
 
-    def start(self, sends: Any, receives: Any, after: Any = ()) -> Exchange:
-        assert all(tensor.is_contiguous() for tensor, _ in (*sends, *receives))
-        self.received.append([tensor for tensor, _ in receives])
+    def channel(self, program: Program, num_bytes: int, memory: Callable[[int], Tensor]) -> Any:
+        assert num_bytes >= program.sends.num_bytes
+        self.channels += 1
+        return SilentChannel(self, memory(num_bytes))
+
+    def break_off(self, error: BaseException) -> None:
+        raise AssertionError("a pass failed") from error
+
+
+class SilentChannel:
+    generation = 0
+
+    def __init__(self, transport: Silent, memory: Tensor) -> None:
+        self._transport, self._memory = transport, memory
+
+    def begin(self) -> int:
+        return 0
+
+    def memory(self) -> Tensor:
+        return self._memory
+
+    def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Sequence[Any]) -> Exchange:
+        assert all(tensor.is_contiguous() for tensor in (*passed, *receives))
+        self._transport.received.append(list(receives))
+        self._transport.events.append("start")
         return Exchange()
 
     def wait(self, exchange: Exchange) -> None:
-        pass
+        assert not exchange.done
+        exchange.done = True
+        self._transport.events.append("wait")
+
+    def acquire(self, step: int, receives: Sequence[Any]) -> list[Tensor]:
+        self._transport.events.append("acquire")
+        return [torch.empty(x.shape, dtype=x.dtype) for x in receives]
+
+    def release(self, step: int) -> None:
+        self._transport.events.append("release")
 
 
 class NoAttention(AttentionKernel):
     """Results that lie as flash-attn's do, and nothing in them."""
 
-    name = "none"
+    takes = Takes(packed=True, rectangles=True, windows=True)
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
 
     def why_not(self, request: Any) -> None:
         return None
 
     def _forward(self, block: Any) -> tuple[Tensor, Tensor]:
+        self.events.append("kernel")
         s, b, h, d = block.q.shape
         return torch.empty(b, s, h, d, dtype=BF16).permute(1, 0, 2, 3), torch.empty(b, h, s).permute(2, 0, 1)
 
     def _backward(self, block: Any, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self.events.append("kernel")
         return tuple(torch.empty(x.shape, dtype=BF16) for x in (block.q, block.k, block.v))  # type: ignore[return-value]
 
 
-def engine() -> Engine:
-    """Over the transport and the kernel above."""
-    return Engine(NoAttention(), NoMessages(), BufferPool(CPU))  # type: ignore[arg-type]
+class Layer:
+    """A rank's passes, over tensors in which nothing is."""
+
+    def __init__(self, plan: Plan, rank: int, peers: bool = False, engine: Engine | None = None) -> None:
+        self.transport: Any = engine.transport if engine else Silent(plan.n, peers)
+        self.engine = engine or Engine(NoAttention(self.transport.events), self.transport, BufferPool(CPU))
+        self.q = torch.zeros(plan.queries.num_tokens(rank), 1, HEADS, DIM, dtype=BF16)
+        self.k = torch.zeros(plan.keys.num_tokens(rank), 1, KV_HEADS, DIM, dtype=BF16)
+        shapes = shapes_of(self.q, self.k, self.k)
+        target = Target(shapes.workload, NoAttention.takes, self.transport.hosts)
+        both = [plan] if plan.keys != plan.queries else [plan, backward_plan(plan)]
+        self.bound: list[Bound] = [bind(Lowering(each, target), rank, shapes, self.engine) for each in both]
+
+    def forward(self) -> Run:
+        run = Run(self.bound[0], {Kind.Q: (self.q,), Kind.KV: (self.k, self.k)}, 1.0)
+        run()
+        return run
+
+    def backward(self, run: Run) -> None:
+        out, lse = run.result(Kind.OUT)
+        own = {Kind.Q_GRAD: (self.q, out, self.q, lse), Kind.GRAD: (self.q,), Kind.KV: (self.k, self.k)}
+        back = Run(self.bound[1], own, 1.0, run.kept)
+        back()
+        back.result(Kind.DQ), back.result(Kind.DKV)
+
+    def both(self) -> None:
+        self.backward(self.forward())
 
 
-def attend(pair: tuple[Program, Program], engine: Engine, tokens: int) -> None:
-    """Forward and backward of one layer."""
-    q, k = (torch.empty(tokens, 1, heads, 8, dtype=BF16) for heads in (32, 16))
-    forward = ForwardPass(pair[0], engine, {Kind.Q: (q,), Kind.KV: (k, k)}, 1.0)
-    forward.run()
-    out, lse = forward.output.finish()
-    home = {Kind.Q_GRAD: (q, out, q, lse), Kind.KV: (k, k)}
-    backward = BackwardPass(pair[1], engine, home, 1.0, tuple(forward.kept))
-    backward.run()
-    backward.gradients()
-
-
-def counted(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Counted:
-    """What `work` costs once everything of its kind has been done before. A merge is one launch, as on a GPU."""
+def counted(work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """What `work` costs once everything of its kind has been done before. A merge is one launch, and so are copies that
+    are made together, as on a GPU."""
     counts: Counter[str] = Counter()
     for name in ("merge_partials", "sum_partials"):
-        monkeypatch.setattr(accumulate, name, lambda *_, name=name: counts.update([name]))
+        monkeypatch.setattr(running, name, lambda *_, name=name: counts.update([name]))
+    copied: list[int] = []
+    monkeypatch.setattr(BatchedCopy, "copy", lambda _, key, pairs: copied.append(len(pairs)))
     with torch.no_grad():
         work()
         work()
         counts.clear()
+        copied.clear()
         with Counted() as found:
             work()
-    found.merges = counts.total()
-    found.launches += found.merges
+    found.merges, found.copies = counts.total(), copied
+    found.launches += found.merges + len(copied)
     return found
 
 
-MODES = {
-    # (schedule, ranks, chunks of the heads, keeps): merges, launches, views of a layer's forward and backward
-    ("ulysses", 4, 1, False): (4, 33, 180),
-    ("ulysses", 4, 1, True): (4, 18, 110),
-    ("ulysses", 8, 1, True): (8, 22, 150),
-    ("ulysses", 4, 2, True): (8, 36, 225),
-    ("zigzag", 4, 1, False): (8, 13, 40),
-    ("zigzag", 8, 1, False): (20, 29, 85),
-    ("all_gather", 4, 1, False): (4, 8, 35),
-    ("ring", 4, 1, False): (8, 11, 20),
-    ("usp", 4, 1, False): (9, 33, 185),
+DOCUMENTS = documents([100, 28, 60, 68], window=(50, None))
+LAYERS: dict[tuple[str, int, int, bool, Any], tuple[int, int, int]] = {
+    # (schedule, ranks, chunks of the heads, keeps, mask): merges, launches, views of a layer's forward and backward
+    ("ulysses", 4, 1, False, None): (0, 9, 115),
+    ("ulysses", 4, 1, True, None): (0, 9, 95),
+    ("ulysses", 8, 1, True, None): (0, 9, 185),
+    ("ulysses", 4, 2, True, None): (0, 15, 185),
+    ("zigzag", 4, 1, False, None): (6, 11, 45),
+    ("zigzag", 8, 1, False, None): (18, 27, 135),
+    ("all_gather", 4, 1, False, None): (4, 7, 40),
+    ("ring", 4, 1, False, None): (4, 7, 20),
+    ("usp", 4, 1, False, None): (9, 17, 150),
+    ("zigzag", 4, 1, False, DOCUMENTS): (6, 10, 40),
+    ("ulysses", 4, 1, True, DOCUMENTS): (0, 9, 95),
 }
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(map(str, mode)))
-def test_a_layer_is_few_operations(mode: tuple[str, int, int, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def plan_of(schedule: str, n: int, chunks: int, keep: bool, mask: Any, tokens: int = 64) -> Plan:
+    options = ModeOptions(inner_size=2, head_chunks=chunks)
+    plan = build_plan(schedule, n, n * tokens if mask is None else mask, options)
+    return keeping(plan) if keep else plan
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=lambda case: "-".join(map(str, case)))
+def test_a_layer_is_few_operations(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results in one part are not merged on their way; what depends on shapes alone is not worked out again."""
-    schedule, n, chunks, keep = mode
-    plan = build_plan(schedule, n, 64 * n, True, PlanOptions(inner_size=2, head_chunks=chunks))
-    pair, on = programs(keeping(plan) if keep else plan, 1), engine()
-    found = counted(lambda: attend(pair, on, 64), monkeypatch)
-    merges, launches, views = MODES[mode]
+    found = counted(Layer(plan_of(*case), 1).both, monkeypatch)
+    merges, launches, views = LAYERS[case]
+    assert found.merges <= merges and found.launches <= launches and found.views <= views, found
+
+
+PREFILLS = {
+    ("pass_kv", 4): (1, 2, 20),
+    ("pass_q", 4): (1, 5, 20),
+    ("pass_q", 8): (3, 11, 40),
+    ("one_hop", 8): (3, 11, 40),
+}
+"""Merges, launches and views of one layer of 256 new tokens after 1,024 cached ones."""
+
+
+@pytest.mark.parametrize("case", PREFILLS, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_a_layer_of_a_prefill_is_few_operations(case: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    name, n = case
+    ledger = CacheLedger(n, 512, 16)
+    session = ledger.open()
+    ledger.append({session: 1024})
+    layer = Layer(Batch(n, ledger.slots_per_rank, ledger.append({session: 256})).plan(name), 1)
+    found = counted(lambda: layer.forward().result(Kind.OUT), monkeypatch)
+    merges, launches, views = PREFILLS[case]
     assert found.merges <= merges and found.launches <= launches and found.views <= views, found
 
 
 @pytest.mark.parametrize(("schedule", "n"), [("ulysses", 4), ("ulysses", 8), ("all_gather", 4), ("zigzag", 4)])
-def test_what_is_waited_for_at_once_is_copied_at_once(schedule: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over peer memory a layer of Ulysses packs, pulls, publishes and puts side by side in one launch each; others
-    read the results that end a pass where the senders have them."""
-    moved: list[tuple[Any, int]] = []
-    monkeypatch.setattr(Mover, "move", lambda _, key, pairs: moved.append((key, len(pairs))) if pairs else None)
-    plan, peers = build_plan(schedule, n, 64 * n), Peers()
-    pair = programs(keeping(plan) if schedule == "ulysses" else plan, 1)
-    on = Engine(NoAttention(), peers, BufferPool(CPU))
-    found = counted(lambda: (moved.clear(), attend(pair, on, 64))[1], monkeypatch)
-    forward, backward = peers.boxes
+def test_what_is_waited_for_at_once_is_read_where_it_lies(
+    schedule: str, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over peer memory a layer of Ulysses packs, pulls and puts side by side in one launch each; others read the
+    results that end backward where the senders have them."""
+    layer = Layer(plan_of(schedule, n, 1, schedule == "ulysses", None), 1, peers=True)
+    found = counted(lambda: (layer.transport.events.clear(), layer.both()), monkeypatch)
+    events = Counter(layer.transport.events)
+    assert events["acquire"] == events["release"]
     if schedule == "ulysses":
-        # Rank 1's parts of the heads for others lie on both sides of its own.
-        assert [pairs for _, pairs in moved] == [6, 2 * n + 1, 4, 2 * n, 2, n, 4, 2, 3 * n]
-        assert found.launches == found.merges == 0, found
-        assert forward.met == backward.met == 3 * 2, "in three layers, what comes first and what goes back last"
+        assert (events["acquire"], events["start"]) == (4, 0), "there and back, twice"
+        assert found.merges == 0 and found.launches == len(found.copies) <= 9, (found, found.copies)
     else:
-        assert (forward.met, backward.met) == (0, 3), "the results that end backward"
+        assert events["acquire"] == 1 and events["start"] == events["wait"] > 0
 
 
 def addresses(x: Tensor) -> set[int]:
@@ -167,15 +263,15 @@ def addresses(x: Tensor) -> set[int]:
     return set((x.data_ptr() + x.element_size() * at).view(-1).tolist())
 
 
-@pytest.mark.parametrize("over_peers", [False, True])
-@pytest.mark.parametrize("mode", [*MODES, ("ulysses", 8, 2, False), ("helper", 4, 1, False)], ids=str)
+@pytest.mark.parametrize("peers", [False, True])
+@pytest.mark.parametrize("schedule", MODES)
 def test_what_is_copied_together_may_be_copied_in_any_order(
-    mode: tuple[str, int, int, bool], over_peers: bool, monkeypatch: pytest.MonkeyPatch
+    schedule: str, peers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One kernel makes all copies beside each other: none writes what another one reads or writes."""
     several = 0
 
-    def move(_: Mover, key: Any, pairs: Any) -> None:
+    def copy(_: BatchedCopy, key: Any, pairs: Any) -> None:
         nonlocal several
         several += len(pairs) > 1
         written: set[int] = set()
@@ -186,131 +282,69 @@ def test_what_is_copied_together_may_be_copied_in_any_order(
             written |= targets
         assert not any(addresses(source) & written for _, source in pairs), key
 
-    monkeypatch.setattr(Mover, "move", move)
-    schedule, n, chunks, keep = mode
-    plan = build_plan(schedule, n, 8 * n, True, PlanOptions(inner_size=2, head_chunks=chunks))
-    on = Engine(NoAttention(), Peers(), BufferPool(CPU)) if over_peers else engine()
-    for rank in (0, n - 1):
-        attend(programs(keeping(plan) if keep else plan, rank), on, 8)
-    assert several or schedule not in ("ulysses", "usp")
+    monkeypatch.setattr(BatchedCopy, "copy", copy)
+    for keep, chunks in ((False, 1), (True, 2 if schedule == "ulysses" else 1)):
+        for mask in (None, documents([9, 3, 20], window=(7, None))):
+            plan = plan_of(schedule, 4, chunks, keep, mask, tokens=8)
+            for rank in (0, 3):
+                Layer(plan, rank, peers).both()
+    assert several
 
 
-PREFILLS = {
-    ("pass_kv", 4): (2, 2, 25),
-    ("pass_q", 4): (2, 5, 30),
-    ("pass_q", 8): (3, 11, 45),
-    ("one_hop", 8): (3, 11, 45),
-}
-"""Merges, launches and views of one layer of 256 new tokens after 1,024 cached ones."""
+def test_the_next_messages_start_before_what_came_is_computed() -> None:
+    layer = Layer(plan_of("ring", 4, 1, False, full(64)), 1)
+    run = layer.forward()
+    events = [event for event in layer.transport.events if event != "mark"]
+    assert events == ["start", "kernel", *["wait", "start", "kernel"] * 2, "wait", "kernel"]
+    layer.transport.events.clear()
+    layer.backward(run)
+    events = [event for event in layer.transport.events if event != "mark"]
+    assert events == ["start", "kernel", *["wait", "start", "kernel"] * 3, "wait", "start", "wait"]
 
 
-@pytest.mark.parametrize("mode", PREFILLS, ids=lambda mode: f"{mode[0]}-{mode[1]}")
-def test_a_layer_of_a_prefill_is_few_operations(mode: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    name, n = mode
-    ledger = CacheLedger(n, 512, 16)
-    session = ledger.open()
-    ledger.append({session: 1024})
-    plan = build(name, Batch(n, ledger.slots_per_rank, ledger.append({session: 256})))
-    program, on = compile_program(plan, 1), engine()
-    cache = torch.zeros(ledger.slots_per_rank, 2, 1, 16, 8, dtype=BF16)
-    q = torch.zeros(plan.batch.num_rows(1), 1, 32, 8, dtype=BF16)
-
-    def layer() -> None:
-        run = ForwardPass(program, on, {Kind.Q: (q,), Kind.KV: (cache,)}, 1.0)
-        run.run()
-        run.output.finish()
-
-    found = counted(layer, monkeypatch)
-    merges, launches, views = PREFILLS[mode]
-    assert found.merges <= merges and found.launches <= launches and found.views <= views, found
-
-
-class Peers(PeerTransport):
-    """Peer memory that nobody reads, and how often a kind of pass was made known to others."""
-
-    def __init__(self) -> None:
-        self.mailboxes = 0
-        self.boxes: list[Any] = []
-
-    def now(self) -> None:  # type: ignore[override]
-        return None
-
-    def mailbox(self, outbox: Outbox) -> Any:
-        self.mailboxes += 1
-        memory = torch.empty(outbox.num_bytes, dtype=torch.uint8)
-
-        def region(name: Any, shape: Any, dtype: torch.dtype) -> Tensor:
-            size = torch.Size(shape).numel() * dtype.itemsize
-            return memory[outbox.regions[name] :][:size].view(dtype).view(shape)
-
-        def meet(step: int, receives: Any) -> list[Tensor]:
-            box.met += 1
-            return [torch.empty_like(tensor) for tensor, _ in receives]
-
-        box = SimpleNamespace(
-            begin=lambda: 0,
-            region=region,
-            start=lambda *_: Exchange(),
-            wait=lambda _: None,
-            meets=lambda _: True,
-            meet=meet,
-            read=lambda _: None,
-            met=0,
-        )
-        self.boxes.append(box)
-        return box
-
-
-def test_ranks_meet_once_for_a_batch_over_peer_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All its layers go by what was agreed on for the first; another batch is agreed on anew."""
-    monkeypatch.setattr(accumulate, "merge_partials", lambda *_: None)
-    ledger = CacheLedger(4, 512, 16)
-    session = ledger.open()
-    peers = Peers()
-    on = Engine(NoAttention(), peers, BufferPool(CPU))
-    for number in range(1, 4):
-        plan = build("pass_q", Batch(4, ledger.slots_per_rank, ledger.append({session: 100 * number})))
-        program = compile_program(plan, 1)
-        q = torch.zeros(plan.batch.num_rows(1), 1, 32, 8, dtype=BF16)
-        for _ in range(3):  # layers
-            cache = torch.zeros(ledger.slots_per_rank, 2, 1, 16, 8, dtype=BF16)
-            run = ForwardPass(program, on, {Kind.Q: (q,), Kind.KV: (cache,)}, 1.0)
-            run.run()
-            run.output.finish()
-        assert peers.mailboxes == number
+def test_what_is_waited_for_is_measured_and_every_exchange_is_waited_for_once() -> None:
+    for schedule in MODES:
+        layer = Layer(plan_of(schedule, 4, 1, False, None), 2)
+        layer.both()
+        events = Counter(layer.transport.events)
+        assert events["start"] == events["wait"] > 0 == events["acquire"]
+        assert events["kernel"] == sum(len(bound.program.calls) for bound in layer.bound)
 
 
 def test_rows_of_buffers_are_the_same_tensors_until_the_buffers_grow() -> None:
-    on = engine()
-    received = on.transport.received  # type: ignore[union-attr]
-    pair, longer = (programs(build_plan("zigzag", 4, 4 * tokens), 1) for tokens in (16, 64))
+    layer = Layer(plan_of("zigzag", 4, 1, False, None, tokens=16), 1)
+    received = layer.transport.received
 
-    def pass_over(pair: tuple[Program, Program], tokens: int) -> list[list[Tensor]]:
+    def passes(layer: Layer) -> list[list[Tensor]]:
         received.clear()
-        attend(pair, on, tokens)
+        layer.both()
         return list(received)
 
-    pass_over(pair, 16)  # until backward has all its buffers
-    first, again = pass_over(pair, 16), pass_over(pair, 16)
-    assert all(x is y for a, b in zip(first, again, strict=True) for x, y in zip(a, b, strict=True))
-    larger = {x.untyped_storage().data_ptr() for each in pass_over(longer, 64) for x in each}
-    after = {x.untyped_storage().data_ptr() for each in pass_over(pair, 16) for x in each}
+    passes(layer)  # until backward has all its buffers
+    first, again = passes(layer), passes(layer)
+    assert any(first) and all(x is y for a, b in zip(first, again, strict=True) for x, y in zip(a, b, strict=True))
+    longer = Layer(plan_of("zigzag", 4, 1, False, None, tokens=64), 1, engine=layer.engine)
+    larger = {x.untyped_storage().data_ptr() for each in passes(longer) for x in each}
+    after = {x.untyped_storage().data_ptr() for each in passes(layer) for x in each}
     assert after == larger, "memory that the pool no longer has"
 
 
-def test_what_was_worked_out_goes_with_its_program() -> None:
-    on = engine()
-    for tokens in (16, 32, 16):
-        attend(programs(build_plan("zigzag", 4, 4 * tokens), 1), on, tokens)
-    gc.collect()
-    assert not on.kinds and not on.pool.derived
+def test_what_is_kept_is_every_pass_s_own() -> None:
+    for schedule in MODES:
+        layer = Layer(plan_of(schedule, 4, 1, True, full(64)), 1)
+        kept = [layer.forward().kept for _ in range(2)]
+        one, other = ({x.untyped_storage().data_ptr() for x in each} for each in kept)
+        assert one and one.isdisjoint(other), schedule
 
 
-def test_kept_slots_are_every_pass_s_own() -> None:
-    on, pair = engine(), programs(keeping(build_plan("ulysses", 4, 64)), 1)
-    q, k = (torch.zeros(16, 1, heads, 8, dtype=BF16) for heads in (32, 16))
-    runs = [ForwardPass(pair[0], on, {Kind.Q: (q,), Kind.KV: (k, k)}, 1.0) for _ in range(2)]
-    for run in runs:
-        run.run()
-    kept = [{x.untyped_storage().data_ptr() for x in run.kept} for run in runs]
-    assert kept[0].isdisjoint(kept[1])
+def test_ranks_meet_once_for_a_batch_over_peer_memory() -> None:
+    """All its layers go by what was agreed on for the first."""
+    ledger = CacheLedger(4, 512, 16)
+    session, engine, channels = ledger.open(), None, 0
+    for number in range(1, 4):
+        plan = Batch(4, ledger.slots_per_rank, ledger.append({session: 100 * number})).plan("pass_q")
+        layer = Layer(plan, 1, True, engine)
+        for _ in range(3):
+            layer.forward()
+        engine, channels = layer.engine, layer.transport.channels
+        assert channels == number

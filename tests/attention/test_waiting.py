@@ -35,12 +35,12 @@ def _wait_for_a_late_peer(rank: int, folder: Path) -> list[float]:
     for late in (False, True):
         dist.barrier()
         if late and rank == 0:
-            P2PTransport.wait = told
+            P2PTransport.wait = told  # type: ignore[assignment, method-assign]
         if late and rank == 1:
             while not waiting.exists():  # since rank 0 may itself be late
                 time.sleep(0.01)
             time.sleep(LATE)
-        attention(q, k, v, length=16)
+        attention(q, k, v, mask=16)
         found.append(attention.waited_seconds())
     return [*found, attention.waited_seconds()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from megatron_longctx import __version__, cli
 from megatron_longctx.testing.jobs import CLI, PATIENCE_S, clean_environment, started
 
-VERBS = ("train", "plan", "generate", "serve", "data", "doctor", "demo")
+VERBS = ("train", "plan", "generate", "serve", "data", "calibrate", "doctor", "demo")
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -47,8 +48,15 @@ def test_help_lists_every_verb_with_what_it_does(capsys: pytest.CaptureFixture[s
     code, out, _ = run(capsys, "--help")
     assert code == 0
     for verb in VERBS:
-        assert any(line.split()[:1] == [verb] and len(line.split()) > 3 for line in out.splitlines()), verb
+        assert re.search(rf"^    {verb}\s+\S+ \S+ \S+", out, re.MULTILINE), verb
     assert "experiment=demo parallelism=cp4 train.steps=50" in out
+
+
+def test_bench_names_what_took_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ((), ("calibrate", "parallelism=cp2"), ("attention", "--out", "x.json")):
+        code, out, err = run(capsys, "bench", *words)
+        assert code == 2 and out == "" and len(err.splitlines()) == 1
+        assert "`megatron-longctx calibrate`" in err and "`python -m benchmarks" in err
 
 
 def test_the_examples_in_the_help_can_be_composed() -> None:
@@ -60,9 +68,9 @@ def test_the_examples_in_the_help_can_be_composed() -> None:
         compose_config([word for word in line[2:] if "=" in word])
 
 
-@pytest.mark.parametrize("verb", ["train", "plan", "generate", "demo", "bench prefill"])
+@pytest.mark.parametrize("verb", ["train", "plan", "generate", "demo", "calibrate"])
 def test_help_lists_the_recipes(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, *verb.split(), "--help")
+    code, out, _ = run(capsys, verb, "--help")
     assert (
         code == 0 and "experiment=       demo, llama3_8b_128k_cp8_h200" in out and "reduction=        auto, int4" in out
     )
@@ -169,7 +177,7 @@ def test_doctor_runs(capsys: pytest.CaptureFixture[str]) -> None:
         "gloo",
         "nccl",
         "cudnn",
-        "flash_attn",
+        "flash",
         "reference",
         "Megatron-Core",
         "TransformerEngine",

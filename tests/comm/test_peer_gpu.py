@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.comm import Outbox, PeerMemoryError, PeerTransport, symmetric
+from megatron_longctx.comm import PeerMemoryError, PeerTransport, symmetric
 from megatron_longctx.comm.hosts import Hosts
 from megatron_longctx.kernels import AttentionKernel
 from megatron_longctx.testing.distributed import run_distributed
@@ -40,9 +40,9 @@ def _too_much(rank: int) -> list[str]:
     group, device = dist.group.WORLD, torch.device("cuda", rank)
     assert group is not None
     transport = PeerTransport(group, device)
-    transport.mailbox(Outbox({}, 2**24, ((),)))
-    found = [_error(lambda: transport.mailbox(Outbox({}, 2**42, ((),))))]
-    found += [_error(lambda: transport.mailbox(Outbox({}, 8, ((),)))), _error(lambda: transport.begin(()))]
+    transport.provide(2**24, 1)
+    found = [_error(lambda: transport.provide(2**42, 1))]
+    found += [_error(lambda: transport.provide(2**42, 1)), _error(lambda: transport.provide(8, 1))]
     found += [_error(lambda: PeerTransport(group, device).generation)]  # a new one is none the worse
     real = symmetric.symmetric_memory
     if rank == 1:
@@ -76,7 +76,7 @@ def _broken(rank: int) -> list[Any]:
     q = torch.randn(layout.num_tokens(rank), 1, 8, 128, device=device, dtype=torch.bfloat16)
 
     def call() -> Any:
-        return attention(q, q, q, length=2048).float().norm().isfinite().item()
+        return attention(q, q, q, mask=2048).float().norm().isfinite().item()
 
     found: list[Any] = [call()]
     forward = AttentionKernel.forward

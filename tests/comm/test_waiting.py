@@ -1,190 +1,114 @@
-"""What the clock of waits adds up: passes as they are, and graphs by how often they were replayed."""
+"""What the clock of waits adds up: on a device's own time line, without the host waiting for it."""
 
 from __future__ import annotations
 
 import time
-import weakref
 
 import pytest
 import torch
 
-from megatron_longctx.comm import GraphWaits, WaitClock
-from tests.comm.timeline import Graph, Timeline
+from megatron_longctx.comm import WaitClock, measured_wait
+
+
+class Timeline:
+    """In the place of a CUDA stream. Work moves `now` on, in ms. The host knows what came before `done`, and waits by
+    moving that on."""
+
+    def __init__(self) -> None:
+        self.now, self.done = 0.0, -1.0
+        self.events: list[Event] = []
+
+    def event(self, enable_timing: bool) -> Event:
+        assert enable_timing
+        self.events.append(Event(self))
+        return self.events[-1]
+
+
+class Event:
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self.at: float | None = None
+
+    def record(self, stream: Timeline) -> None:
+        assert stream is self._timeline
+        self.at = stream.now
+
+    def synchronize(self) -> None:
+        assert self.at is not None
+        self._timeline.done = max(self._timeline.done, self.at)
+
+    def elapsed_time(self, stop: Event) -> float:
+        assert self.at is not None and stop.at is not None
+        assert max(self.at, stop.at) <= self._timeline.done, "CUDA refuses this"
+        return stop.at - self.at
 
 
 @pytest.fixture
 def timeline(monkeypatch: pytest.MonkeyPatch) -> Timeline:
-    return Timeline(monkeypatch)
+    found = Timeline()
+    monkeypatch.setattr(torch.cuda, "Event", found.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found)
+    return found
 
 
-def running() -> WaitClock:
+def pass_over(timeline: Timeline, clock: WaitClock, late: float) -> None:
+    """Two waits between work."""
+    for _ in range(2):
+        timeline.now += 10.0
+        with measured_wait(clock):
+            timeline.now += late
+    timeline.now += 10.0
+
+
+def test_every_wait_counts_once_and_the_host_waits_only_when_it_asks(timeline: Timeline) -> None:
     clock = WaitClock(torch.device("cuda"))
     clock.running = True
-    return clock
-
-
-def pass_over(timeline: Timeline, clock: WaitClock, waits: int = 2) -> None:
-    for _ in range(waits):
-        timeline.work(10.0)
-        if clock.measures:
-            clock.start()
-        timeline.wait()
-        if clock.measures:
-            clock.stop()
-    timeline.work(10.0)
-
-
-def capture(timeline: Timeline, clock: WaitClock) -> tuple[Graph, GraphWaits | None]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), clock.in_graph() as waits:
-        pass_over(timeline, clock)
-    return graph, waits  # type: ignore[return-value]
-
-
-def replay(timeline: Timeline, clock: WaitClock, captured: tuple[Graph, GraphWaits | None], late: float) -> None:
-    timeline.late = late
-    graph, waits = captured
-    graph.replay()
-    assert waits is not None
-    clock.replayed(waits)
-
-
-def test_passes_as_they_are_count_with_their_own_waits_once(timeline: Timeline) -> None:
-    clock = running()
     for late in (1.0, 5.0):
-        timeline.late = late
-        pass_over(timeline, clock)
+        pass_over(timeline, clock, late)
     assert timeline.done < 0, "the host has not waited"
     assert clock.take() == pytest.approx(2 * 0.001 + 2 * 0.005)
+    assert timeline.done == timeline.now - 10.0, "and now only as long as it had to"
     assert clock.take() == 0
     made = len(timeline.events)
-    pass_over(timeline, clock)
+    pass_over(timeline, clock, 5.0)
     assert clock.take() == pytest.approx(2 * 0.005) and len(timeline.events) == made, "events serve again"
 
 
-def test_every_replay_counts_with_what_the_last_one_waited(timeline: Timeline) -> None:
-    clock = running()
-    captured = capture(timeline, clock)
-    assert clock.take() == 0, "capturing is no wait"
-    for late in (7.0, 9.0, 2.0):
-        replay(timeline, clock, captured, late)
-    assert timeline.done < 0, "the host has not waited"
-    assert clock.take() == pytest.approx(3 * 2 * 0.002)
-    assert timeline.done == timeline.now, "and now only as long as it had to"
-    assert clock.take() == 0
-    for late in (3.0, 4.0):
-        replay(timeline, clock, captured, late)
-        assert clock.take() == pytest.approx(2 * late / 1000)
-
-
-def test_graphs_and_passes_as_they_are_add_up(timeline: Timeline) -> None:
-    clock = running()
-    first, second = capture(timeline, clock), capture(timeline, clock)
-    replay(timeline, clock, first, 1.0)
-    pass_over(timeline, clock)
-    replay(timeline, clock, second, 3.0)
-    replay(timeline, clock, first, 2.0)
-    assert clock.take() == pytest.approx(2 * (2 * 0.002 + 0.001 + 0.003))
-    replay(timeline, clock, second, 5.0)
-    assert clock.take() == pytest.approx(2 * 0.005), "not the other's once more"
-
-
-def test_what_a_dropped_graph_waited_counts_once(timeline: Timeline) -> None:
-    clock = running()
-    captured = capture(timeline, clock)
-    replay(timeline, clock, captured, 4.0)
-    replay(timeline, clock, captured, 4.0)
-    held = weakref.ref(captured[1])
-    del captured
-    timeline.graphs.clear()
-    replay(timeline, clock, capture(timeline, clock), 1.0)
-    assert held() is not None and clock.take() == pytest.approx(2 * (2 * 0.004 + 0.001))
-    assert held() is None and clock.take() == 0
-
-
-def test_a_graph_that_was_captured_while_nobody_asked_has_no_waits(timeline: Timeline) -> None:
+def test_nobody_pays_who_does_not_ask(timeline: Timeline) -> None:
     clock = WaitClock(torch.device("cuda"))
-    graph, waits = capture(timeline, clock)
-    assert waits is None and not timeline.events and len(graph.operations) == 5
+    pass_over(timeline, clock, 1.0)
+    with measured_wait(None):
+        pass
+    assert not timeline.events and clock.take() == 0
+
+
+def test_a_wait_that_fails_is_over(timeline: Timeline) -> None:
+    clock = WaitClock(torch.device("cuda"))
     clock.running = True
-    graph.replay()
-    assert clock.take() == 0
-    assert len(capture(timeline, clock)[0].operations) == 5 + 4, "both waits, from beginning to end"
-
-
-def test_graphs_that_others_capture_are_left_alone(timeline: Timeline) -> None:
-    clock = running()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        pass_over(timeline, clock)
-    assert not timeline.events
-    graph.replay()
-    assert clock.take() == 0
-    pass_over(timeline, clock)
-    assert len(timeline.events) == 4
-
-
-def test_a_capture_that_fails_leaves_nothing(timeline: Timeline) -> None:
-    clock = running()
-    with (
-        pytest.raises(ArithmeticError),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-        clock.in_graph(),
-    ):
-        pass_over(timeline, clock)
+    with pytest.raises(ArithmeticError), measured_wait(clock):
+        timeline.now += 3.0
         raise ArithmeticError
-    timeline.late = 6.0
-    pass_over(timeline, clock)
-    assert clock.take() == pytest.approx(2 * 0.006)
+    pass_over(timeline, clock, 6.0)
+    assert clock.take() == pytest.approx(0.003 + 2 * 0.006)
 
 
 def test_cpus_measure_while_the_clock_runs() -> None:
     clock = WaitClock(torch.device("cpu"))
-    assert not clock.measures
+    with measured_wait(clock):
+        time.sleep(0.01)
+    assert clock.take() == 0
     clock.running = True
-    assert clock.measures
-    clock.start()
-    time.sleep(0.01)
-    clock.stop()
+    with measured_wait(clock):
+        time.sleep(0.01)
     assert clock.take() >= 0.01 and clock.take() == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_measures_within_replays() -> None:
-    """Also when the graph is dropped while it still runs. Graphs that others capture are left alone."""
+def test_a_gpu_measures_what_its_stream_waits() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     clock = WaitClock(device)
     clock.running = True
-    counter, cycles, replays = torch.zeros((), device=device), 2 * 10**7, 5
-
-    def spin() -> None:
-        counter.add_(1)
-        measured = clock.measures
-        if measured:
-            clock.start()
-        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-        if measured:
-            clock.stop()
-        counter.add_(1)
-
-    for _ in range(20):  # until it runs at its full clock
-        spin()
-        one = clock.take()
-    assert one > 0
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), clock.in_graph() as waits:
-        spin()
-    assert waits is not None and clock.take() == 0
-    for _ in range(replays):
-        graph.replay()
-        clock.replayed(waits)
-    del graph, waits
-    assert clock.take() == pytest.approx(replays * one, rel=0.5) and clock.take() == 0
-    assert counter.item() == 2 * (20 + replays)
-
-    theirs = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(theirs):
-        spin()
-    theirs.replay()
-    assert clock.take() == 0
+    with measured_wait(clock):
+        torch.cuda._sleep(2 * 10**7)  # type: ignore[no-untyped-call]
+    assert clock.take() > 1e-3 and clock.take() == 0

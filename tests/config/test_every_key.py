@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from megatron_longctx import plan
 from megatron_longctx.compose import load_config, save_config
-from megatron_longctx.config import Config, is_line, keys_of, validate
+from megatron_longctx.config import Config, keys_of, validate
 from megatron_longctx.config.bounds import Choice, Key, Number, choice, number
+from megatron_longctx.errors import is_line
 from megatron_longctx.memory import predict
 from megatron_longctx.memory.command import planned_job
 
@@ -81,7 +82,7 @@ def edges(key: Key) -> Iterator[Any]:
         yield from (math.nextafter(end, to) for end in ends for to in (-math.inf, math.inf))
         yield from map(float, ends)
     elif isinstance(key.bounds, Choice):
-        yield from (*key.bounds.options, "", "x" * 10_000, "a\nb", str(key.bounds.options[0]).upper(), 3, math.nan)
+        yield from (*key.bounds.all, "", "x" * 10_000, "a\nb", str(key.bounds.all[0]).upper(), 3, math.nan)
     else:
         yield from TEXTS
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx.compose import compose_config, override_config
-from megatron_longctx.config import KERNELS, SCHEDULES, Config, data_parallel_size
-from megatron_longctx.schedules import PlanOptions, build_plan
+from megatron_longctx.config import Config, data_parallel_size, mode_options
+from megatron_longctx.kernels.interface import PROVIDERS
+from megatron_longctx.schedules import MODES, build_plan
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 GROUPS = {folder.name: sorted(p.stem for p in folder.glob("*.yaml")) for folder in RECIPES.iterdir() if folder.is_dir()}
@@ -21,7 +22,7 @@ def ready(config: Config) -> int:
     par = config.parallelism
     world = par.model_parallel_size
     assert data_parallel_size(config, world) == 1
-    plan = build_plan(par.schedule, par.context_parallel_size, config.data.seq_length, True, PlanOptions.of(par))
+    plan = build_plan(par.schedule, par.context_parallel_size, config.data.seq_length, mode_options(par))
     assert plan.n == par.context_parallel_size
     return world
 
@@ -108,12 +109,12 @@ def test_the_later_of_two_equal_keys_wins() -> None:
     assert compose_config(["train.steps=11", "train.steps=12"]).train.steps == 12
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", MODES)
 def test_every_schedule_is_accepted(schedule: str) -> None:
     assert compose_config(["parallelism=cp4", f"parallelism.schedule={schedule}"]).parallelism.schedule == schedule
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ("auto", *PROVIDERS))
 def test_every_kernel_is_accepted_whether_it_is_here_or_not(kernel: str) -> None:
     assert compose_config([f"attention.kernel={kernel}"]).attention.kernel == kernel
 

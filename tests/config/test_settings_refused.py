@@ -42,7 +42,8 @@ WHOLE_MESSAGES = {
         "~train.steps: expected key=value; keys cannot be removed. Leave train.steps out to have its default."
     ),
     "parallelism.schedule=allgather": (
-        "parallelism.schedule=allgather: expected one of ring, zigzag, striped, helper, double_ring, tasp, all_gather, ulysses, usp, auto. "  # noqa: E501
+        "parallelism.schedule=allgather: expected one of auto, all_gather, double_ring, helper, ring, zigzag, striped, "
+        "tasp, ulysses, usp. "
         "Did you mean parallelism.schedule=all_gather?"
     ),
     "model.num_kv_heads=3": (
@@ -233,7 +234,7 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (["reduction.group_size=48"], "reduction.group_size=48", "one of 32, 64, 128"),
         (["reduction.min_kib=-1"], "reduction.min_kib=-1.0", "at least 0"),
         (["logging.wandb=on"], "logging.wandb=on", "one of offline, online, disabled"),
-        (["attention.kernel=triton"], "attention.kernel=triton", "one of auto, cudnn"),
+        (["attention.kernel=Triton 3"], "attention.kernel=Triton 3", "auto or the name of a kernel"),
         (["inference.transport=tcp"], "inference.transport=tcp", "one of auto, peer, p2p"),
         (["parallelism.head_chunks=0", "parallelism.schedule=ulysses"], "parallelism.head_chunks=0", "at least 1"),
         (
@@ -250,7 +251,7 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (
             ["parallelism.schedule=zig_zag"],
             "parallelism.schedule=zig_zag",
-            "one of ring, zigzag, striped, helper, double_ring, tasp, all_gather, ulysses",
+            "one of auto, all_gather, double_ring, helper, ring, zigzag, striped, tasp, ulysses, usp",
         ),
         (["parallelism.schedule=p2p"], "parallelism.schedule=p2p", "Did you mean parallelism.schedule=ring?"),
         (["data.tokenizer=bpe"], "data.tokenizer=bpe", "one of byte-level"),
@@ -328,7 +329,7 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (
             ["parallelism.schedule=usp", "parallelism.outer_schedule=ulysses"],
             "parallelism.outer_schedule=ulysses",
-            "one of ring, zigzag, helper, double_ring, tasp, all_gather",
+            "one of all_gather, double_ring, helper, ring, zigzag, tasp",
         ),
         (
             ["parallelism.overlap_param_gather=true"],

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import parse as parse_benchmark
 from megatron_longctx.cli import parse
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
@@ -25,7 +26,7 @@ PAGES = (ROOT / "README.md", ROOT / "launch" / "README.md", *sorted((ROOT / "doc
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
-FOLDERS = ("recipes", "launch", "analysis", "tests", "docs", PACKAGE)
+FOLDERS = ("recipes", "launch", "benchmarks", "analysis", "tests", "docs", PACKAGE)
 GROUPS = {field.name: field.default_factory for field in dataclasses.fields(Config)}
 OWN_WORDS = ("checkpoint", "prompt", "prompt_file", "iteration")
 
@@ -78,6 +79,9 @@ def refuse_command(line: str) -> None:
         arguments = parse(words[1:])
         if "settings" in arguments:
             compose_config(split_words(arguments.settings, OWN_WORDS)[1])
+    elif words[:3] == ["python", "-m", "benchmarks"]:
+        arguments = parse_benchmark(words[3:])[1]
+        compose_config(getattr(arguments, "settings", []))
     elif words[:2] == ["python", "-m"] or words[:1] == ["python"]:
         script = words[2].replace(".", "/") if words[1] == "-m" else words[1].removesuffix(".py")
         source = next(p for p in (ROOT / f"{script}.py", ROOT / script / "__main__.py") if p.exists()).read_text()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.ledger import CacheLedger
-from megatron_longctx.inference.plan import Batch
 from megatron_longctx.inference.shares import FEW
 
 

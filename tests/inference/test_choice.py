@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import pytest
 
-from megatron_longctx.config import CACHE_MODES, CACHE_RULES
+from megatron_longctx.config import CACHE_RULES
+from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.choice import Chooser, Figures, algorithm_1, algorithm_5, bytes_rule, empirical
-from megatron_longctx.inference.pieces import pieces
-from megatron_longctx.inference.plan import MODES, Batch, build
-from megatron_longctx.kernels.planned import PlannedShapes
 from megatron_longctx.schedules import Costs, Workload
-from megatron_longctx.schedules.host import num_operations
+from megatron_longctx.schedules.cache_modes import CACHE_MODES
+from megatron_longctx.schedules.simulate import simulate
 from megatron_longctx.topology import Cluster, Network, load_cluster
 from tests.inference.histories import batch_with_past
 
@@ -73,25 +71,18 @@ def test_the_simulator_passes_keys_for_a_fresh_prompt_and_queries_over_a_large_c
         warm = chooser.choose(batch_with_past(4, [(120000,)], [256], page=4096))
     assert fresh.mode == "pass_kv" and warm.mode in ("pass_q", "one_hop")
     for decision in (fresh, warm):
-        assert set(decision.seconds) == set(MODES)
+        assert set(decision.seconds) == set(CACHE_MODES)
         assert decision.seconds[decision.mode] == min(decision.seconds.values())
     assert [record.message for record in caplog.records] == [f"attention over the cache: {d}" for d in (fresh, warm)]
-    assert "32768 new and 0 cached tokens of 1 sequences on 4 ranks: pass_kv by simulation (pass_kv" in str(fresh)
-
-
-def test_modes_are_compared_by_whole_calls() -> None:
-    """All modes cut the same calls alike."""
-    whole = batch_with_past(4, [(400,)], (200,), page=16, pages=20)
-    cut = replace(whole, shapes=PlannedShapes(4, 4, 16, 32))
-    assert len(cut.calls[0][0]) > len(whole.calls[0][0])
-    chooser = Chooser(PAPER, rule="simulate")
-    pieced, before = chooser.choose(cut), chooser.choose(whole)
-    assert pieced.mode == before.mode
-    assert all(before.seconds[mode] <= pieced.seconds[mode] <= 1.8 * before.seconds[mode] for mode in MODES)
+    assert "32768 new and 0 cached tokens of 1 sequences on 4 ranks: pass_kv by simulation (one_hop " in str(fresh)
 
 
 SWITCH = load_cluster("h200_x8").resized(4)
 EIGHT_B = Workload(num_heads=32, num_kv_heads=8, head_dim=128)
+
+
+def operations(batch: Batch, mode: str) -> int:
+    return simulate(batch.plan(mode), SWITCH, EIGHT_B, Costs(600, 520)).operations
 
 
 @pytest.mark.parametrize(
@@ -108,8 +99,8 @@ def test_the_host_of_a_short_prompt_is_priced(cached: int, new: int, operation_s
     batch = batch_with_past(4, [(cached,)] if cached else [()], [new], page=64, pages=2 + (cached + new) // 200)
     decision = Chooser(figures).choose(batch)
     assert decision.mode == taken
-    least = {mode: operation_s * num_operations(build(mode, batch)) for mode in MODES}
-    assert all(decision.seconds[mode] >= least[mode] for mode in MODES)
+    least = {mode: operation_s * operations(batch, mode) for mode in CACHE_MODES}
+    assert all(decision.seconds[mode] >= least[mode] for mode in CACHE_MODES)
 
 
 def test_what_hides_behind_a_slow_host_counts_in_part() -> None:
@@ -121,45 +112,12 @@ def test_what_hides_behind_a_slow_host_counts_in_part() -> None:
         return Chooser(figures, rule="simulate").choose(batch).seconds
 
     device, slow = seconds(0.0), seconds(3e-4)
-    operations = {mode: num_operations(build(mode, batch)) for mode in MODES}
+    issued = {mode: operations(batch, mode) for mode in CACHE_MODES}
     for mode in ("pass_q", "one_hop"):
         later = device["pass_kv"] - device[mode]
         assert device["pass_kv"] > 2 * device[mode]
-        fewer = 3e-4 * (operations[mode] - operations["pass_kv"])
+        fewer = 3e-4 * (issued[mode] - issued["pass_kv"])
         assert 0.3 * later < slow["pass_kv"] - slow[mode] + fewer < 0.5 * later
-
-
-def test_the_host_issues_the_pieces_of_calls() -> None:
-    whole = batch_with_past(4, [(400,)], (200,), page=16, pages=20)
-    cut = replace(whole, shapes=PlannedShapes(4, 4, 16, 32))
-    chooser = Chooser(replace(PAPER, costs=Costs(540, 540, host_operation_s=1e-3)), rule="simulate")
-    pieced, before = chooser.choose(cut).seconds, chooser.choose(whole).seconds
-    for mode in MODES:
-        plan = build(mode, whole)
-        issued = [
-            num_operations(
-                plan, lambda a, shapes=shapes: len(list(pieces(a.num_queries, a.num_keys, a.causal, shapes)))
-            )
-            for shapes in (cut.shapes, None)
-        ]
-        assert issued[0] > issued[1] and pieced[mode] - before[mode] == pytest.approx(
-            1e-3 * (issued[0] - issued[1]), 0.1
-        )
-
-
-def test_what_is_left_over_of_planned_shapes_is_priced_as_slower() -> None:
-    shapes = PlannedShapes(512, 2048, 2**20)
-    none_left, some_left = (batch_with_past(2, [(65536,)], [new], page=64, pages=700) for new in (2048, 2048 + 512))
-
-    def longer(batch: Batch) -> float:
-        costs = Costs(600, 520)
-        seconds = [
-            Chooser(Figures(EIGHT_B, SWITCH.resized(2), costs), rule="simulate").choose(each).seconds["one_hop"]
-            for each in (replace(batch, shapes=shapes), batch)
-        ]
-        return seconds[0] / seconds[1]
-
-    assert 1 <= longer(none_left) < longer(some_left) < 1.8
 
 
 def test_decodes_of_one_size_are_decided_once() -> None:
@@ -173,20 +131,16 @@ def test_decodes_of_one_size_are_decided_once() -> None:
 @pytest.mark.parametrize("rule", CACHE_RULES)
 def test_every_rule_can_be_asked(rule: str) -> None:
     decision = Chooser(PAPER, rule=rule).choose(batch_with_past(4, [(40,)], [8]))
-    assert decision.mode in MODES and (decision.inputs or decision.seconds)
+    assert decision.mode in CACHE_MODES and (decision.inputs or decision.seconds)
 
 
-def test_the_configuration_knows_every_mode() -> None:
-    assert ("auto", *MODES) == CACHE_MODES
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", CACHE_MODES)
 def test_a_forced_mode_is_taken(mode: str) -> None:
     assert Chooser(Figures(HEADS), mode).choose(batch_with_past(2, [(4,)], [3])).mode == mode
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"inference\.mode=ring: expected one of auto, pass_kv"):
+    with pytest.raises(ValueError, match=r"inference\.mode=ring: expected one of auto, one_hop"):
         Chooser(PAPER, "ring")
     with pytest.raises(ValueError, match=r"inference\.rule=guess: expected one of auto, simulate"):
         Chooser(PAPER, rule="guess")
@@ -197,7 +151,7 @@ def test_what_cannot_be_asked_is_refused() -> None:
 
 def test_a_mode_that_is_taken_for_once_decides_nothing_else() -> None:
     chooser, batch = Chooser(PAPER, rule="bytes"), batch_with_past(4, [(400,)], [1])
-    assert chooser.candidates == tuple(MODES) and Chooser(PAPER, mode="pass_q").candidates == ("pass_q",)
+    assert chooser.candidates == tuple(CACHE_MODES) and Chooser(PAPER, mode="pass_q").candidates == ("pass_q",)
     with chooser.taking("pass_kv"):
         assert chooser.choose(batch).mode == "pass_kv"
     assert chooser.choose(batch).mode == "one_hop"

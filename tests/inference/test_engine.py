@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_longctx.config import Config
-from megatron_longctx.inference.plan import MODES
+from megatron_longctx.schedules.cache_modes import CACHE_MODES as MODES
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.tolerances import error
 from megatron_longctx.testing.training import changed

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron_longctx.compose import compose_config
-from megatron_longctx.config import Config
+from megatron_longctx.config import Config, workload_of
 from megatron_longctx.inference.choice import Chooser
 from megatron_longctx.inference.figures import calibration_file, known_figures
 from megatron_longctx.mcore.inference import for_inference
-from megatron_longctx.schedules import Costs, Workload
+from megatron_longctx.schedules import Costs
 from megatron_longctx.schedules.calibration import Calibration, save_calibration
 from megatron_longctx.topology import Cluster, Network
 from tests.inference.histories import batch_with_past
@@ -28,7 +28,7 @@ def config_of(*words: str) -> Config:
 def calibrated(config: Config, folder: Path, gibps: float, batch: int = 1) -> None:
     """Leave a calibration of `config` whose links have `gibps`."""
     cluster = Cluster("measured", 2, 1, network=Network(1, gibps, 1e-5))
-    workload = replace(Workload.of(config), batch=batch)
+    workload = replace(workload_of(config), batch=batch)
     found = Calibration("cpu", "cpu", "p2p", cluster, workload, Costs(0.5, 0.5))
     save_calibration(found, calibration_file(config, CPU, folder))
 
@@ -57,7 +57,7 @@ def test_a_rank_alone_and_unknown_links(tmp_path: Path) -> None:
     assert alone.cluster is None
     other_heads = known_figures(config_of("model.num_kv_heads=4"), CPU, tmp_path)
     assert other_heads.cluster is None and Chooser(other_heads)._rule == "bytes"
-    with pytest.raises(ValueError, match="bench calibrate"):
+    with pytest.raises(ValueError, match="longctx calibrate"):
         Chooser(other_heads, rule="simulate")
 
 

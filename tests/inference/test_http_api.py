@@ -220,8 +220,10 @@ def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool, tok
     if stream and tokens:
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
     connection.close()
+    if stream and tokens:  # nobody reads: it shows with the next token
+        served.say(number, "b")
     assert served.take() == number
-    served.say(number, "b", "cancelled")
+    served.say(number, "c", "cancelled")
     assert served.inbox.num_requests == 0
 
 

@@ -10,18 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_longctx.attention.kv_format import Int8KV
 from megatron_longctx.comm import P2PTransport
 from megatron_longctx.config import Config
+from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape, Rows
 from megatron_longctx.inference.choice import Figures, bytes_rule
 from megatron_longctx.inference.figures import known_figures
 from megatron_longctx.inference.ledger import CacheLedger, slots_of
-from megatron_longctx.inference.plan import MODES, Batch, build
 from megatron_longctx.kernels.paged import Pages
 from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.schedules import Kind, Workload
+from megatron_longctx.schedules.cache_modes import CACHE_MODES as MODES
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import relative_error
@@ -30,17 +32,17 @@ from tests.inference.conversations import parallel
 
 CPU, LAYERS = torch.device("cpu"), 2
 HEADS, KV_HEADS, DIM = 4, 2, 8
-Sent = list[tuple[torch.dtype, int]]
+Sent = list[int]
 
 
 @contextmanager
 def watched() -> Iterator[Sent]:
-    """(dtype, bytes) of every message that this rank sends point to point."""
+    """The bytes of every message that this rank sends point to point."""
     sent: Sent = []
     original = P2PTransport.start
 
     def start(self, sends, receives, after=()):  # type: ignore[no-untyped-def]
-        sent.extend((tensor.dtype, tensor.nbytes) for tensor, _ in sends)
+        sent.extend(tensor.nbytes for tensor, _ in sends)
         return original(self, sends, receives, after)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +68,7 @@ def over_the_cache(rank: int) -> dict[str, list[tuple[float, float]]]:
         session = ledger.open()
         for count in counts:
             (turn,) = ledger.append({session: count})
-            plan = build(mode if mode in MODES else "pass_kv", Batch(n, ledger.slots_per_rank, (turn,)))
+            batch, planned = Batch(n, ledger.slots_per_rank, (turn,)), mode if mode in MODES else "pass_kv"
             with watched() as sent:
                 if mode == "rows" and count == 1:
                     mine, numbers = [turn.cached], torch.tensor([ledger.pages(session, rank)], dtype=torch.int32)
@@ -75,18 +77,15 @@ def over_the_cache(rank: int) -> dict[str, list[tuple[float, float]]]:
                     attention.begin_rows(Rows(Pages(numbers, held, 4), torch.tensor(slots)))
                 else:
                     mine = [turn.cached + p for span in turn.new_spans(rank) for p in span]
-                    attention.begin(plan)
+                    attention.begin(batch, planned)
                 for layer, truth in enumerate(truths):
                     out = attention(layer, *(x[mine] for x in qkv[layer]))
                     errors = tuple(relative_error(out, exact[mine]) for exact in truth) if mine else (0.0, 1.0)
                     found.setdefault(mode, []).append(errors)  # type: ignore[arg-type]
-            keys = [m.block.tokens for step in plan.steps for m in step.moves if m.source == rank]
-            row = 2 * KV_HEADS * (DIM + 4)
-            of_keys = sum(size for dtype, size in sent if dtype == torch.uint8)
-            if mode == "pass_kv":
-                assert of_keys == sum(size for _, size in sent) == LAYERS * sum(keys) * row, "nothing else travels"
-            elif mode != "rows" or count == 1:
-                assert not of_keys
+            if mode != "rows" or count > 1:  # single tokens travel by a collective
+                moves = [m.block for step in batch.plan(planned).steps for m in step.moves if m.source == rank]
+                row = {Kind.KV: KV_HEADS * 2 * (DIM + 4), Kind.Q: HEADS * DIM * 4, Kind.OUT: HEADS * (DIM + 1) * 4}
+                assert sum(sent) == LAYERS * sum(block.tokens * row[block.kind] for block in moves)
     return found
 
 
@@ -113,8 +112,6 @@ def through_the_engine(rank: int, configs: list[Config]) -> list[torch.Tensor]:
             for token in (7, 8):
                 session.append([token])
             found.append(engine.next_logits([session])[0])
-        travel = {"pass_kv": {torch.uint8 if config.attention.kv_int8 else torch.float32}}
-        assert {dtype for dtype, _ in sent} <= travel.get(config.inference.mode, {torch.float32})
         assert bool(sent) == (config.parallelism.context_parallel_size > 1)
         engine.warm_up()
         engine.model.attention.randomize()
@@ -140,10 +137,10 @@ def test_the_engine_of_a_run_keeps_and_sends_8_bit_values(tmp_path: Path) -> Non
 
 
 def test_a_rule_weighs_the_bytes_that_travel(tmp_path: Path) -> None:
-    plain, int8 = (Workload(8, 8, 64, kv_int8=each) for each in (False, True))
+    plain, int8 = Workload(8, 8, 64), Workload(8, 8, 64, kv_row_bytes=Int8KV(64, torch.bfloat16).row_bytes)
     k = torch.zeros(1, 1, 8, 64)
     assert int8.token_bytes(Kind.KV) == torch.Size(packed_shape(k)).numel()
     assert int8.token_bytes(Kind.Q) == plain.token_bytes(Kind.Q)
     assert [bytes_rule(50, 50, 4, Figures(each))[1]["threshold"] for each in (plain, int8)] == [2.0, 2 * 68 / 128]
     config = parallel(tiny_config(tmp_path, "x", {"attention.kv_int8": True}), 2)
-    assert known_figures(config, CPU, tmp_path).workload.kv_int8
+    assert known_figures(config, CPU, tmp_path).workload.kv_row_bytes is not None

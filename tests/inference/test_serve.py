@@ -351,14 +351,13 @@ def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(
     assert "broken: expected a Jinja template (line 1:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("asked", "chunk"), [(None, 2048), (512, 512)])
-def test_its_chunks_and_batches_are_met_before_it_listens(asked: int | None, chunk: int) -> None:
+def test_its_batches_are_met_before_it_listens() -> None:
     class Met(Exception):
         pass
 
     def warm_up(*met: int) -> None:
         raise Met(met)
 
-    config = changed(Config(), {"inference.prefill_chunk": asked, "serve.max_active": 12})
-    with pytest.raises(Met, match=rf"^\({chunk}, 12\)$"):
+    config = changed(Config(), {"serve.max_active": 12})
+    with pytest.raises(Met, match=r"^\(12,\)$"):
         serve._serve(SimpleNamespace(config=config), SimpleNamespace(warm_up=warm_up), None)  # type: ignore[arg-type]

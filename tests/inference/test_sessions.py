@@ -11,15 +11,12 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.config import Config
-from megatron_longctx.inference import engine as engines
 from megatron_longctx.inference.engine import LongContextEngine, Session
 from megatron_longctx.inference.ledger import CacheFull, Turn
 from megatron_longctx.inference.sampling import Sampling
-from megatron_longctx.kernels.planned import PlannedShapes
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
@@ -198,69 +195,36 @@ def warming_up_computes_and_leaves_nothing(engine: LongContextEngine) -> None:
     """Prompts of two lengths, on this rank's part of the tokens."""
     computed: list[int] = []
     modes: set[str] = set()
-    original, build = engine.model.logits, engines.build
+    original, begin = engine.model.logits, engine.model.attention.begin
     engine.model.logits = lambda tokens, *rest: computed.append(len(tokens)) or original(tokens, *rest)  # type: ignore
-    engines.build = lambda mode, batch: modes.add(mode) or build(mode, batch)  # type: ignore[func-returns-value]
+    engine.model.attention.begin = lambda batch, mode, **how: modes.add(mode) or begin(batch, mode, **how)  # type: ignore
     try:
         engine.warm_up()
     finally:
         del engine.model.logits
-        engines.build = build
+        del engine.model.attention.begin
     assert len({count for count in computed if count > 1}) == 2
     assert modes == (set(engine._chooser.candidates) if engine.ledger.n > 1 else {"pass_kv"})
     assert engine.ledger.used_pages() == 0 and not engine.ledger.sessions
 
 
-def planned_shapes_are_met_before_the_first_prompt(engine: LongContextEngine) -> None:
-    """Where the kernel plans for shapes; each rank's room for keys is that which chunks leave."""
-    shapes = PlannedShapes(least_queries=2, least_keys=2, least_pairs=8, most=8)
-    attention, n, most_new = engine.model.attention, engine.ledger.n, 4
-    most_cached = engine.ledger.slots_per_rank - most_new
-    met: set[tuple[int, int, bool]] = set()
-    kernel = attention._engine.kernel
-    original = kernel.forward
-    prompts, engines.run_prompts = engines.run_prompts, lambda *_: None  # which meet some, too
-    kernel.forward = lambda q, k, v, **how: met.add((len(q), len(k), how["causal"])) or original(q, k, v, **how)  # type: ignore
-    attention.shapes = shapes
-    wanted = {shape for shape in shapes.all() if shape[0] <= most_new and (shape[2] or shape[1] <= most_cached)}
-    own = engine.settings
-    try:
-        for asked, chunk in ((None, n * most_new), (n * most_new, None), (None, None)):
-            engine.settings = replace(own, prefill_chunk=chunk)
-            met.clear()
-            engine.warm_up(asked)
-            ranks: list[set[tuple[int, int, bool]]] = [set()] * n
-            dist.all_gather_object(ranks, met)
-            found = set().union(*ranks)
-            assert (wanted <= found) if asked or chunk else not found
-        attention.shapes = None if dist.get_rank() == 0 else shapes  # hosts may have different kernels
-        met.clear()
-        engine.warm_up(n * most_new)
-        assert not met, "some ranks alone would wait for the others"
-    finally:
-        attention.shapes, engines.run_prompts, engine.settings = None, prompts, own
-        del kernel.forward
-    assert wanted
-    assert engine.ledger.used_pages() == 0 and not engine.ledger.sessions
-
-
 def warming_up_leaves_open_sessions_alone(engine: LongContextEngine) -> None:
     """However much of the cache they hold, and where the engine may evict them."""
-    attention, own, ledger = engine.model.attention, engine.settings, engine.ledger
+    own, ledger = engine.settings, engine.ledger
     session = engine.open()
-    attention.shapes, engine.settings = PlannedShapes(2, 2, 8, 64), replace(own, evict=True)
+    engine.settings = replace(own, evict=True)
     try:
         for pages in (1, 24, 2):
             session.append(
                 [97] * (min(map(ledger.free_pages, range(ledger.n))) - pages) * ledger.n * ledger.page_tokens
             )
             before = ledger.used_pages()
-            engine.warm_up(8)
+            engine.warm_up()
             assert session.cached_tokens == len(session.tokens) > 0 and ledger.used_pages() == before
             ledger.evict(session.number)
             session.tokens.clear()
     finally:
-        attention.shapes, engine.settings = None, own
+        engine.settings = own
         session.close()
 
 
@@ -318,7 +282,6 @@ def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
     collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
     engine, _ = build_engine(for_inference(config), collection, None)
     warming_up_computes_and_leaves_nothing(engine)
-    planned_shapes_are_met_before_the_first_prompt(engine)
     warming_up_leaves_open_sessions_alone(engine)
     a_pass_takes_as_many_tokens_as_fit(engine, 12)
     tokens = batches_do_not_matter(engine)

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_longctx.kernels import MOST_PARTIALS, Partial, merge, merge_partials, sum_partials
+from megatron_longctx.kernels import Partial, merge_partials, sum_partials
 from megatron_longctx.kernels import partials as way
+from megatron_longctx.schedules.totals import MOST_PARTIALS
 from tests.kernels.interpreter import run_interpreted
 
 S, B, H, D = 9, 2, 4, 8
@@ -77,6 +78,39 @@ def test_fp64_stays_fp64():
     torch.testing.assert_close(out, expected_sum(parts), rtol=1e-12, atol=1e-12)
 
 
+def merged(*parts):
+    """Of (value, lse) of all rows and heads, each everywhere the same."""
+    out, lse = torch.full((S, B, H, D), torch.nan), torch.full((S, B, H), torch.nan)
+    found = [torch.full_like(out, value) for value, _ in parts]
+    sums = [torch.full_like(lse, number) for _, number in parts]
+    merge_partials([Partial(0, 0, *each) for each in zip(found, sums, strict=True)], out, lse)
+    assert out.unique().numel() == lse.unique().numel() == 1
+    return float(out[0, 0, 0, 0]), float(lse[0, 0, 0])
+
+
+NONE = -torch.inf
+
+
+@pytest.mark.parametrize(
+    ("parts", "wanted"),
+    [
+        ([(0.0, NONE), (0.3, 1.5)], (0.3, 1.5)),
+        ([(0.3, 1.5), (0.0, NONE), (0.0, NONE)], (0.3, 1.5)),
+        ([(0.0, NONE), (0.0, NONE)], (0.0, NONE)),
+        *([[(0.3, -far), (0.7, far), (0.0, NONE)], (0.7, far)] for far in (1e2, 1e4, 1e30)),
+        *([[(0.3, far), (0.7, -far)], (0.3, far)] for far in (1e2, 1e4, 1e30)),
+    ],
+    ids=str,
+)
+def test_nothing_is_neutral_and_what_is_far_larger_wins(parts, wanted):
+    assert merged(*parts) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_no_rows_is_nothing_to_do():
+    merge_partials([], torch.zeros(0, B, H, D), torch.zeros(0, B, H))
+    sum_partials([], torch.zeros(0, B, H, D))
+
+
 def test_more_than_fit_are_refused():
     with pytest.raises(ValueError, match=r"5 partials: expected 4 at most"):
         sum_partials([*partials(4), partials(1)[0]], torch.empty(S, B, H, D))
@@ -105,10 +139,6 @@ def test_fused_kernel_equals_the_definition_under_the_interpreter():
     run_interpreted(__file__)
 
 
-if __name__ == "__main__":
-    compare_fused_with_torch()
-
-
 @pytest.mark.parametrize(
     ("tokens", "fused"), [(2**31 // 32 - 64, True), (2**31 // 32 - 63, False), (2**31 // 16, False)]
 )
@@ -118,7 +148,10 @@ def test_rows_that_32_bits_do_not_count_are_not_for_the_fused_kernels(tokens, fu
     def on_gpu(dtype, *shape):
         return SimpleNamespace(shape=torch.Size(shape), dtype=dtype, is_cuda=True, stride=lambda _: 1)
 
-    out, lse = on_gpu(torch.float32, tokens, 1, 32, 8), on_gpu(torch.float32, tokens, 1, 32)
+    out = on_gpu(torch.float32, tokens, 1, 32, 8)
     part = SimpleNamespace(value=on_gpu(torch.bfloat16, 16, 1, 32, 8))
     assert way._fusable([part], out) is fused
-    assert merge._fusable(out, out, lse) is fused
+
+
+if __name__ == "__main__":
+    compare_fused_with_torch()

@@ -93,14 +93,6 @@ def block(draw: Draw, rng: random.Random, *sizes: int) -> Tensor:
     return draw(s + skipped, b, h, *rest)[skipped:]
 
 
-def merge(draw: Draw, rng: random.Random) -> None:
-    from megatron_longctx.kernels.merge_triton import merge_into_triton
-
-    sizes = size(rng, 300), size(rng, 17), KV_HEADS
-    acc, acc_lse = block(draw, rng, *sizes, D), block(draw, rng, *sizes)
-    merge_into_triton(acc, acc_lse, block(draw, rng, *sizes, D).bfloat16(), block(draw, rng, *sizes))
-
-
 def combine(draw: Draw, rng: random.Random) -> None:
     from megatron_longctx.kernels.partials_triton import combine_triton
 
@@ -187,8 +179,6 @@ def merged_over_peers(draw: Draw, rng: random.Random) -> None:
 
 
 BOUNDS = {
-    # Results of one dtype; alone in its program a kernel has one variant.
-    ("kernels.merge_triton", "_merge_kernel"): (merge, 1),
     # Merged or summed, of 1 to 4 partials.
     ("kernels.partials_triton", "_combine_kernel"): (combine, 8),
     ("kernels.rotate_triton", "_rotate_kernel"): (turn, 1),
@@ -236,7 +226,6 @@ def test_no_variants_for_lengths(module: str, name: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("module", "name", "wide"),
     [
-        ("kernels.merge_triton", "_merge_kernel", r"ld\.global\S*\.v4\.b32"),
         ("kernels.partials_triton", "_combine_kernel", r"ld\.global\S*\.v4\.b32"),
         ("kernels.rotate_triton", "_rotate_kernel", r"ld\.global\S*\.v4\.b32"),
         ("kernels.paged_triton", "_attend_kernel", r"cp\.async\.cg\.shared\.global \[.*\], 0x10"),
@@ -271,12 +260,12 @@ def test_no_variants_for_lengths_on_a_gpu(module: str, name: str) -> None:
 @needs_compiler
 def test_no_variants_for_strides_that_nothing_is_read_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dimension of size 1 may have any stride: as others leave it, or 1, which Triton takes for a constant."""
-    from megatron_longctx.kernels import merge_triton
+    from megatron_longctx.kernels import partials_triton
 
-    launches = Launches(merge_triton._merge_kernel)
-    monkeypatch.setattr(merge_triton, "_merge_kernel", launches)
-    acc, lse = torch.zeros(8, 1, 4, D), torch.zeros(8, 1, 4)
+    launches = Launches(partials_triton._combine_kernel)
+    monkeypatch.setattr(partials_triton, "_combine_kernel", launches)
+    into, lse = torch.zeros(8, 1, 4, D), torch.zeros(8, 1, 4)
     for stride in (4 * D, 1, 17, 16):
         out = torch.zeros(8 * 4 * D, dtype=BF16).as_strided((8, 1, 4, D), (4 * D, stride, D, 1))
-        merge_triton.merge_into_triton(acc, lse, out, lse)
+        partials_triton.combine_triton([Partial(0, 0, out, lse)], into, lse)
     assert len(launches.variants) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_longctx.attention import context_parallel
+from megatron_longctx.attention.run import Run
 from megatron_longctx.comm import P2PTransport
 from megatron_longctx.config import RecomputeConfig
 from megatron_longctx.mcore import groups
@@ -62,11 +63,12 @@ class Seen:
     products: int  # of row-parallel layers: two a layer
 
 
-def _counted(owner: Any, name: str, counts: dict[str, int], key: str) -> Any:
+def _counted(owner: Any, name: str, counts: dict[str, int], what: Callable[[Any], str]) -> Any:
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        key = what(self)
         counts[key] += sum(map(len, args[:2])) if key == "messages" else 1
         return original(self, *args, **kwargs)
 
@@ -89,10 +91,9 @@ def _see(root: Path, mode: str, settings: dict[str, Any]) -> Seen:
     groups.seed_everything(5)
     losses = []
     with (
-        _counted(context_parallel.ForwardPass, "run", counts, "forward"),
-        _counted(context_parallel.BackwardPass, "run", counts, "backward"),
-        _counted(P2PTransport, "start", counts, "messages"),
-        _counted(RowParallelLinear, "_forward_impl", counts, "products"),
+        _counted(Run, "__call__", counts, lambda run: "backward" if run._program.backward else "forward"),
+        _counted(P2PTransport, "start", counts, lambda _: "messages"),
+        _counted(RowParallelLinear, "_forward_impl", counts, lambda _: "products"),
     ):
         for index in range(MICRO_BATCHES):  # all in flight before the first backward, as pipeline stages have them
             tokens = torch.randint(VOCABULARY, (2, 39), generator=torch.Generator().manual_seed(index))

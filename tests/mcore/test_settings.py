@@ -17,9 +17,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.inference.ledger import CacheLedger
-from megatron_longctx.inference.plan import Batch, build
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
 from megatron_longctx.mcore.inference import CachedGPT
@@ -206,7 +206,7 @@ def _ours(rank: int, path: Path) -> None:
     attention = CachedAttention(collection.cp, shape, ledger.slots_per_rank, torch.device("cpu"))
     cached = CachedGPT(gpt, attention, VOCABULARY, None)
     turns = ledger.append({ledger.open(): LENGTH})
-    attention.begin(build("pass_kv", Batch(world, ledger.slots_per_rank, turns)))
+    attention.begin(Batch(world, ledger.slots_per_rank, turns), "pass_kv")
     mine = torch.tensor([position for span in turns[0].new_spans(rank) for position in span])
     logits = cached.logits(tokens[0, mine], mine, torch.arange(len(mine)))
     torch.testing.assert_close(logits, expected[mine], rtol=2e-5, atol=2e-5)

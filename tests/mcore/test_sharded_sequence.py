@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_longctx.mcore.sequence import build_sequence
-from megatron_longctx.schedules import PlanOptions, build_plan
+from megatron_longctx.schedules import ModeOptions, build_plan
 from megatron_longctx.testing.sequences import sequence_of
 from megatron_longctx.testing.training import tiny_config
 
@@ -74,20 +74,20 @@ def test_only_whole_batches(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("settings", "plan"),
     [
-        ({}, ("zigzag", 4, 100, True, PlanOptions())),
-        ({"parallelism.schedule": "ring"}, ("ring", 4, 100, True, PlanOptions())),
-        ({"parallelism.tensor_parallel_size": 2}, ("zigzag", 4, 100, True, PlanOptions(unit=2))),
+        ({}, ("zigzag", 4, 100, ModeOptions())),
+        ({"parallelism.schedule": "ring"}, ("ring", 4, 100, ModeOptions())),
+        ({"parallelism.tensor_parallel_size": 2}, ("zigzag", 4, 100, ModeOptions(), 2)),
         (
             {"parallelism.tensor_parallel_size": 2, "parallelism.sequence_parallel": False},
-            ("zigzag", 4, 100, True, PlanOptions()),
+            ("zigzag", 4, 100, ModeOptions()),
         ),
         (
             {"parallelism.schedule": "all_gather", "parallelism.max_buffer_tokens": 20},
-            ("all_gather", 4, 100, True, PlanOptions(20)),
+            ("all_gather", 4, 100, ModeOptions(20)),
         ),
         (
             {"parallelism.schedule": "usp", "parallelism.inner_size": 1, "parallelism.outer_schedule": "helper"},
-            ("usp", 4, 100, True, PlanOptions(inner_size=1, outer_schedule="helper")),
+            ("usp", 4, 100, ModeOptions(inner_size=1, outer_schedule="helper")),
         ),
     ],
 )

@@ -213,7 +213,5 @@ def test_measured_peaks_stay_as_they_were_written() -> None:
 
 @pytest.mark.parametrize("cell", attention_peaks(), ids=lambda cell: cell.name)
 def test_attention_alone_is_predicted(cell: AttentionPeak) -> None:
-    """Kernels' workspaces included, which CPUs do not show. Rings with as many key/value as query heads hold more:
-    partial results wait beside their sums."""
-    low = 0.24 if cell.ring_of_as_many_heads else 0.09
-    assert (1 - low) * cell.measured <= cell.predicted <= 1.06 * cell.measured
+    """Kernels' workspaces included, which CPUs do not show."""
+    assert 0.91 * cell.measured <= cell.predicted <= 1.06 * cell.measured

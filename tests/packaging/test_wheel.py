@@ -117,7 +117,8 @@ def test_the_installed_command_finds_its_recipes(installed: Path, tmp_path: Path
 
 WHERE = """
 import megatron_longctx
-from megatron_longctx.compose import bundled, compose_config
+from megatron_longctx.files import bundled
+from megatron_longctx.compose import compose_config
 from megatron_longctx.demo import _load_compare
 print(megatron_longctx.__file__)
 for name in ("recipes", "launch", "analysis"):
@@ -165,16 +166,14 @@ def test_an_editable_installation_reads_the_checkout_not_copies(tmp_path: Path) 
 def test_copies_inside_the_package_of_a_checkout_are_never_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_longctx import compose
+    from megatron_longctx import files
 
     for folder in ("recipes", "megatron_longctx/recipes"):
         (tmp_path / folder).mkdir(parents=True)
-    monkeypatch.setattr(compose, "__file__", str(tmp_path / "megatron_longctx/compose.py"))
-    assert compose.bundled("recipes") == tmp_path / "megatron_longctx/recipes", (
-        "installed: what stands beside is foreign"
-    )
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "megatron_longctx/files.py"))
+    assert files.bundled("recipes") == tmp_path / "megatron_longctx/recipes", "installed: what stands beside is foreign"
     (tmp_path / "pyproject.toml").write_text("")
-    assert compose.bundled("recipes") == tmp_path / "recipes"
+    assert files.bundled("recipes") == tmp_path / "recipes"
 
 
 def test_everything_that_is_asked_for_is_pinned() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_longctx.attention import AttentionResult, ContextParallelAttention
 from megatron_longctx.recompute import AttentionTape, DeviceStore, HostStore
+from megatron_longctx.schedules.mask import full
 from megatron_longctx.testing.references import random_qkv
 
 
@@ -69,12 +70,13 @@ def test_only_the_latest_result_stays_on_the_device() -> None:
 def test_a_tape_computes_once_and_is_played_back_once() -> None:
     attention = ContextParallelAttention(kernel="reference")
     q, k, v, grad = random_qkv(7, 1, 4, 2, 8, torch.float64)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    expected = attention(*leaves, length=7)
+    sink = torch.tensor([0.0, 9.0, -1.0, 3.0], dtype=torch.float64, requires_grad=True)
+    leaves = [*(x.requires_grad_() for x in (q, k, v)), sink]
+    expected = attention(q, k, v, mask=full(7), scale=0.3, sink=sink)
     gradients = torch.autograd.grad(expected, leaves, grad)
     for store in (DeviceStore(), HostStore()):
         tape = AttentionTape(store)
-        arguments = {"length": 7, "causal": True, "scale": None}
+        arguments = {"mask": full(7), "scale": 0.3, "sink": sink}
         first = tape.attend(attention, (q, k, v), **arguments)
         assert not first.requires_grad and torch.equal(first, expected)
         tape.rewind()
@@ -88,14 +90,14 @@ def test_a_tape_computes_once_and_is_played_back_once() -> None:
 def test_a_given_result_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = ContextParallelAttention(kernel="reference")
     q, k, v, _ = random_qkv(7, 1, 4, 2, 8, torch.float64)
-    result = attention.forward(q, k, v, length=7)
+    result = attention.forward(q, k, v, mask=7)
     assert result.out.shape == (7, 1, 4, 8) and result.lse.shape == (7, 1, 4)
 
     def forbidden(*_: object) -> None:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr("megatron_longctx.attention.context_parallel.ForwardPass", forbidden)
-    out = attention(q.requires_grad_(), k, v, length=7, result=result)
+    monkeypatch.setattr("megatron_longctx.attention.context_parallel.Run", forbidden)
+    out = attention(q.requires_grad_(), k, v, mask=7, result=result)
     assert torch.equal(out, result.out) and out.requires_grad and not result.out.requires_grad
     with pytest.raises(ValueError, match=r"q has shape"):
-        attention(q, k, v, length=8, result=result)
+        attention(q, k, v, mask=8, result=result)

@@ -1,55 +1,52 @@
-"""Every mode, broken in every way at a random place: `verify` finds it, forward and backward."""
+"""Every mode over random masks, broken in every way at a random place: `verify` finds it, forward and backward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.schedules import (
+    MODES,
     RESULTS,
-    SCHEDULES,
     Attend,
+    Heads,
     Move,
     Plan,
     PlanError,
+    Slice,
+    backward_plan,
     build_plan,
-    seal,
-    transpose,
+    keeping,
     verify,
 )
+from megatron_longctx.schedules.mask import FAR
+from tests.schedules.follow import calls_of, parts_of
+from tests.schedules.masks import masks, pairs_of, tokens_of
 
 
-def _plans() -> list[Plan]:
-    forward = [build_plan(name, n, 4 * n + 1, causal) for name in SCHEDULES for n in (4, 6) for causal in (True, False)]
-    return [plan for whole in forward for plan in (whole, seal(transpose(whole)))]
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    plan = build_plan(draw(st.sampled_from(list(MODES))), draw(st.sampled_from([2, 3, 4, 6])), draw(masks(24)))
+    plan = keeping(plan) if draw(st.booleans()) else plan
+    return backward_plan(plan) if draw(st.booleans()) else plan
 
 
-PLANS = _plans()
-
-
-def _moves(plan: Plan) -> list[tuple[int, int, Move]]:
+def moves_of(plan: Plan) -> list[tuple[int, int, Move]]:
     return [(t, i, move) for t, step in enumerate(plan.steps) for i, move in enumerate(step.moves)]
 
 
-def _calls(plan: Plan) -> list[tuple[int, int, int, Attend]]:
-    return [
-        (t, rank, i, attend)
-        for t, step in enumerate(plan.steps)
-        for rank, attends in enumerate(step.attends)
-        for i, attend in enumerate(attends)
-    ]
-
-
-def _with_moves(plan: Plan, t: int, moves: tuple[Move, ...]) -> Plan:
+def with_moves(plan: Plan, t: int, moves: tuple[Move, ...]) -> Plan:
     steps = list(plan.steps)
     steps[t] = steps[t]._replace(moves=moves)
     return replace(plan, steps=tuple(steps))
 
 
-def _with_calls(plan: Plan, t: int, rank: int, calls: tuple[Attend, ...]) -> Plan:
+def with_calls(plan: Plan, t: int, rank: int, calls: tuple[Attend, ...]) -> Plan:
     steps = list(plan.steps)
     attends = list(steps[t].attends)
     attends[rank] = calls
@@ -57,95 +54,151 @@ def _with_calls(plan: Plan, t: int, rank: int, calls: tuple[Attend, ...]) -> Pla
     return replace(plan, steps=tuple(steps))
 
 
-def _without(items: tuple, i: int) -> tuple:
-    return items[:i] + items[i + 1 :]
+def without(items: tuple, item: object) -> tuple:
+    place = items.index(item)
+    return items[:place] + items[place + 1 :]
 
 
-broken = settings(max_examples=150, deadline=None)
-plans = st.sampled_from(PLANS)
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.name}-{plan.n}{'-backward' * plan.backward}")
-def test_the_plans_that_are_broken_here_are_whole(plan: Plan) -> None:
-    verify(plan)
+broken = settings(max_examples=80, deadline=None)
 
 
 @broken
-@given(plans, st.data())
+@given(plans(), st.data())
 def test_a_dropped_send(plan: Plan, data: st.DataObject) -> None:
-    t, i, _ = data.draw(st.sampled_from(_moves(plan)))
-    with pytest.raises(PlanError, match=r"before it arrives|does not hold it yet|never reaches its home"):
-        verify(_with_moves(plan, t, _without(plan.steps[t].moves, i)))
+    assume(moves_of(plan))
+    t, _, move = data.draw(st.sampled_from(moves_of(plan)))
+    with pytest.raises(
+        PlanError, match=r"before it arrives|does not hold it yet|never reaches its home|never receives"
+    ):
+        verify(with_moves(plan, t, without(plan.steps[t].moves, move)))
 
 
 @broken
-@given(plans, st.data())
+@given(plans(), st.data())
 def test_a_send_to_the_wrong_rank(plan: Plan, data: st.DataObject) -> None:
-    t, i, move = data.draw(st.sampled_from(_moves(plan)))
+    assume(moves_of(plan) and plan.n > 2)
+    t, i, move = data.draw(st.sampled_from(moves_of(plan)))
     others = [rank for rank in range(plan.n) if rank not in (move.source, move.destination)]
     wrong = move._replace(destination=data.draw(st.sampled_from(others)))
     moves = plan.steps[t].moves
     with pytest.raises(PlanError):
-        verify(_with_moves(plan, t, (*moves[:i], wrong, *moves[i + 1 :])))
+        verify(with_moves(plan, t, (*moves[:i], wrong, *moves[i + 1 :])))
 
 
 @broken
-@given(plans, st.data())
+@given(plans(), st.data())
 def test_a_send_done_twice(plan: Plan, data: st.DataObject) -> None:
-    t, _, move = data.draw(st.sampled_from(_moves(plan)))
+    assume(moves_of(plan))
+    t, _, move = data.draw(st.sampled_from(moves_of(plan)))
     with pytest.raises(PlanError, match=r"reaches rank . twice|more often|nothing of it computed"):
-        verify(_with_moves(plan, t, (*plan.steps[t].moves, move)))
+        verify(with_moves(plan, t, (*plan.steps[t].moves, move)))
 
 
 @broken
-@given(plans, st.data())
-def test_a_doubled_pair(plan: Plan, data: st.DataObject) -> None:
-    t, rank, _, attend = data.draw(st.sampled_from(_calls(plan)))
-    with pytest.raises(PlanError, match="twice"):
-        verify(_with_calls(plan, t, rank, (*plan.steps[t].attends[rank], attend)))
-
-
-@broken
-@given(plans, st.data())
-def test_a_missing_pair(plan: Plan, data: st.DataObject) -> None:
-    t, rank, i, _ = data.draw(st.sampled_from(_calls(plan)))
-    with pytest.raises(PlanError, match="visible pairs"):
-        verify(_with_calls(plan, t, rank, _without(plan.steps[t].attends[rank], i)))
-
-
-@broken
-@given(plans, st.data())
+@given(plans(), st.data())
 def test_use_before_arrival(plan: Plan, data: st.DataObject) -> None:
     """A call that needs another rank's block is made in step 0, when none has arrived."""
     remote = [
-        call
-        for call in _calls(plan)
-        if any(block.home != call[1] for block in call[3].inputs(plan.backward)) and call[0] > 0
+        (t, rank, a)
+        for t, rank, a in calls_of(plan)
+        if t > 0 and any(block.home != rank for blocks in plan.inputs(a, rank) for block in blocks)
     ]
-    t, rank, i, attend = data.draw(st.sampled_from(remote))
-    early = _with_calls(plan, t, rank, _without(plan.steps[t].attends[rank], i))
-    early = _with_calls(early, 0, rank, (*early.steps[0].attends[rank], attend))
+    assume(remote)
+    t, rank, attend = data.draw(st.sampled_from(remote))
+    early = with_calls(plan, t, rank, without(plan.steps[t].attends[rank], attend))
+    early = with_calls(early, 0, rank, (*early.steps[0].attends[rank], attend))
     with pytest.raises(PlanError, match="before it arrives"):
         verify(early)
 
 
 @broken
-@given(plans, st.data())
+@given(plans(), st.data())
 def test_a_result_sent_before_it_is_computed(plan: Plan, data: st.DataObject) -> None:
-    results = [(t, i, move) for t, i, move in _moves(plan) if move.block.kind in RESULTS and t > 0]
-    if results:
-        t, i, move = data.draw(st.sampled_from(results))
-        early = _with_moves(plan, t, _without(plan.steps[t].moves, i))
-        early = _with_moves(early, 0, (*early.steps[0].moves, move))
-        with pytest.raises(PlanError, match="nothing of it computed"):
-            verify(early)
+    results = [(t, move) for t, _, move in moves_of(plan) if move.block.kind in RESULTS and t > 0]
+    assume(results)
+    t, move = data.draw(st.sampled_from(results))
+    early = with_moves(plan, t, without(plan.steps[t].moves, move))
+    early = with_moves(early, 0, (*early.steps[0].moves, move))
+    with pytest.raises(PlanError, match="nothing of it computed"):
+        verify(early)
 
 
-@broken
-@given(plans, st.data())
-def test_a_buffer_above_what_is_stated(plan: Plan, data: st.DataObject) -> None:
-    i = data.draw(st.integers(0, len(plan.buffers) - 1))
-    kind, tokens = plan.buffers[i]
-    small = (*plan.buffers[:i], (kind, tokens - 1), *plan.buffers[i + 1 :])
-    with pytest.raises(PlanError, match=f"needs buffers for {tokens} {kind} tokens, states {tokens - 1}"):
-        verify(replace(plan, buffers=small))
+def shifted(draw: Callable, each: Slice) -> list[Slice]:
+    return [each.moved(*draw(st.sampled_from([(0, 1), (1, 0), (1, 1), (0, -1), (-1, -1)])))]
+
+
+def grown(draw: Callable, each: Slice) -> list[Slice]:
+    """Past where a document, or what a rank has of it, ends."""
+    by = draw(st.sampled_from([("q_start", -1), ("q_stop", 1), ("k_start", -1), ("k_stop", 1)]))
+    wider = each._replace(**{by[0]: getattr(each, by[0]) + by[1]})
+    return [wider._replace(lo=-FAR, hi=FAR) if draw(st.booleans()) else wider]
+
+
+def off_by_one(draw: Callable, each: Slice) -> list[Slice]:
+    """In a bound of its band."""
+    name = draw(st.sampled_from(["lo", "hi"]))
+    if abs(getattr(each, name)) == FAR:
+        tight = each.k_start - each.q_stop + 1 if name == "lo" else each.k_stop - 1 - each.q_start
+        return [each._replace(**{name: tight + (1 if name == "lo" else -1)})]
+    return [each._replace(**{name: getattr(each, name) + draw(st.sampled_from([-1, 1]))})]
+
+
+def a_pair(draw: Callable, each: Slice) -> Slice:
+    rows, columns = np.nonzero(pairs_of([each], each.q_stop, each.k_stop))
+    at = draw(st.integers(0, len(rows) - 1))
+    return Slice(rows[at], rows[at] + 1, columns[at], columns[at] + 1)
+
+
+def twice(draw: Callable, each: Slice) -> list[Slice]:
+    return [each, a_pair(draw, each)]
+
+
+def missing(draw: Callable, each: Slice) -> list[Slice]:
+    """A pair, and with it what else of the slice it divides."""
+    pair = a_pair(draw, each)
+    q, k = (
+        (each.q_start, pair.q_start, pair.q_stop, each.q_stop),
+        (each.k_start, pair.k_start, pair.k_stop, each.k_stop),
+    )
+    cells = [(q[i], q[i + 1], k[j], k[j + 1]) for i in range(3) for j in range(3) if (i, j) != (1, 1)]
+    return [found for cell in cells if (found := each.cut(*cell)) is not None]
+
+
+def another_twice(draw: Callable, each: Slice) -> list[Slice]:
+    """As many pairs as before."""
+    left = missing(draw, each)
+    assume(left)
+    return [*left, a_pair(draw, left[0])]
+
+
+def counts(plan: Plan) -> np.ndarray:
+    """How often each pair is computed, by part of the heads."""
+    parts = parts_of(plan)
+    found = np.zeros((parts, plan.queries.length, plan.keys.length), dtype=int)
+    for _, _, attend in calls_of(plan):
+        at = np.ix_(tokens_of(plan, attend.queries, False), tokens_of(plan, attend.keys, True))
+        for part in range(parts):
+            if attend.heads.covers(Heads(part, parts)):
+                found[part][at] += pairs_of(attend.slices, attend.num_queries, attend.num_keys)
+    return found
+
+
+@pytest.mark.parametrize("change", [shifted, grown, off_by_one, twice, missing, another_twice])
+@settings(max_examples=80, deadline=None)
+@given(plans(), st.data())
+def test_what_is_seen_is_changed(change: Callable, plan: Plan, data: st.DataObject) -> None:
+    """Found if and only if some pair is no longer computed just once, where the mask shows it."""
+    assume(any(calls_of(plan)))
+    t, rank, attend = data.draw(st.sampled_from(list(calls_of(plan))))
+    number = data.draw(st.integers(0, len(attend.slices) - 1))
+    now = change(data.draw, attend.slices[number])
+    slices = (*attend.slices[:number], *now, *attend.slices[number + 1 :])
+    changed = attend._replace(slices=slices)
+    wrong = with_calls(plan, t, rank, tuple(changed if a is attend else a for a in plan.steps[t].attends[rank]))
+    seen = pairs_of(plan.mask.slices, plan.queries.length, plan.keys.length)
+    outside = sum(each.pairs for each in slices) > pairs_of(slices, attend.num_queries, attend.num_keys).sum()
+    if not outside and (counts(wrong) == seen).all():
+        verify(wrong)
+        return
+    with pytest.raises(PlanError, match=r"twice|visible|not within"):
+        verify(wrong)

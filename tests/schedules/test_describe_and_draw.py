@@ -4,11 +4,13 @@ import struct
 
 import pytest
 
-from megatron_longctx.layout import striped
-from megatron_longctx.schedules import Kind, build_plan, describe, seal, transpose
+from megatron_longctx.schedules import Takes, Target, Workload, build_plan, keeping, transpose
+from megatron_longctx.schedules.describe import describe
 from megatron_longctx.schedules.draw import draw
-from megatron_longctx.schedules.ring import ring
+from megatron_longctx.schedules.mask import documents, full
 from megatron_longctx.testing.plans import helper_plan
+from tests.schedules.follow import calls_of
+from tests.schedules.masks import pairs_of, tokens_of
 
 ZIGZAG_2_8 = """\
 zigzag forward: 2 ranks, 8 tokens (zigzag), causal mask, 2 steps, 0.0% of rank-time idle
@@ -18,8 +20,8 @@ who holds what
   rank 1: 2:4 + 4:6  (4 tokens)
 
 step 0
-  rank 0: attend q[0:4] x kv own[0:4] causal; send kv0[0:4] -> 1; receive kv1[0:4] <- 1
-  rank 1: attend q[0:4] x kv own[0:4] causal; send kv1[0:4] -> 0; receive kv0[0:4] <- 0
+  rank 0: attend q[0:4] x kv own[0:4] causal; send kv0[0:2] -> 1; receive kv1[0:4] <- 1
+  rank 1: attend q[0:4] x kv own[0:4] causal; send kv1[0:4] -> 0; receive kv0[0:2] <- 0
 
 step 1
   rank 0: attend q[2:4] x kv 1[0:4] full
@@ -27,9 +29,10 @@ step 1
 
 totals
   rank            pairs    load  tokens sent / received
-     0               18  100.0%  kv 4 / 4 (4 KiB)
-     1               18  100.0%  kv 4 / 4 (4 KiB)
-  buffers for other ranks' kv: 4 tokens = 2 KiB at most"""
+     0               18  100.0%  kv 2 / 4 (3 KiB)
+     1               18  100.0%  kv 4 / 2 (3 KiB)
+  buffers for other ranks' kv: 4 tokens = 2 KiB at most
+  send memory: 2 KiB at most"""
 
 HELPER_2_4_BACKWARD = """\
 helper backward: 2 ranks, 4 tokens (contiguous), causal mask, 3 steps, 0.0% of rank-time idle
@@ -53,19 +56,15 @@ step 2
 totals
   rank            pairs    load  tokens sent / received
      0                5  100.0%  dkv 0 / 2, dq 1 / 0, kv 2 / 0, q_grad 0 / 1
-     1                5  100.0%  dkv 2 / 0, dq 0 / 1, kv 0 / 2, q_grad 1 / 0
-  buffers for other ranks' dkv: 2 tokens at most
-  buffers for other ranks' dq: 1 tokens at most
-  buffers for other ranks' kv: 2 tokens at most
-  buffers for other ranks' q_grad: 1 tokens at most"""
+     1                5  100.0%  dkv 2 / 0, dq 0 / 1, kv 0 / 2, q_grad 1 / 0"""
 
 
 def test_a_small_plan_in_words():
-    assert describe(build_plan("zigzag", 2, 8), {Kind.KV: 512}) == ZIGZAG_2_8
+    assert describe(build_plan("zigzag", 2, 8), Target(Workload(1, 1, 128))) == ZIGZAG_2_8
 
 
 def test_a_backward_plan_in_words():
-    assert describe(seal(transpose(helper_plan(2, 4)))) == HELPER_2_4_BACKWARD
+    assert describe(transpose(helper_plan(2, 4))) == HELPER_2_4_BACKWARD
 
 
 def test_idle_ranks_uneven_loads_and_empty_shards():
@@ -74,15 +73,22 @@ def test_idle_ranks_uneven_loads_and_empty_shards():
     assert "rank 0: idle\n" in text
     assert "     0                0    0.0%  nothing" in text
     assert "     2                2  200.0%  kv 0 / 1" in text
-    assert "full mask" in describe(build_plan("ring", 3, 6, False))
+    assert "full mask" in describe(build_plan("ring", 3, full(6)))
     assert "0 tokens" in describe(build_plan("zigzag", 2, 0))
 
 
 def test_stripes_and_sizes():
-    text = describe(seal(ring(striped(2, 8), True)), {Kind.KV: 3 << 30})
+    text = describe(build_plan("striped", 2, 8), Target(Workload(1, 1, 128, batch=6 << 20)))
     assert "rank 1: 1:8:2  (4 tokens)" in text
-    assert "kv 4 / 4 (24 GiB)" in text
-    assert "4 tokens = 12 GiB at most" in text
+    assert "kv 3 / 4 (21 GiB)" in text and "4 tokens = 12 GiB at most" in text
+
+
+def test_windows_documents_and_what_is_kept():
+    target = Target(Workload(2, 2, 128), Takes(packed=True, rectangles=True, windows=True))
+    text = describe(keeping(build_plan("ulysses", 2, documents([3, 2, 3], window=(1, 0)))), target)
+    assert "causal, 3 documents, window 1, 0 mask" in text and "heads 1/2 where [0:3] x [0:3] where -1 <= j - i" in text
+    assert "kept of other ranks', for backward: 6 KiB at most, and the outputs of its queries" in text
+    assert "in 5 slices, 5 pairs" in describe(build_plan("ring", 1, documents([1] * 5)), target)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +97,14 @@ def test_stripes_and_sizes():
         build_plan("zigzag", 4, 64),
         build_plan("all_gather", 8, 8192),
         build_plan("ring", 1, 5),
-        build_plan("ring", 3, 2, False),
+        build_plan("ring", 3, full(2)),
         build_plan("zigzag", 2, 0),
         helper_plan(3, 12),
-        seal(ring(striped(3, 10), True)),
-        build_plan("ring", 32, 4096),
+        build_plan("striped", 3, 10),
+        build_plan("ring", 18, 512),
+        build_plan("usp", 4, documents([100, 28, 900], window=(64, 0))),
     ],
-    ids=lambda plan: f"{plan.name}-{plan.n}-{plan.layout.length}",
+    ids=lambda plan: f"{plan.name}-{plan.n}-{plan.mask.length}",
 )
 @pytest.mark.filterwarnings("error")
 def test_a_plan_as_a_picture(plan, tmp_path):
@@ -118,22 +125,21 @@ def test_the_pair_map_shows_which_step_computes_each_pair(tmp_path):
 
     from megatron_longctx.schedules.draw import _pair_map
 
-    for plan in (build_plan("zigzag", 4, 64), build_plan("ring", 3, 10, False), helper_plan(2, 9)):
+    for plan in (
+        build_plan("zigzag", 4, 64),
+        build_plan("ring", 3, full(10)),
+        helper_plan(2, 9),
+        build_plan("zigzag", 2, documents([7, 13])),
+    ):
         figure, axes = pyplot.subplots()
         _pair_map(axes, plan)
         grid = numpy.ma.filled(axes.images[0].get_array().astype(float), numpy.nan)
         pyplot.close(figure)
-        length = plan.layout.length
-        assert grid.shape == (length, length)
-        expected = numpy.full((length, length), numpy.nan)
-        held = [list(plan.layout.tokens(rank)) for rank in range(plan.n)]
-        for t, step in enumerate(plan.steps):
-            for attend in (a for attends in step.attends for a in attends):
-                rows = held[attend.queries[0].home][attend.queries[0].start : attend.queries[0].stop]
-                columns = [c for key in attend.keys for c in held[key.home][key.start : key.stop]]
-                for i, row in enumerate(rows):
-                    for column in columns[: i + 1] if attend.causal else columns:
-                        expected[row, column] = t
+        expected = numpy.full((plan.mask.length,) * 2, numpy.nan)
+        for t, _, attend in calls_of(plan):
+            at = numpy.ix_(tokens_of(plan, attend.queries, False), tokens_of(plan, attend.keys, True))
+            seen = pairs_of(attend.slices, attend.num_queries, attend.num_keys) > 0
+            expected[at] = numpy.where(seen, t, expected[at])
         numpy.testing.assert_array_equal(grid, expected)
 
 

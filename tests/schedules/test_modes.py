@@ -1,29 +1,48 @@
-"""What each mode promises beyond being right: balance, few messages, links used."""
+"""What each mode promises beyond being right: balance, few messages, links used. And how one is added."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatron_longctx.layout import contiguous, zigzag
+from megatron_longctx.layout import contiguous
 from megatron_longctx.schedules import (
-    SCHEDULES,
+    MODES,
     Attend,
     Block,
     Kind,
+    Mask,
+    Mode,
+    ModeOptions,
     Move,
     Plan,
-    PlanError,
     Step,
+    Takes,
+    Target,
+    Workload,
     build_plan,
-    seal,
+    kernel_calls,
     verify,
 )
-from megatron_longctx.schedules.double_ring import double_ring
-from megatron_longctx.schedules.prune import prune
-from megatron_longctx.schedules.tasp import tasp
+from megatron_longctx.schedules.cache_modes import CACHE_MODES
+from megatron_longctx.schedules.mask import documents, full
+from megatron_longctx.schedules.modes.double_ring import DoubleRing
+from megatron_longctx.schedules.modes.tasp import Tasp
+from megatron_longctx.schedules.select import Problem, rank_modes
+from megatron_longctx.schedules.trim import trim
+from megatron_longctx.schedules.visibility import Visibility
+from megatron_longctx.topology import load_cluster
+from tests.schedules.follow import follow
+from tests.schedules.interpret import interpret
+from tests.schedules.masks import Cache, caches, masks
+
+PACKED = Takes(packed=True, rectangles=True, windows=True)
 
 
 @pytest.mark.parametrize("n", range(2, 12))
@@ -40,86 +59,153 @@ def test_helpers_halve_the_steps(n: int) -> None:
     assert kinds[Kind.Q] == kinds[Kind.OUT] > 0
 
 
-def test_a_helped_result_that_is_dropped_is_noticed() -> None:
-    plan = build_plan("helper", 4, 64)
-    steps = tuple(
-        step._replace(moves=tuple(m for m in step.moves if m.block.kind is not Kind.OUT)) for step in plan.steps
-    )
-    with pytest.raises(PlanError, match="never reaches its home"):
-        verify(type(plan)(plan.name, plan.layout, plan.causal, steps, plan.buffers))
-
-
 @pytest.mark.parametrize("n", [3, 5, 7, 8])
 def test_tasp_uses_every_link_once_a_step(n: int) -> None:
-    plan = build_plan("tasp", n, 2 * n * (n - 1) * 4, causal=False)
-    for step in plan.steps[:-1]:
-        links = {(move.source, move.destination) for move in step.moves}
-        assert len(links) == n * (n - 1)
-    one_ring = build_plan("zigzag", n, 2 * n * (n - 1) * 4, causal=False)
-    most = [
-        max(Counter({link: tokens for link, tokens in _tokens(step).items()}).values())
-        for step in (plan.steps[0], one_ring.steps[0])
-    ]
-    assert most[0] * (n - 1) == most[1]  # each link carries an (n-1)-th of what one ring's links carry
+    plan, one_ring = (build_plan(name, n, full(2 * n * (n - 1) * 4)) for name in ("tasp", "zigzag"))
+
+    def links(step: Step) -> Counter[tuple[int, int]]:
+        found: Counter[tuple[int, int]] = Counter()
+        for block, source, destination in step.moves:
+            found[source, destination] += block.tokens
+        return found
+
+    assert all(len(links(step)) == n * (n - 1) for step in plan.steps[:-1])
+    # Each link carries an (n-1)-th of what one ring's links carry.
+    assert max(links(plan.steps[0]).values()) * (n - 1) == max(links(one_ring.steps[0]).values())
 
 
-def _tokens(step):
-    tokens: Counter[tuple[int, int]] = Counter()
-    for move in step.moves:
-        tokens[move.source, move.destination] += move.block.tokens
-    return tokens
-
-
-def test_tasp_attends_in_two_calls_a_step() -> None:
-    plan = build_plan("tasp", 8, 8 * 7 * 2 * 4)
-    assert max(len(attends) for step in plan.steps for attends in step.attends) == 2
+@pytest.mark.parametrize("schedule", ["tasp", "all_gather", "zigzag", "double_ring"])
+def test_what_a_step_brings_takes_two_kernel_calls_at_most(schedule: str) -> None:
+    """Pieces that the same queries see lie side by side, however many there are."""
+    plan = build_plan(schedule, 8, 8 * 7 * 2 * 4)
+    assert max(len(attends) for step in plan.steps for attends in step.attends) == 1
+    calls = [kernel_calls(a.slices, PACKED) for step in plan.steps for attends in step.attends for a in attends]
+    assert max(map(len, calls)) == (2 if schedule in ("tasp", "all_gather") else 1)
 
 
 @pytest.mark.parametrize("rings", [(), ((0, 1, 2),), ((0, 1, 1, 2),)])
 def test_tasp_refuses_what_are_no_rings(rings) -> None:
     with pytest.raises(ValueError, match="expected at least one ring that passes each of the 4 ranks once"):
-        tasp(zigzag(4, 64), True, rings)
+        build_plan(Tasp(rings), 4, 64)
 
 
 @pytest.mark.parametrize(("n", "inner"), [(4, 2), (8, 4), (6, 3), (6, 1), (5, 5)])
 def test_double_ring_crosses_nodes_once_a_round(n: int, inner: int) -> None:
-    plan = seal(double_ring(zigzag(n, 16 * n), False, inner))
-    verify(plan)
-    crossing = sum(
-        move.block.tokens
-        for step in plan.steps
-        for move in step.moves
-        if move.source // inner != move.destination // inner
-    )
-    assert crossing == (n // inner - 1) * 16 * n
+    def crossing(plan: Plan) -> int:
+        moves = (move for step in plan.steps for move in step.moves)
+        return sum(m.block.tokens for m in moves if m.source // inner != m.destination // inner)
+
+    plan = build_plan(DoubleRing(inner), n, full(16 * n))
+    assert crossing(plan) == (n // inner - 1) * 16 * n
     if n == 8:  # a flat ring would cross between the same two nodes with every block it passes there
-        flat = build_plan("zigzag", n, 16 * n, causal=False)
-        by_ring = sum(m.block.tokens for s in flat.steps for m in s.moves if m.source // 4 != m.destination // 4)
-        assert by_ring > crossing
+        assert crossing(build_plan("zigzag", n, full(16 * n))) > crossing(plan)
 
 
-@pytest.mark.parametrize("n", [4, 6, 8, 12])
-def test_nothing_travels_that_nobody_needs(n: int) -> None:
-    for schedule in SCHEDULES:
-        for causal in (True, False):
-            plan = build_plan(schedule, n, 4 * n + 1, causal)
-            assert prune(plan) == plan
+def test_modes_in_words() -> None:
+    assert str(MODES["zigzag"]()) == "zigzag" and str(DoubleRing(4)) == "double_ring (inner_size=4)"
+    assert str(MODES["ulysses"](2)) == "ulysses (head_chunks=2)"
 
 
-def test_prune_keeps_what_is_passed_on() -> None:
-    # Rank 2 needs the block of rank 0 and gets it by way of rank 1, which does not; and rank 3 gets it for nothing.
-    block = Block(Kind.KV, 0, 0, 2)
-    call = Attend((Block(Kind.Q, 2, 0, 2),), (block,), False)
+def test_options_that_are_not_said_are_decided() -> None:
+    cluster = load_cluster("dgx_h100_x4")
+    assert [ModeOptions().inner(n) for n in (1, 2, 7, 8, 12, 32)] == [1, 1, 1, 4, 6, 8]
+    assert ModeOptions(cluster=cluster).inner(32) == 8 and ModeOptions(inner_size=2, cluster=cluster).inner(32) == 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(masks(24), st.integers(1, 8))
+def test_nothing_travels_that_nobody_needs(mask: Mask, n: int) -> None:
+    for schedule in MODES:
+        plan = build_plan(schedule, n, mask)
+        assert trim(plan) == plan
+
+
+@pytest.mark.parametrize("schedule", MODES)
+def test_documents_that_lie_on_one_rank_move_nothing(schedule: str) -> None:
+    """But where ranks share the heads, queries and keys of all tokens are exchanged."""
+    per_rank = 2 if MODES[schedule].layout == "zigzag" else 1
+    plan = build_plan(schedule, 4, documents([32 // per_rank] * 4 * per_rank))
+    moves = [move for step in plan.steps for move in step.moves]
+    if schedule == "striped" or MODES[schedule].splits_heads:
+        assert moves
+    else:
+        assert not moves and {len(step.attends[0]) for step in plan.steps} <= {0, 1}
+
+
+def test_trim_keeps_what_is_passed_on() -> None:
+    # Rank 2 needs a part of the block of rank 0 and gets it by way of rank 1, which does not; rank 3 gets it in vain.
+    block, part = (Block(Kind.KV, 0, 0, stop) for stop in (3, 2))
+    call = Attend((Block(Kind.Q, 2, 0, 2),), (part,), full(2).slices)
     idle: tuple[tuple[Attend, ...], ...] = ((),) * 4
     steps = (
         Step((Move(block, 0, 1), Move(block, 0, 3)), idle),
         Step((Move(block, 1, 2),), idle),
         Step((Move(block, 2, 3),), ((), (), (call,), ())),
     )
-    pruned = prune(Plan("by hand", contiguous(4, 8), False, steps))
-    assert [step.moves for step in pruned.steps] == [(Move(block, 0, 1),), (Move(block, 1, 2),), ()]
+    layout = contiguous(4, 12)
+    trimmed = trim(Plan("by hand", full(12), layout, layout, steps))
+    assert [step.moves for step in trimmed.steps] == [(Move(part, 0, 1),), (Move(part, 1, 2),), ()]
 
 
-def test_double_ring_refuses_nodes_that_do_not_divide_the_ranks() -> None:
-    with pytest.raises(ValueError, match=r"inner_size=3: expected a divisor of the 8 ranks.*1, 2, 4, 8"):
-        double_ring(zigzag(8, 64), True, 3)
+@pytest.mark.parametrize("mode", CACHE_MODES)
+@settings(max_examples=40, deadline=None)
+@given(caches())
+def test_every_mode_over_a_cache_computes_attention(mode: str, cache: Cache) -> None:
+    plan = CACHE_MODES[mode](*cache)
+    assert plan.name == mode and trim(plan) == plan
+    verify(plan)
+    follow(plan)
+
+
+def test_modes_over_a_cache_differ_in_what_travels() -> None:
+    """4 ranks with 16 keys and one query each."""
+    layouts = contiguous(4, 4), contiguous(4, 64)
+    seen = Visibility(replace(full(64), slices=(full(64).slices[0]._replace(q_stop=4),)), *layouts)
+    plans = {name: mode(seen, seen.all_keys()) for name, mode in CACHE_MODES.items()}
+    moved = {
+        name: Counter(move.block.kind for step in plan.steps for move in step.moves) for name, plan in plans.items()
+    }
+    assert moved == {
+        "pass_kv": Counter({Kind.KV: 12}),
+        "pass_q": Counter({Kind.Q: 12, Kind.OUT: 12}),
+        "one_hop": Counter({Kind.Q: 12, Kind.OUT: 12}),
+    }
+    assert [len(plans[name].steps) for name in ("pass_kv", "pass_q", "one_hop")] == [4, 5, 3]
+
+
+def test_a_new_mode_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found by its name, considered by `auto`, proved and lowered, forward and backward."""
+    monkeypatch.setitem(MODES, "broadcast", None)  # so that it is gone after the test
+
+    @dataclass(frozen=True)
+    class Broadcast(Mode):
+        name = "broadcast"
+        about = "all keys to everybody at once"
+        layout = "striped"
+
+        def plan(self, seen: Visibility) -> Plan:
+            n, keys = seen.queries.n, [block for blocks in seen.all_keys() for block in blocks]
+            moves = tuple(Move(key, key.home, r) for key in keys for r in range(n) if r != key.home)
+            calls = tuple(tuple(filter(None, [seen.attend(r, keys)])) for r in range(n))
+            steps = (Step(moves, ((),) * n), Step((), calls))
+            return trim(Plan(self.name, seen.mask, seen.queries, seen.keys, steps))
+
+    plan = build_plan("broadcast", 3, documents([5, 9, 17], window=(6, 0)))
+    verify(plan)
+    follow(plan)
+    interpret(plan, Target(Workload(3, 3, 2), PACKED, ((0, 1, 2),) * 3))
+    problem = Problem(4, full(4096), Target(Workload(8, 8, 64), PACKED))
+    ranking = rank_modes(problem, load_cluster("h200_x8").resized(4))
+    assert [each.reason for each in ranking if each.name == "broadcast"] == [""]
+
+
+def test_a_new_mode_over_a_cache_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(seen: Visibility, keys: Sequence[Sequence[Block]]) -> Plan:
+        n, every = seen.queries.n, [block for blocks in keys for block in blocks]
+        moves = tuple(Move(key, key.home, r) for key in every for r in range(n) if r != key.home)
+        calls = tuple(tuple(filter(None, [seen.attend(r, every)])) for r in range(n))
+        return trim(Plan("gather", seen.mask, seen.queries, seen.keys, (Step(moves, ((),) * n), Step((), calls))))
+
+    monkeypatch.setitem(CACHE_MODES, "gather", gather)
+    check = test_every_mode_over_a_cache_computes_attention.hypothesis.inner_test
+    settings(max_examples=20, deadline=None)(given(caches())(lambda cache: check("gather", cache)))()

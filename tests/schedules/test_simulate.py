@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from megatron_longctx.schedules import SCHEDULES, Costs, Kind, PlanOptions, Workload, build_plan, seal, transpose
+from megatron_longctx.schedules import (
+    ALL_HEADS,
+    MODES,
+    Costs,
+    Heads,
+    KernelCall,
+    KernelSample,
+    Kind,
+    MessageSample,
+    ModeOptions,
+    Plan,
+    Segment,
+    Takes,
+    Target,
+    Workload,
+    backward_plan,
+    build_plan,
+    kernel_calls,
+    lower,
+    visibility,
+)
 from megatron_longctx.schedules.cost import GIB
-from megatron_longctx.schedules.simulate import peak_bytes, simulate
+from megatron_longctx.schedules.footprint import footprint
+from megatron_longctx.schedules.mask import band_between, causal, documents, full
+from megatron_longctx.schedules.simulate import simulate
 from megatron_longctx.topology import Cluster, Device, Mesh, Network, Switch, load_cluster
 
 TOKENS = 1024
@@ -32,7 +55,7 @@ def mesh(n: int, block_s: float, latency_s: float = 0.0) -> Cluster:
 @pytest.mark.parametrize(("compute", "transfer"), [(3.0, 2.0), (2.0, 3.0)])
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_a_ring_takes_the_longer_of_computing_and_sending_each_step(n: int, compute: float, transfer: float) -> None:
-    plan = build_plan("ring", n, n * TOKENS, causal=False)
+    plan = build_plan("ring", n, full(n * TOKENS))
     found = simulate(plan, mesh(n, transfer), WORK, costs(compute))
     assert found.seconds == pytest.approx((n - 1) * max(compute, transfer) + compute, rel=1e-6)
     assert found.compute_s == pytest.approx([n * compute] * n, rel=1e-6)
@@ -40,7 +63,7 @@ def test_a_ring_takes_the_longer_of_computing_and_sending_each_step(n: int, comp
 
 
 def test_latency_and_the_start_of_messages_are_waited_for() -> None:
-    plan = build_plan("ring", 2, 2 * TOKENS, causal=False)
+    plan = build_plan("ring", 2, full(2 * TOKENS))
     slow = replace(costs(1.0), step_s=0.25, message_s=0.125)
     found = simulate(plan, mesh(2, 2.0, latency_s=0.5), WORK, slow)
     assert found.seconds == pytest.approx(2.0 + 0.5 + 0.25 + 2 * 0.125 + 1.0)  # a message out and one in
@@ -56,7 +79,7 @@ def test_causal_ring_leaves_the_first_rank_idle() -> None:
 
 
 def test_messages_of_a_step_share_the_link_they_pass() -> None:
-    plan = build_plan("ring", 4, 4 * TOKENS, causal=False)
+    plan = build_plan("ring", 4, full(4 * TOKENS))
     rate = BLOCK_BYTES / GIB  # a block a second
     wired = {
         "each its own link": (mesh(4, 1.0), 1.0),
@@ -66,7 +89,7 @@ def test_messages_of_a_step_share_the_link_they_pass() -> None:
     }
     for name, (cluster, seconds) in wired.items():
         assert simulate(plan, cluster, WORK, costs(1e-6)).seconds == pytest.approx(3 * seconds, rel=1e-3), name
-    gathered = build_plan("all_gather", 4, 4 * TOKENS, causal=False)
+    gathered = build_plan("all_gather", 4, full(4 * TOKENS))
     assert simulate(gathered, mesh(4, 1.0), WORK, costs(1e-6)).seconds == pytest.approx(1.0, rel=1e-3)
     switch = Cluster("switch", 1, 4, Switch(rate, rate))
     assert simulate(gathered, switch, WORK, costs(1e-6)).seconds == pytest.approx(3.0, rel=1e-3)
@@ -77,25 +100,25 @@ def test_messages_of_a_step_share_the_link_they_pass() -> None:
 @pytest.mark.parametrize("n", [3, 5, 8])
 def test_on_a_full_mesh_tasp_is_as_many_times_faster_as_it_has_rings(n: int) -> None:
     length = 2 * n * (n - 1) * 64
-    slow, fast = (build_plan(mode, n, length, causal=False) for mode in ("zigzag", "tasp"))
+    slow, fast = (build_plan(mode, n, full(length)) for mode in ("zigzag", "tasp"))
     times = [simulate(plan, mesh(n, 1.0), WORK, costs(1e-9)).seconds for plan in (slow, fast)]
     assert times[0] / times[1] == pytest.approx(n - 1, rel=1e-3)
 
 
 def test_links_are_busy_for_the_share_of_time_that_they_carry() -> None:
-    plan = build_plan("ring", 3, 3 * TOKENS, causal=False)
+    plan = build_plan("ring", 3, full(3 * TOKENS))
     found = simulate(plan, mesh(3, 1.0), WORK, costs(3.0))
     assert {str(link) for link in found.links} == {"link 0.1", "link 1.2", "link 2.0"}
     assert list(found.links.values()) == pytest.approx([2 / 9] * 3, rel=1e-6)
     assert found.busiest_link is not None and found.busiest_link[1] == pytest.approx(2 / 9, rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", MODES)
 @pytest.mark.parametrize("backward", [False, True])
 def test_time_lines_add_up(schedule: str, backward: bool) -> None:
     n = 4
     plan = build_plan(schedule, n, n * TOKENS + 3)
-    plan = seal(transpose(plan)) if backward else plan
+    plan = backward_plan(plan) if backward else plan
     cluster = load_cluster("h200_x8").resized(n)
     found = simulate(plan, cluster, WORK, timeline=True)
     assert found.seconds > 0 and found.spans
@@ -106,29 +129,43 @@ def test_time_lines_add_up(schedule: str, backward: bool) -> None:
         total = found.compute_s[rank] + found.exposed_s[rank] + found.idle_s[rank]
         assert total == pytest.approx(found.seconds)
     quiet = simulate(plan, cluster, WORK)
-    assert quiet.seconds == found.seconds and not quiet.spans
-    assert found.peak_bytes == peak_bytes(plan, WORK)
+    assert quiet.seconds == pytest.approx(found.seconds, rel=1e-12) and not quiet.spans
+    target = Target(WORK)
+    assert found.peak_bytes == max(footprint(lower(plan, rank, target), WORK).total for rank in range(n))
+    assert found.operations == max(host_operations(plan, rank, target) for rank in range(n))
 
 
-def test_memory_is_what_a_pass_holds() -> None:
-    plan = build_plan("ring", 2, 2 * TOKENS)
-    q = TOKENS * 4 * 64 * 4  # of a rank; k and v as many each
-    lse = TOKENS * 4 * 4
-    # q, k and v, k and v packed, out with its LSE, the sum of out; one remote block of keys and values
-    assert peak_bytes(plan, WORK) == q + 2 * q + 2 * q + (q + lse) + q + 2 * q
-    bounded, free = (build_plan("all_gather", 8, 8 * TOKENS, options=PlanOptions(k)) for k in (2 * TOKENS, None))
-    assert peak_bytes(bounded, WORK) < peak_bytes(free, WORK)
+def host_operations(plan: Plan, rank: int, target: Target) -> int:
+    """Kernel calls, merges, and steps with messages from or to a rank."""
+    program = lower(plan, rank, target)
+    messages = sum(any(rank in move[1:] for move in step.moves) for step in plan.steps)
+    return len(program.calls) + len(program.merges) + messages
 
 
-def test_memory_of_a_plan_does_not_depend_on_more_ranks_for_a_ring() -> None:
-    sizes = {peak_bytes(build_plan("zigzag", n, n * TOKENS), WORK) for n in (3, 4, 8)}
-    assert len(sizes) == 1
+def test_operations_of_a_ring() -> None:
+    """4 ranks, tokens in a row: the last rank calls its kernel 4 times, merges once, and has messages in 3 steps."""
+    instant = costs(1.0)
+    assert simulate(build_plan("ring", 4, 64), mesh(4, 1.0), WORK, instant).operations == 4 + 1 + 3
+    assert simulate(build_plan("ring", 1, 64), mesh(1, 1.0), WORK, instant).operations == 1
+    # Of more than four results some are merged before the end.
+    assert simulate(build_plan("ring", 8, 64), mesh(8, 1.0), WORK, instant).operations == 8 + 3 + 7
+
+
+def test_bounded_buffers_bound_memory() -> None:
+    bounded, free = (build_plan("all_gather", 8, 8 * TOKENS, ModeOptions(k)) for k in (2 * TOKENS, None))
+    found = [simulate(plan, mesh(8, 1.0), WORK, costs(1.0)).peak_bytes for plan in (bounded, free)]
+    assert found[0] < found[1]
+
+
+def test_messages_may_hold_processors_that_kernels_want() -> None:
+    """Half of the 2 s that a message lasts beside a call of 3 s, the call is slowed down."""
+    plan = build_plan("ring", 2, full(2 * TOKENS))
+    slowed = simulate(plan, mesh(2, 2.0), WORK, replace(costs(3.0), blocking=0.5))
+    assert slowed.seconds == pytest.approx(3.0 + 0.5 * 2.0 + 3.0)
 
 
 def test_measured_kernels_and_messages_count_where_there_are_any() -> None:
-    from megatron_longctx.schedules.cost import KernelSample, MessageSample
-
-    plan = build_plan("ring", 2, 2 * TOKENS, causal=False)
+    plan = build_plan("ring", 2, full(2 * TOKENS))
     measured = replace(
         costs(1.0),
         kernels=(KernelSample(TOKENS, TOKENS, False, False, 1, 7.0),),
@@ -149,21 +186,64 @@ def test_a_cluster_that_is_too_small_or_says_nothing_is_refused() -> None:
         Workload(0, 1, 64)
 
 
+def test_kernel_calls_are_priced_by_the_tiles_that_they_touch() -> None:
+    """Several segments, and windows, at the rate of a long call; ends that are aligned are a rectangle and a square."""
+    priced = Costs(1.0, 0.5, call_s=0.0)
+    tile, one = 128, Workload(1, 1, 64)
+
+    def pairs(call: KernelCall, backward: bool = False) -> float:
+        tflops = priced.backward_tflops if backward else priced.forward_tflops
+        return priced.call_seconds(call, ALL_HEADS, one, backward) * tflops * 1e12 / one.flops(1, ALL_HEADS, backward)
+
+    packed = Takes(packed=True, rectangles=True, windows=True)
+    (whole,), (pack,), (window,) = (
+        kernel_calls(mask.slices, packed)
+        for mask in (causal(4096), documents([1024, 3072]), documents([4096], window=(256, 0)))
+    )
+    assert pairs(whole) == pytest.approx(causal(4096).pairs) == pairs(whole, True)
+    edges = 3 * 4096  # of queries, of keys and of a bound, each by half a tile
+    assert pairs(pack) == pytest.approx(pack.pairs + tile / 2 * edges)
+    assert pairs(window) == pytest.approx(window.pairs + tile / 2 * (edges + 4096))
+    assert pairs(window) < pairs(pack) < pairs(whole)
+    rectangle = KernelCall((Segment(0, 1024, 0, 4096),), right=0)
+    assert pairs(rectangle) == pytest.approx(rectangle.pairs)
+    # By measured calls where there are any.
+    samples = (KernelSample(64, 64, True, False, 1, 1e-3), KernelSample(4096, 4096, True, False, 1, 2.0))
+    measured = replace(priced, kernels=samples)
+    share = measured.call_seconds(window, ALL_HEADS, one, False) / 2.0
+    assert share == pytest.approx(pairs(window) / causal(4096).pairs)
+
+
 def test_costs_of_a_device_are_its_data_sheet() -> None:
     found = Costs.of_device(Device("x", peak_tflops=1000.0, efficiency=0.5))
     assert (found.forward_tflops, found.backward_tflops) == (500.0, 435.0)
 
 
-@pytest.mark.parametrize("n", [128])
-def test_many_ranks_are_simulated(n: int) -> None:
-    cluster = load_cluster("dgx_h100_x4").resized(8)
-    cluster = replace(cluster, nodes=n // 8)
-    work = Workload(32, 8, 128)
+def test_between_nodes_a_hierarchy_of_rings_is_no_slower() -> None:
+    cluster = replace(load_cluster("dgx_h100_x4").resized(8), nodes=4)
     ring, double = (
-        simulate(build_plan(mode, n, n * 4096, options=PlanOptions(inner_size=8)), cluster, work).seconds
+        simulate(build_plan(mode, 32, 32 * 4096, ModeOptions(inner_size=8)), cluster, Workload(32, 8, 128)).seconds
         for mode in ("zigzag", "double_ring")
     )
     assert 0 < double <= ring * 1.01
+
+
+def test_a_thousand_ranks_are_planned_and_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a window shows is sought near it, not on all ranks."""
+    n, looked = 1024, [0]
+
+    def counted(*of: Any) -> Any:
+        looked[0] += 1
+        return band_between(*of)
+
+    monkeypatch.setattr(visibility, "band_between", counted)
+    cluster = replace(load_cluster("dgx_h100_x4").resized(8), nodes=n // 8)
+    target = Target(Workload(8, 8, 64), Takes(packed=True, rectangles=True, windows=True))
+    plan = build_plan("all_gather", n, documents([2 * n], window=(4, 0)))
+    assert n < looked[0] < 16 * n
+    for each in (plan, backward_plan(plan)):
+        found = simulate(each, cluster, target)
+        assert found.seconds > 0 and min(found.compute_s) > 0
 
 
 def test_bytes_of_a_token_are_those_that_travel() -> None:
@@ -171,3 +251,24 @@ def test_bytes_of_a_token_are_those_that_travel() -> None:
     assert gqa.token_bytes(Kind.KV) == 3 * 2 * 2 * 16 * 2
     assert gqa.token_bytes(Kind.Q) == 3 * 8 * 16 * 2
     assert gqa.token_bytes(Kind.OUT) == 3 * 8 * (16 * 2 + 4)  # with an fp32 LSE
+    assert gqa.field_bytes(Kind.Q_GRAD) == (*[3 * 8 * 16 * 2] * 3, 3 * 8 * 4)
+    # Of values of another head dim, and of keys and values packed into bytes.
+    mixed = Workload(8, 2, 24, v_head_dim=16, kv_row_bytes=44)
+    assert [mixed.token_bytes(kind) for kind in (Kind.Q, Kind.KV, Kind.DKV, Kind.GRAD)] == [
+        8 * 24 * 2, 2 * 44, 2 * (24 + 16) * 2, 8 * 16 * 2,
+    ]  # fmt: skip
+
+
+def test_parts_of_the_heads() -> None:
+    """Where parts outnumber heads, neighbours share one."""
+    gqa = Workload(8, 2, 16)
+    assert gqa.head_range(Kind.Q, Heads(1, 4)) == range(2, 4) and gqa.head_range(Kind.KV, Heads(1, 2)) == range(1, 2)
+    assert [gqa.head_range(Kind.KV, Heads(part, 8))[0] for part in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+FAST = Costs(600, 520)
+
+
+def test_only_descriptions_suppose_a_pace_of_the_host() -> None:
+    device = Device("some", peak_tflops=1000, efficiency=0.5)
+    assert Costs.of_device(device).host_operation_s > 0 == FAST.host_operation_s

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx.compose import compose_config
-from megatron_longctx.config import Config
-from megatron_longctx.schedules import Costs, Workload
+from megatron_longctx.config import Config, workload_of
+from megatron_longctx.schedules import Costs
 from megatron_longctx.schedules.calibration import Calibration, calibration_path, save_calibration
 from megatron_longctx.topology import Cluster, Mesh
 from megatron_longctx.training.auto import settled
@@ -43,7 +43,7 @@ def test_a_named_cluster_is_enough_and_the_ranking_is_logged(tmp_path: Path, cap
 
 def test_a_calibration_is_taken_before_a_cluster(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = config("parallelism=cp4", "parallelism.schedule=auto", "parallelism.cluster=h200_x8")
-    workload = Workload.of(asked)
+    workload = workload_of(asked)
     slow = Calibration("cpu", "cpu", "p2p", Cluster("slow", 1, 4, Mesh(0.01)), workload, Costs(0.1, 0.1))
     path = calibration_path("cpu", 4, workload, "p2p", tmp_path)
     save_calibration(slow, path)

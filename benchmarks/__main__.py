@@ -1,0 +1,61 @@
+"""`python -m benchmarks WHAT ... --out FILE.json`: each benchmark's own file has its options and runs it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = ("attention", "all_reduce", "inference", "prefill")
+
+
+def parse(argv: Sequence[str]) -> tuple[Any, argparse.Namespace]:
+    """The benchmark's module, and its options; settings may stand anywhere among them.
+
+    Raises:
+        SystemExit: wrong usage (2), or help was asked for (0).
+    """
+    first = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
+    first.add_argument("what", choices=BENCHMARKS)
+    name = first.parse_args(argv[:1]).what
+    module = importlib.import_module(f"benchmarks.{name}")
+    parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=module.__doc__)
+    module.add_arguments(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="results; a .md goes beside it")
+    return module, parser.parse_intermixed_args(argv[1:])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one benchmark.
+
+    Returns:
+        0; 1 when a rank failed; 2 when it was refused; 130 when interrupted.
+    """
+    from megatron_longctx.errors import refuse
+    from megatron_longctx.training.launcher import JobFailed
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    for name in ("megatron_longctx", "benchmarks"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    module, arguments = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        out = arguments.out
+        if out.suffix != ".json" or not out.parent.is_dir():  # the table beside it would overwrite a .md
+            raise refuse("--out", out, "a .json file in a folder that exists", "Give another file name.")
+        module.run(arguments)
+        logging.getLogger("benchmarks").info("written to %s, and what goes beside it", out)
+        return 0
+    except (ValueError, JobFailed) as error:
+        print(f"benchmarks {module.__name__.split('.')[-1]}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""Follows a bound program: issues its operations one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..comm import Exchange, SymmetricExchange, measured_wait
+from ..kernels import Partial, merge_partials, sum_partials
+from ..schedules import Kind
+from ..schedules.plan import NUM_FIELDS
+from ..schedules.program import (
+    Acquire,
+    Compute,
+    Copy,
+    Mark,
+    Merge,
+    Part,
+    Release,
+    Rows,
+    Send,
+    Space,
+    Wait,
+)
+from .bind import Bound, Fields, first_field
+from .kv_format import Pair
+from .shapes import new_lse
+
+
+class Run:
+    """One pass. After it, `result` gives what it has computed, and `kept` is what backward needs besides.
+
+    Args:
+        own: this rank's own tensors: forward Q `(q,)` and KV `(k, v)`, or packed `(kv,)`; backward Q_GRAD `(q, out,
+            grad of out, lse)`, GRAD the third of it, and KV. What the program does not read may have no memory.
+        kept: what the forward pass has kept.
+    """
+
+    def __init__(self, bound: Bound, own: dict[Kind, Fields], scale: float, kept: Sequence[Tensor] = ()) -> None:
+        self._bound, self._program, self._shapes = bound, bound.program, bound.shapes
+        self._own, self._scale, self._stored = own, scale, kept
+        self._calls: list[Fields] = []
+        self._totals: list[Fields | None] = [None] * len(self._program.totals)
+        self._results: list[Fields | None] = [None] * len(self._program.results)
+        self._marks: dict[int, Any] = {}
+        self._acquired: list[Tensor] = []
+        self._fields_of: list[int] = []
+        self._exchange: Exchange | None = None
+
+    def __call__(self) -> None:
+        """Issue everything.
+
+        Raises:
+            PeerMemoryError: an earlier pass over peer memory was broken off.
+        """
+        try:
+            self._parity = self._bound.begin()
+            self._buffers = self._bound.new_buffers()
+            for number, op in enumerate(self._program.ops):
+                _DO[type(op)](self, op, number)
+        except BaseException as error:
+            if self._bound.engine.transport is not None:
+                self._bound.engine.transport.break_off(error)
+            raise
+
+    def result(self, kind: Kind) -> Fields:
+        """This rank's own: OUT `(out, lse)`, DQ `(dq,)`, DKV `(dk, dv)`."""
+        return self._fields(self._program.own[kind])
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What the program keeps for backward: (q, out, lse), or packed keys and values, one after the other."""
+        return [x for entry in self._program.kept for rows in entry for x in self._fields(rows)]
+
+    # Operations.
+
+    def _copy(self, op: Copy, number: int) -> None:
+        pairs = [pair for into, source in op.pairs for pair in self._pairs(into, source)]
+        if pairs:
+            self._bound.copies.copy(number, pairs)
+
+    def _mark(self, op: Mark, _: int) -> None:
+        assert self._bound.engine.transport is not None
+        self._marks[op.number] = self._bound.engine.transport.now()
+
+    def _send(self, op: Send, _: int) -> None:
+        assert self._bound.channel is not None
+        passed = [x for rows in self._program.passed[op.step] for x in self._fields(rows)]
+        receives = self._bound.received(op.step, self._buffers)
+        mark = self._marks[op.after]
+        self._exchange = self._bound.channel.start(op.step, passed, receives, () if mark is None else (mark,))
+
+    def _wait(self, op: Wait, _: int) -> None:
+        assert self._bound.channel is not None and self._exchange is not None
+        with measured_wait(self._bound.engine.clock):
+            self._bound.channel.wait(self._exchange)
+
+    def _acquire(self, op: Acquire, _: int) -> None:
+        channel = cast(SymmetricExchange, self._bound.channel)
+        with measured_wait(self._bound.engine.clock):
+            self._acquired = channel.acquire(op.step, self._bound.received(op.step, self._buffers))
+        self._fields_of = first_field(self._program, op.step)
+
+    def _release(self, op: Release, _: int) -> None:
+        cast(SymmetricExchange, self._bound.channel).release(op.step)
+
+    def _compute(self, op: Compute, _: int) -> None:
+        kernel, scale = self._bound.engine.kernel, self._scale
+        k, v = self._keys(op.keys)
+        queries = self._fields(op.queries)
+        if not self._program.backward:
+            self._calls.append(kernel.forward(queries[0], k, v, op.call, scale=scale))
+            return
+        if op.kept is None:
+            q, out, grad_out, lse = queries
+        else:
+            (grad_out,) = queries
+            q, out, lse = self._fields(op.kept)
+        self._calls.append(kernel.backward(grad_out, q, k, v, out, lse, op.call, scale=scale))
+
+    def _merge(self, op: Merge, _: int) -> None:
+        into = self._halves(op.into)
+        first = self._shapes.heads(op.into.kind, op.into.heads).start
+        if op.into.kind is Kind.OUT:
+            merge_partials([self._partial(part, first, 0) for part in op.parts], into[0], into[1])
+            return
+        for i, total in enumerate(into):
+            sum_partials([self._partial(part, first, i) for part in op.parts], total)
+
+    # Rows as tensors.
+
+    def _fields(self, rows: Rows) -> Fields:
+        found: Fields = _FIELDS[rows.space](self, rows)
+        return found
+
+    def _of_own(self, rows: Rows) -> Fields:
+        return tuple(self._shapes.cut(each, rows) for each in self._own[rows.kind])
+
+    def _of_buffer(self, rows: Rows) -> Fields:
+        return self._bound.buffer_rows(rows, self._buffers)
+
+    def _of_sent(self, rows: Rows) -> Fields:
+        return self._bound.sent(rows, self._parity)
+
+    def _of_peer(self, rows: Rows) -> Fields:
+        first = self._fields_of[rows.number]
+        return tuple(self._acquired[first : first + NUM_FIELDS[rows.kind]])
+
+    def _of_call(self, rows: Rows) -> Fields:
+        found = self._calls[rows.number]
+        if rows.kind is not Kind.OUT:
+            found = found[:1] if rows.kind is Kind.DQ else found[1:]
+        return tuple(self._shapes.cut(each, rows) for each in found)
+
+    def _of_total(self, rows: Rows) -> Fields:
+        return self._new(self._totals, self._program.totals, rows, self._shapes.sum_dtype)
+
+    def _of_result(self, rows: Rows) -> Fields:
+        return self._new(self._results, self._program.results, rows, self._shapes.dtype)
+
+    def _of_kept(self, rows: Rows) -> Fields:
+        at, count = self._bound.kept_at[rows.number], 3 if rows.kind is Kind.Q else 1
+        return tuple(self._shapes.cut(each, rows) for each in self._stored[at : at + count])
+
+    def _new(self, known: list[Fields | None], specs: Sequence[Rows], rows: Rows, dtype: torch.dtype) -> Fields:
+        """Rows of a result or total, which is made when it is first asked for."""
+        found = known[rows.number]
+        if found is None:
+            whole = specs[rows.number]
+            likes = self._shapes.parts(whole.kind, whole.tokens, whole.heads, dtype)
+            found = known[rows.number] = tuple(new_lse(x) if len(x.shape) == 3 else x.empty() for x in likes)
+        return tuple(self._shapes.cut(each, rows) for each in found)
+
+    def _halves(self, rows: Rows) -> Fields:
+        """Rows as results are computed: gradients of keys and of values apart."""
+        fields = self._fields(rows)
+        return self._shapes.kv_grad.split(fields[0]) if rows.kind is Kind.DKV and len(fields) == 1 else fields
+
+    def _keys(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        fields = self._fields(rows)
+        if len(fields) == 2:  # a rank's own may never have been packed
+            return fields[0], fields[1]
+        return self._shapes.kv.split(fields[0])
+
+    def _pairs(self, into: Rows, source: Rows) -> list[Pair]:
+        targets, sources = self._fields(into), self._fields(source)
+        if len(targets) == len(sources):
+            return list(zip(targets, sources, strict=True))
+        if len(sources) == 2:
+            kv = self._shapes.kv if into.kind is Kind.KV else self._shapes.kv_grad
+            return kv.pairs(targets[0], sources[0], sources[1])
+        return list(zip(targets, self._shapes.kv_grad.split(sources[0]), strict=True))
+
+    def _partial(self, part: Part, first: int, number: int) -> Partial:
+        fields = self._halves(part.rows)
+        head = self._shapes.heads(part.rows.kind, part.rows.heads).start - first
+        if part.rows.kind is Kind.OUT:
+            return Partial(part.start, head, fields[0], fields[1])
+        return Partial(part.start, head, fields[number])
+
+
+_DO: dict[type, Any] = {
+    Copy: Run._copy,
+    Mark: Run._mark,
+    Send: Run._send,
+    Wait: Run._wait,
+    Acquire: Run._acquire,
+    Release: Run._release,
+    Compute: Run._compute,
+    Merge: Run._merge,
+}
+
+_FIELDS: dict[Space, Any] = {
+    Space.OWN: Run._of_own,
+    Space.BUFFER: Run._of_buffer,
+    Space.SENT: Run._of_sent,
+    Space.PEER: Run._of_peer,
+    Space.CALL: Run._of_call,
+    Space.TOTAL: Run._of_total,
+    Space.RESULT: Run._of_result,
+    Space.KEPT: Run._of_kept,
+}

@@ -1,0 +1,44 @@
+"""Attention sinks: a logit per head that takes part in every softmax and has no value.
+
+A sink is the partial result (0, sink) over no key, merged once at the end: no plan knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def merge_sink(out: Tensor, lse: Tensor, sink: Tensor, heads: range) -> tuple[Tensor, Tensor]:
+    """`out` `[s, b, h, e]` and `lse` `[s, b, h]` of some heads, with their sinks `[all heads]`, as new tensors."""
+    logits = sink[heads.start : heads.stop].to(lse.dtype)
+    total = torch.logaddexp(lse, logits)
+    share = torch.exp(lse - total).unsqueeze(-1)
+    return (out * share).to(out.dtype), total.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
+def sink_gradient(sink: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> Tensor:
+    """The gradient of the sinks, of this rank's queries alone.
+
+    The share of a sink in the softmax, `exp(sink - lse)`, takes that much from every output: its gradient is minus the
+    sum over queries of share times `rowsum(grad_out * out)`.
+    """
+    share = torch.exp(sink.to(lse.dtype) - lse)
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(share * delta).sum((0, 1)).to(sink.dtype)
+
+
+def with_sinks(kept: Sequence[Tensor], entries: Sequence[range | None], sink: Tensor) -> list[Tensor]:
+    """What a pass keeps, its outputs corrected. entries: by kept entry, the heads of queries, None for keys."""
+    found: list[Tensor] = []
+    left = list(kept)
+    for heads in entries:
+        if heads is None:
+            found.append(left.pop(0))
+        else:
+            q, out, lse = left[:3]
+            del left[:3]
+            found += [q, *merge_sink(out, lse, sink, heads)]
+    return found

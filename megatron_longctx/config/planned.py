@@ -1,0 +1,44 @@
+"""What a configuration says of plans."""
+
+from __future__ import annotations
+
+from ..schedules import Workload
+from ..schedules.modes import Mode, ModeOptions, find_mode
+from ..topology import load_cluster
+from .tree import Config, ParallelismConfig
+
+
+def workload_of(config: Config) -> Workload:
+    """The attention of a configured model, on one tensor-parallel rank."""
+    model, tp = config.model, config.parallelism.tensor_parallel_size
+    return Workload(
+        num_heads=model.num_attention_heads // tp,
+        num_kv_heads=model.num_kv_heads // tp,
+        head_dim=model.kv_channels,
+        batch=config.train.micro_batch_size,
+        element_bytes=2 if config.train.precision == "bf16" else 4,
+    )
+
+
+def mode_options(par: ParallelismConfig) -> ModeOptions:
+    """What is said of modes.
+
+    Raises:
+        ValueError: a cluster that cannot be read, or has no such number of ranks.
+    """
+    cluster = load_cluster(par.cluster).resized(par.context_parallel_size) if par.cluster else None
+    return ModeOptions(par.max_buffer_tokens, par.inner_size, par.head_chunks, par.outer_schedule, cluster)
+
+
+def configured_mode(par: ParallelismConfig) -> Mode:
+    """The mode with its options.
+
+    Raises:
+        ValueError: options that it refuses.
+    """
+    return find_mode(par.schedule, par.context_parallel_size, mode_options(par))
+
+
+def token_unit(par: ParallelismConfig) -> int:
+    """What the tokens of a rank come in multiples of: ranks of sequence parallelism share them."""
+    return par.tensor_parallel_size if par.uses_sequence_parallel else 1

@@ -1,0 +1,141 @@
+"""Kernels that take several segments in one call, and what these are on the device."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs
+from megatron_longctx.schedules.kernel_calls import KernelCall, Segment, Takes
+
+
+class Segments(NamedTuple):
+    """A call's segments on the device.
+
+    q_starts, k_starts: int32 `[n + 1]`, where each begins, and the rows of the tensors at last. Rows between segments
+    are segments of their own, of queries without keys or keys without queries. most_queries, most_keys: of one segment.
+    q_gaps, k_gaps: bool, rows of no segment; None where there are none.
+    """
+
+    q_starts: Tensor
+    k_starts: Tensor
+    most_queries: int
+    most_keys: int
+    q_gaps: Tensor | None
+    k_gaps: Tensor | None
+
+    @classmethod
+    def of(cls, call: KernelCall, rows: tuple[int, int], device: torch.device) -> Segments:
+        """Of a call over tensors of so many queries and keys."""
+        q_starts, k_starts = [0], [0]
+        for q0, q1, k0, k1 in (*call.segments, Segment(rows[0], rows[0], rows[1], rows[1])):
+            if q0 > q_starts[-1]:
+                q_starts.append(q0)
+                k_starts.append(k_starts[-1])
+            if k0 > k_starts[-1]:
+                q_starts.append(q_starts[-1])
+                k_starts.append(k0)
+            if q1 > q0:
+                q_starts.append(q1)
+                k_starts.append(k1)
+        return cls(
+            _numbers(q_starts, device),
+            _numbers(k_starts, device),
+            max(each.q_stop - each.q_start for each in call.segments),
+            max(each.k_stop - each.k_start for each in call.segments),
+            _gaps([each[:2] for each in call.segments], rows[0], device),
+            _gaps([each[2:] for each in call.segments], rows[1], device),
+        )
+
+    def fill_outputs(self, out: Tensor, lse: Tensor) -> None:
+        """Queries of no segment have seen nothing."""
+        if self.q_gaps is not None:
+            out.masked_fill_(self.q_gaps[:, None, None, None], 0)
+            lse.masked_fill_(self.q_gaps[:, None, None], -torch.inf)
+
+    def fill_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Nothing flows to rows of no segment."""
+        if self.q_gaps is not None:
+            dq.masked_fill_(self.q_gaps[:, None, None, None], 0)
+        for each in (dk, dv) if self.k_gaps is not None else ():
+            each.masked_fill_(self.k_gaps[:, None, None, None], 0)  # type: ignore[index]
+
+
+def _gaps(spans: Sequence[tuple[int, int]], rows: int, device: torch.device) -> Tensor | None:
+    gaps = torch.ones(rows, dtype=torch.bool)
+    for start, stop in spans:
+        gaps[start:stop] = False
+    return _sent(gaps, device) if gaps.any() else None
+
+
+def _numbers(values: Sequence[int], device: torch.device) -> Tensor:
+    return _sent(torch.tensor(values, dtype=torch.int32), device)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device, without the host waiting for it; it outlives the call that asks first."""
+    with torch.inference_mode(False):
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class PackedKernel(AttentionKernel):
+    """A provider whose kernel takes packed segments.
+
+    Subclasses implement `_forward_rows` and `_backward_rows` over dense tensors `[b, s, h, d]` with lse `[b, h, s]`, or
+    packed ones `[s, h, d]` with lse `[h, s]`.
+    """
+
+    takes: ClassVar[Takes] = Takes(packed=True, rectangles=True, windows=True)
+
+    @abstractmethod
+    def _forward_rows(self, inputs: BlockInputs, packed: Segments | None) -> tuple[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def _backward_rows(
+        self, inputs: BlockInputs, packed: Segments | None, grad_out: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]: ...
+
+    def _forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
+        packed: Segments | None = inputs.prepared
+        if packed is None:
+            out, lse = self._forward_rows(_batch_first(inputs), None)
+            return out.transpose(0, 1), lse.permute(2, 0, 1)
+        found = [self._forward_rows(_sequence(inputs, i), packed) for i in range(inputs.q.shape[1])]
+        out, lse = _stacked([out for out, _ in found]), _stacked([lse.mT for _, lse in found])
+        packed.fill_outputs(out, lse)
+        return out, lse
+
+    def _backward(self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        packed: Segments | None = inputs.prepared
+        if packed is None:
+            whole = (grad_out.transpose(0, 1), out.transpose(0, 1), lse.permute(1, 2, 0).contiguous())
+            dq, dk, dv, *_ = self._backward_rows(_batch_first(inputs), None, *whole)
+            return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
+        found = [
+            self._backward_rows(_sequence(inputs, i), packed, grad_out[:, i], out[:, i], lse[:, i].mT.contiguous())[:3]
+            for i in range(inputs.q.shape[1])
+        ]
+        dq, dk, dv = map(_stacked, zip(*found, strict=True))
+        packed.fill_gradients(dq, dk, dv)
+        return dq, dk, dv
+
+    def prepare(self, call: KernelCall, rows: tuple[int, int], device: torch.device) -> Segments | None:
+        """None for a call that is one segment of all rows."""
+        return None if call.segments == (Segment(0, rows[0], 0, rows[1]),) else Segments.of(call, rows, device)
+
+
+def _batch_first(inputs: BlockInputs) -> BlockInputs:
+    return inputs._replace(q=inputs.q.transpose(0, 1), k=inputs.k.transpose(0, 1), v=inputs.v.transpose(0, 1))
+
+
+def _sequence(inputs: BlockInputs, number: int) -> BlockInputs:
+    """One sequence of a batch, which is packed by itself."""
+    return inputs._replace(q=inputs.q[:, number], k=inputs.k[:, number], v=inputs.v[:, number])
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].unsqueeze(1) if len(tensors) == 1 else torch.stack(tuple(tensors), dim=1)

@@ -1,0 +1,100 @@
+"""Ranks that run one function: on this host, or as torchrun has started them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
+
+from ..comm.local_ranks import run_ranks
+from ..errors import refuse
+from .launcher import JobFailed
+
+_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Where:
+    """ranks: how many. device: cpu or cuda."""
+
+    ranks: int
+    device: str
+
+    @classmethod
+    def of(cls, ranks: int | None, device: str, least: int = 2) -> Where:
+        """Checked against this machine; `ranks=None` for one per GPU, `auto` for CUDA where there is any. Under
+        torchrun there are as many ranks as it has started.
+
+        Raises:
+            ValueError: fewer ranks than `least`, or more than there are GPUs.
+        """
+        cuda = torch.cuda.is_available() and device != "cpu"
+        if device == "cuda" and not cuda:
+            raise refuse("device", device, "a CUDA device here; torch sees none", "Use CPUs.")
+        gpus = torch.cuda.device_count() if cuda else 0
+        started = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else None
+        count = started or ranks or gpus or 2
+        if count < least:
+            raise refuse("ranks", count, f"{least} or more", "What is measured needs so many.")
+        if cuda and started is None and count > gpus:
+            raise refuse("ranks", count, f"at most {gpus}, the GPUs here", "Use fewer, or CPUs, or torchrun on hosts.")
+        return cls(count, "cuda" if cuda else "cpu")
+
+    @property
+    def here(self) -> torch.device:
+        """A rank's own device."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+
+
+def world() -> dist.ProcessGroup:
+    """All ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def start(where: Where, fn: Callable[..., Any], *args: Any) -> Any:
+    """Run `fn(rank, *args)` on every rank; returns what rank 0 gives. The other ranks of torchrun end here.
+
+    Raises:
+        ValueError: what a rank refused.
+        JobFailed: a rank failed otherwise.
+    """
+    backend = "nccl" if where.device == "cuda" else "gloo"
+    if _under_torchrun():
+        return _joined(backend, fn, *args)
+    if where.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        return run_ranks(fn, where.ranks, *args, timeout=_TIMEOUT_S, backend=backend)[0]
+    except ProcessRaisedException as error:
+        said = str(error).strip().splitlines()[-1]
+        if said.startswith("ValueError: "):
+            raise ValueError(said.removeprefix("ValueError: ")) from error
+        raise JobFailed(f"rank {error.error_index} failed: {said}") from error
+    except (ProcessException, TimeoutError) as error:  # killed; or hanging
+        raise JobFailed(str(error)) from error
+
+
+def _under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _joined(backend: str, fn: Callable[..., Any], *args: Any) -> Any:
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=_TIMEOUT_S))
+    rank = dist.get_rank()
+    result = fn(rank, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank:
+        sys.exit(0)
+    return result

@@ -1,0 +1,66 @@
+"""What one rank alone shows of a call: its kernel's own results, settings that are refused, and how much is known of
+masks at most."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.kernels import KernelRequest, choose, dense_call
+from megatron_longctx.schedules import ModeOptions
+from megatron_longctx.schedules.mask import documents, full
+from megatron_longctx.testing.references import dense_attention, random_qkv
+from megatron_longctx.testing.tolerances import relative_error
+
+
+def test_one_rank_needs_no_process_group_and_computes_what_its_kernel_computes() -> None:
+    attention = ContextParallelAttention(schedule="zigzag", kernel="reference")
+    assert (attention.rank, attention.world) == (0, 1)
+    for length, causal, heads in ((7, True, (4, 2)), (7, False, (3, 1)), (0, True, (4, 4))):
+        *leaves, grad_out = random_qkv(length, 2, *heads, 8, torch.float64)
+        q, k, v = (x.requires_grad_() for x in leaves)
+        out = attention(q, k, v, mask=length if causal else full(length))
+        found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), grad_out), strict=True))
+        for name, truth in dense_attention(q, k, v, grad_out, causal).items():
+            assert relative_error({"out": out.detach(), **found}[name], truth) < 1e-12, (length, name)
+    ((transport, pool, _),) = attention._links.values()
+    assert transport is None and pool.num_bytes == 0
+    q, k, v, _ = random_qkv(33, 2, 4, 2, 8, torch.bfloat16)
+    kernel = choose("cpu", KernelRequest("cpu", torch.bfloat16, 8, 4, 2))
+    expected, _ = kernel.forward(q, k, v, dense_call(33, 33, True), scale=8**-0.5)
+    assert torch.equal(ContextParallelAttention(kernel="cpu")(q, k, v, mask=33), expected)
+
+
+def test_settings_reach_the_plan_and_wrong_ones_are_refused() -> None:
+    attention = ContextParallelAttention(schedule="all_gather", options=ModeOptions(6), unit=2)
+    assert attention.plan(8).name == "all_gather" and attention.plan(full(8)).mask == full(8)
+    with pytest.raises(ValueError, match="length=7: expected a multiple of unit=2"):
+        attention.layout(7)
+    with pytest.raises(ValueError, match=r"expected one of .*ring"):
+        ContextParallelAttention(schedule="spiral")
+    with pytest.raises(ValueError, match=r"keep_received=always: expected one of auto, true, false"):
+        ContextParallelAttention(keep_received="always")
+    with pytest.raises(ValueError, match="kernel='warp' is unknown"):
+        ContextParallelAttention(kernel="warp")(*random_qkv(4, 1, 2, 1, 8, torch.float32)[:3], mask=4)
+
+
+def test_what_is_known_of_masks_is_bounded() -> None:
+    """With packed documents every batch has another mask. Those in use stay."""
+    attention = ContextParallelAttention(kernel="reference")
+    q, k, v, _ = random_qkv(25, 1, 1, 1, 4, torch.float32)
+    often = documents([20, 5])
+    packs = [documents([a, b, 25 - a - b]) for a in range(1, 24) for b in range(1, 25 - a)]
+    assert len(set(packs)) == 276
+    sizes = []
+    for number, pack in enumerate([*packs, *(documents([a, 25 - a]) for a in range(1, 25))]):
+        attention(q, k, v, mask=pack)
+        if number == 0:
+            attention(q, k, v, mask=often)
+            passes = next(reversed(attention._bound.values()))
+        elif number % 10 == 0:
+            attention(q, k, v, mask=often)
+        sizes.append(len(attention._bound))
+    assert max(sizes) == sizes[-1] == sizes[100] < 100, "no more than a hundred, ever"
+    attention(q, k, v, mask=often)
+    assert next(reversed(attention._bound.values())) is passes, "worked out once"

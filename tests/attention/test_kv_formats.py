@@ -1,0 +1,141 @@
+"""Ways to store and move keys and values: 8-bit integers, latents, and one that this file adds by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.attention.kv_format import Int8KV, KVFormat, LatentKV, Like, Pair
+from megatron_longctx.kernels import KernelRequest, choose
+from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
+from megatron_longctx.schedules import MODES, ModeOptions, build_plan
+from megatron_longctx.schedules.mask import Mask, causal, documents, full
+from megatron_longctx.testing.references import dense_attention, random_qkv, visible
+from megatron_longctx.testing.threads import Inputs, attend
+from megatron_longctx.testing.tolerances import relative_error
+
+LENGTH = 52
+SAID: dict[str, Any] = {"lengths": [30, 22], "window": (17, None)}
+MASKS: dict[str, tuple[Mask, dict[str, Any]]] = {
+    "causal": (causal(LENGTH), {"lengths": [LENGTH]}),
+    "full": (full(LENGTH), {"lengths": [LENGTH], "causal": False}),
+    "windows": (documents(**SAID), SAID),
+}
+
+
+@dataclass(frozen=True)
+class Float32KV:
+    """Values and then keys, in fp32 whatever they are in: what a user adds, and nothing else has to know."""
+
+    head_dim: int
+    value_dim: int
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * (self.head_dim + self.value_dim)
+
+    def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
+        return Like((tokens, batch, heads, self.value_dim + self.head_dim), torch.float32, device)
+
+    def pairs(self, into: Tensor, k: Tensor, v: Tensor) -> list[Pair]:
+        into.copy_(torch.cat((v, k), -1))
+        return []
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return rows[..., self.value_dim :].double(), rows[..., : self.value_dim].double()
+
+
+def output(schedule: str, n: int, mask: Mask, tensors: tuple[Tensor, ...], kv: KVFormat, peers: bool) -> Tensor:
+    """Attention of `n` ranks whose keys and values travel so."""
+    q, k, v = tensors
+    plan = build_plan(schedule, n, mask, ModeOptions(inner_size=n // 2))
+    request = KernelRequest("cpu", q.dtype, q.shape[3], q.shape[2], k.shape[2], v_head_dim=v.shape[3])
+    inputs = Inputs(q, k, v, torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype))
+    hosts = [list(range(n))] * n if peers else None
+    return attend(plan, inputs, q.shape[3] ** -0.5, lambda: choose("reference", request), hosts, kv)["out"]
+
+
+def dense(tensors: tuple[Tensor, ...], said: dict[str, Any]) -> Tensor:
+    q, k, v = tensors
+    return dense_attention(q, k, v, torch.zeros(*q.shape[:3], v.shape[3]), seen=visible(**said))["out"]
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("schedule", MODES)
+def test_every_mode_attends_8_bit_values_and_nothing_else(schedule: str, kind: str) -> None:
+    mask, said = MASKS[kind]
+    q, k, v, _ = random_qkv(LENGTH, 2, 4, 4, 64, torch.float32)
+    rounded = unpack_kv(pack_kv(k, v), torch.float32)
+    for peers in (False, True):
+        out = output(schedule, 4, mask, (q, k, v), Int8KV(64, torch.float32), peers)
+        assert relative_error(out, dense((q, *rounded), said)) < 1e-5
+        assert 1e-4 < relative_error(out, dense((q, k, v), said)) < 0.02, "the exact ones"
+
+
+@pytest.mark.parametrize("schedule", MODES)
+def test_a_format_is_added_by_one_class(schedule: str) -> None:
+    mask, said = MASKS["windows"]
+    q, k, v, _ = (x / 3 for x in random_qkv(LENGTH, 2, 8, 4, 6, torch.float64, e=10))
+    for peers in (False, True):
+        out = output(schedule, 4, mask, (q, k, v), Float32KV(6, 10), peers)
+        assert relative_error(out, dense((q, k.float().double(), v.float().double()), said)) < 1e-12
+        assert relative_error(out, dense((q, k, v), said)) > 1e-9, "the exact ones"
+
+
+@pytest.mark.parametrize("schedule", [name for name in MODES if not MODES[name].splits_heads])
+def test_latents_are_keys_and_values_at_once(schedule: str) -> None:
+    mask, said = MASKS["causal"]
+    q, latent, _, _ = random_qkv(LENGTH, 2, 4, 1, 12, torch.float64)
+    tensors = q, latent, latent[..., :8].contiguous()
+    for peers in (False, True):
+        out = output(schedule, 4 + 2 * peers, mask, tensors, LatentKV(12, 8, torch.float64), peers)
+        assert relative_error(out, dense(tensors, said)) < 1e-12
+
+
+def test_one_rank_alone_stays_exact() -> None:
+    q, k, v, _ = random_qkv(LENGTH, 1, 4, 2, 8, torch.float32)
+    expected = ContextParallelAttention(kernel="reference")(q, k, v, mask=LENGTH)
+    found = ContextParallelAttention(kernel="reference", kv_int8=True)(q, k, v, mask=LENGTH, inference=True)
+    assert torch.equal(found, expected)
+
+
+@settings(max_examples=40, derandomize=True, deadline=None, database=None)
+@given(
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    st.sampled_from([4, 64, 72, 128]),
+    st.integers(-120, 100),
+    st.integers(0, 2**31),
+)
+def test_an_element_is_off_by_half_a_scale_of_its_token_and_head(
+    dtype: torch.dtype, d: int, exponent: int, seed: int
+) -> None:
+    if dtype == torch.float16:
+        exponent = exponent % 8
+    gen = torch.Generator().manual_seed(seed)
+    sizes = torch.rand(7, 2, 3, 1, generator=gen) * 100  # every row of another size
+    k, v = ((torch.randn(7, 2, 3, d, generator=gen) * sizes * 2.0**exponent).to(dtype) for _ in range(2))
+    packed = pack_kv(k.transpose(1, 2), v.transpose(1, 2))  # any strides
+    assert packed.shape == packed_shape(k.transpose(1, 2)) == (7, 2, 3, 2, d + 4) and packed.dtype == torch.uint8
+    for x, back in zip((k, v), unpack_kv(packed, torch.float32), strict=True):
+        x = x.transpose(1, 2).double()
+        allowed = x.abs().amax(-1, keepdim=True) / 254 * 1.001 + 2.0**-118
+        assert ((back.double() - x).abs() <= allowed).all()
+
+
+def test_rows_of_zeros_and_rows_that_are_not_finite() -> None:
+    k, v = torch.randn(3, 1, 2, 8), torch.zeros(3, 1, 2, 8)
+    k[0, 0, 1, 3], k[2, 0, 0, 0] = torch.inf, torch.nan
+    keys, values = unpack_kv(pack_kv(k, v), torch.float32)
+    broken = torch.zeros(3, 1, 2, dtype=torch.bool)
+    broken[0, 0, 1] = broken[2, 0, 0] = True
+    assert torch.equal(keys.isnan().any(-1), broken) and torch.equal(keys.isnan().all(-1), broken)
+    assert (values == 0).all()
+    with pytest.raises(ValueError, match="head dimension 6: expected a multiple of 4"):
+        pack_kv(torch.ones(1, 1, 1, 6), torch.ones(1, 1, 1, 6))

@@ -1,0 +1,58 @@
+"""`python -m benchmarks all_reduce` on CPU: what it writes is complete, errors are those of the formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.all_reduce import Found, Measured, crossovers, measure
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.training.ranks import Where
+
+
+def test_it_measures_what_there_is(tmp_path: Path) -> None:
+    out = tmp_path / "all_reduce.json"
+    words = "--device cpu --ranks 2 --smallest-kib 512 --largest-mib 1 --dtype fp32"
+    assert main(["all_reduce", *words.split(), "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    found = {(m["way"], m["num_bytes"]): m for m in data["measurements"]}
+    ways = ["gloo", "int8 over gloo", "int6 over gloo", "int4 over gloo"]
+    assert set(found) == {(way, 2**k) for way in ways for k in (19, 20)}
+    assert all(m["seconds"] > 0 for m in found.values()) and data["issued"] == "issued one by one"
+    errors = [found[way, 2**20]["error"] for way in ways]
+    assert errors[0] < 1e-6 and errors == sorted(errors) and 0.001 < errors[1] < 0.02 < errors[3] < 0.5
+    assert set(data["faster_from_bytes"]) == set(ways[1:]) and data["ranks"] == 2
+    assert data["left_out"]["over peers"] == "not all ranks have a CUDA device"
+    text = out.with_suffix(".md").read_text()
+    assert "| 512 KiB |" in text and "| 1 MiB |" in text and "Left out: torch symmetric memory (not all" in text
+
+
+class _Note:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, found: Found) -> None:
+        self.path.write_text(self.path.read_text() + f"{len(found.measured)} ")
+
+
+def test_every_size_is_kept_at_once(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    told.write_text("")
+    run_distributed(measure, 2, Where(2, "cpu"), (2**12, 2**13), "fp32", _Note(told))
+    assert told.read_text() == "4 8 "
+
+
+def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in ((["--largest-mib", "0"], "not above the largest"), (["--ranks", "1"], "ranks=1: expected 2")):
+        assert main(["all_reduce", "--device", "cpu", "--out", "here.json", "--smallest-kib", "8192", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_crossovers_are_against_the_library() -> None:
+    measured = [Measured("NCCL", size, 1.0, None) for size in (1, 2, 4)]
+    measured += [Measured("int8", size, seconds, None) for size, seconds in ((1, 2.0), (2, 0.5), (4, 0.4))]
+    measured += [Measured("int4", size, seconds, None) for size, seconds in ((1, 0.5), (2, 0.5), (4, 0.99))]
+    assert crossovers(Found(measured)) == {"int8": 2, "int4": None}

@@ -1,0 +1,121 @@
+"""`python -m benchmarks attention` on CPU: what it writes is complete and right; what it cannot measure is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.cases import Case, cases
+from benchmarks.check import dense, short, wrong
+from benchmarks.measure import Bench, Contender, Made, Measurement
+from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.training.ranks import world
+
+CASE = Case((24, 8), 4, 2, 8, 4)
+
+
+def test_it_measures_masks_beside_one_device_and_peers(tmp_path: Path) -> None:
+    out = tmp_path / "modes.json"
+    masks = ["causal", "full", "window=20", "documents=32:16:48", "documents=3@7+window=9"]
+    words = f"--device cpu --ranks 2 --masks {','.join(masks)} --lengths 96 --heads 4:2 --head-dim 16 --dtype fp32"
+    words += " --iterations 1 --check --peers --modes zigzag"
+    assert main(["attention", *words.split(), "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    found = {(m["mask"], m["name"]): m for m in data["measurements"]}
+    for mask in masks:
+        for name in ("one CPU, cpu", "zigzag", "NCCL Ulysses"):
+            m = found[mask, name]
+            assert len(m["rounds"]) == 3 and 0 < min(m["rounds"]) <= m["seconds"] and m["tflops"] > 0
+            assert set(m["errors"]) == {"out", "dq", "dk", "dv"} and max(m["errors"].values()) < 1e-5
+            assert m["percent_of_one_device"] == pytest.approx(
+                100 * found[mask, "one CPU, cpu"]["seconds"] / m["seconds"]
+            )
+            assert m["times_fastest_mode"] == pytest.approx(m["seconds"] / found[mask, "zigzag"]["seconds"])
+    assert found["full", "ring-flash-attn, zigzag"]["reason"] == "mask full: expected causal"
+    assert data["ranks"] == 2 and data["configuration"]["iterations"] == 1 and data["cases"][0]["pairs"] == 96 * 97 / 2
+    assert {"commit", "date", "device"} <= set(data["environment"])
+    assert sum(data["cases"][4]["documents"]) == 96
+    assert all(line in out.with_suffix(".md").read_text() for line in data["notes"] + data["absent"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--modes", "zigzag,spiral"], "--modes=spiral: expected all, or of"),
+        (["--iterations", "0"], "--iterations=0: expected 1 or more"),
+        (["--head-dim", "0"], "--head-dim=0: expected 1 or more"),
+        (["--transport", "peer"], "--transport=peer: expected auto or p2p on CPUs"),
+        (["--out", "x.md"], "--out=x.md: expected a .json file"),
+        (["--out", "gone/x.json"], "--out=gone/x.json: expected a .json file in a folder that exists"),
+        (["--heads", "3:2"], "--heads=3:2: expected query:KV heads"),
+        (["--lengths", "0"], "--lengths=0: expected numbers of 1 or more"),
+        (["--masks", "causal,spiral"], "--masks=spiral: expected parts of causal, full"),
+        (["--masks", "documents=9@1", "--lengths", "128"], "--masks=documents=9@1: expected at most 8 in 128 tokens"),
+        (["--ranks", "1"], "ranks=1: expected 2 or more"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["attention", "--device", "cpu", "--out", "x.json", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pack_is_drawn_alike_every_time() -> None:
+    first, second = (cases(f"documents=24@{seed}", "65536", "32:8", 128, "bf16")[0] for seed in (7, 8))
+    assert first == cases("documents=24@7", "65536", "32:8", 128, "bf16")[0] and first.documents != second.documents
+    assert len(first.documents) == 24 and first.length == 65536 and not any(n % 16 for n in first.documents)
+    assert first.flops == 3.5 * 4 * sum(n * (n + 1) / 2 for n in first.documents) * 32 * 128
+
+
+def test_one_device_has_its_share_of_the_flops() -> None:
+    for name in ("causal", "full", "window=1000"):
+        (case,) = cases(name, "65536", "32:8", 128, "bf16")
+        assert case.share(4).flops == pytest.approx(case.flops / 4, rel=0.01)
+    assert CASE.share(4) == CASE
+
+
+@pytest.mark.parametrize("name", ["causal", "full", "causal+window=5", "full+window=5"])
+def test_the_reference_is_what_the_mask_says(name: str) -> None:
+    case = replace(cases(name, "32", "4:2", 8, "fp32")[0], documents=(24, 8))
+    inputs = [x.double().requires_grad_() for x in case.inputs(torch.device("cpu"))]
+    out = ContextParallelAttention(kernel="reference")(*inputs[:3], mask=case.mask)
+    grads = torch.autograd.grad(out, inputs[:3], inputs[3])
+    for expected, found in zip(dense(case, inputs).values(), (out, *grads), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_long_case_is_checked_by_a_short_one_of_its_kind() -> None:
+    (long,) = cases("documents=64000:320:1216+window=640", "", "4:2", 8, "bf16")
+    found = short(long, 8)
+    assert found.documents == (2000, 16, 32) and found.window == 20
+    assert short(CASE, 3) == CASE
+
+
+def _judged(rank: int) -> list[Measurement]:
+    group = world()
+
+    def too_much(case: Case) -> Made:
+        return Made(lambda q, k, v: 1.1 * ContextParallelAttention()(q, k, v, mask=case.mask), range(case.length))
+
+    def refused(case: Case) -> Made:
+        raise RuntimeError("no\nluck")
+
+    contenders = [Contender("wrong", too_much, ours=True), Contender("refused", refused)]
+    return Bench(group, torch.device("cpu"), 1, check=True).run(CASE, contenders)
+
+
+def test_wrong_results_are_not_timed() -> None:
+    for judged, refused in run_distributed(_judged, 2):
+        assert judged.reason == "wrong results" and judged.seconds is None
+        assert judged.errors is not None and judged.errors["out"] == pytest.approx(0.1, rel=1e-3)
+        assert refused.reason == "RuntimeError: no"
+    assert wrong({"out": 0.0, "dq": float("nan")}, torch.float32) and not wrong({"out": 1e-6}, torch.float32)

@@ -1,0 +1,134 @@
+"""`python -m benchmarks inference` on CPU: what it writes, what choices are judged by, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.inference_ranks import Decoded, FirstToken, Sweep, measure
+from benchmarks.inference_report import percentiles, tables
+from megatron_longctx.compose import compose_config
+from megatron_longctx.config import workload_of
+from megatron_longctx.inference.figures import calibration_file
+from megatron_longctx.inference.ledger import CacheLedger
+from megatron_longctx.mcore.inference import for_inference
+from megatron_longctx.schedules import Costs
+from megatron_longctx.schedules.calibration import Calibration, save_calibration
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.topology import Cluster, Network
+
+SETTINGS = ["parallelism=cp2", "train.device=cpu", "train.precision=fp32", "model.num_layers=2", "attention.kernel=cpu"]
+
+
+def test_it_measures_first_tokens_by_mode_and_decodes(tmp_path: Path) -> None:
+    config = compose_config(SETTINGS)
+    # Links so slow that, priced by this file, fewest bytes are best: it has to go by it, and not to calibrate.
+    cluster = Cluster("slow", 2, 1, network=Network(1, 1e-4, 1e-6))
+    path = calibration_file(config, torch.device("cpu"))
+    save_calibration(Calibration("cpu", "cpu", "p2p", cluster, workload_of(config), Costs(100.0, 100.0)), path)
+    out = tmp_path / "inference.json"
+    words = "--context 1,2 --lengths 96 --miss-rates 0.05,1 --batches 2,1 --iterations 2 --tokens 3"
+    words += " --modes pass_kv,pass_q,one_hop"
+    assert main(["inference", *SETTINGS, *words.split(), "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    cases = [(m["context_parallel_size"], m["cached"], m["new"]) for m in data["first_token"]]
+    assert cases == [(1, 0, 96), (1, 91, 5), (2, 0, 96), (2, 91, 5)]
+    modes = {"pass_kv", "pass_q", "one_hop"}
+    for m in data["first_token"]:
+        assert set(m["seconds"]) - {"replicated"} == (modes if m["context_parallel_size"] == 2 else {"pass_kv"})
+        assert all(len(s["all"]) == 2 and 0 < s["p50"] <= s["p99"] for s in m["seconds"].values())
+        if m["context_parallel_size"] == 2:
+            assert m["auto"] == min(m["predicted_layer_s"], key=m["predicted_layer_s"].__getitem__)
+            assert set(m["predicted_layer_s"]) == modes and m["slower"] >= 0
+        else:
+            assert m["auto"] is m["slower"] is None
+    fresh, warm = data["first_token"][2:]
+    assert fresh["auto"] == "pass_kv" and warm["auto"] != "pass_kv"
+    assert [(m["context_parallel_size"], m["batch"]) for m in data["decode"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert all(m["mode"].startswith("replicated") and 0 < m["p50"] <= m["p99"] for m in data["decode"])
+    assert data["model"]["num_layers"] == 2 and data["environment"]["commit"]
+    assert "| 2 | 96 | 5 | 5.21% |" in out.with_suffix(".md").read_text() and list(path.parent.iterdir()) == [path]
+
+
+class _Note:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, first: list[FirstToken], decoded: list[Decoded]) -> None:
+        self.path.write_text(self.path.read_text() + f"{len(first)}{len(decoded)} ")
+
+
+def test_every_measurement_is_kept_at_once_and_the_first_time_may_count(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    told.write_text("")
+    config = for_inference(compose_config([*SETTINGS, "inference.rule=bytes", "inference.cache_tokens=512"]))
+    sweep = Sweep((40,), (1.0, 0.1), (1, 2), 0, 2, modes=("pass_q",))
+    first, decoded = run_distributed(measure, 2, config, sweep, _Note(told))[1]
+    assert told.read_text() == "10 20 21 22 " and (len(first), len(decoded)) == (2, 2)
+    assert [len(m.seconds["pass_q"]) for m in first] == [1, 1]
+
+
+def test_decoding_alone_takes_no_calibration_and_no_prompts(cache: Path, tmp_path: Path) -> None:
+    out = tmp_path / "decode.json"
+    settings = [*SETTINGS, "inference.decode=plan", "inference.mode=one_hop"]
+    words = "--decode-only --context 2 --lengths 3000 --batches 3 --tokens 3"
+    assert main(["inference", *settings, *words.split(), "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    (found,) = data["decode"]
+    assert not cache.exists() and data["first_token"] == []
+    assert found["mode"] == "one_hop" and found["cached"] == 3000
+
+
+def test_the_choice_is_judged_by_medians() -> None:
+    case = FirstToken(4, 990, 10, {"pass_kv": [9.0, 2.0, 2.0], "pass_q": [1.0, 1.0, 1.0]}, "pass_kv")
+    assert case.slower == 1.0 and replace(case, auto="pass_q").slower == 0.0
+    text = tables([case], [Decoded(4, 1000, 2, "one_hop", [0.001, 0.002, 0.003])])
+    assert "| 4 | 1,000 | 10 | 1.00% |" in text and "| pass_kv | 100.0% |" in text
+    assert "| 4 | 1,000 | 2 | one_hop | 2.00 | 2.00 | 3.00 | 3.00 |" in text
+
+
+def test_percentiles_are_measured_values() -> None:
+    found = percentiles([float(i) for i in range(100, 0, -1)])
+    assert found == {"mean": 50.5, "p50": 50.0, "p90": 90.0, "p99": 99.0}
+
+
+@pytest.mark.parametrize(("n", "page"), [(1, 64), (2, 4), (3, 7)])
+def test_a_sweep_fits_into_the_pages_it_asks_for(n: int, page: int) -> None:
+    sweep = Sweep((50, 9), (0.5, 0.001, 1.0), (3, 1), 1, 5)
+    assert sweep.turns(50) == [(0, 50), (25, 25), (48, 2)]
+    ledger = CacheLedger(n, sweep.pages(n, page), page)
+    sessions = [ledger.open() for _ in range(3)]
+    for session in sessions:
+        ledger.append({session: 50})
+    for _ in range(8):  # 3 to warm up
+        ledger.append(dict.fromkeys(sessions, 1))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--miss-rates", "0.1,2"], "--miss-rates=0.1,2: expected shares from above 0 to 1"),
+        (["--miss-rates", "0"], "--miss-rates=0: expected shares from above 0"),
+        (["--miss-rates", "nan"], "--miss-rates=nan: expected numbers"),
+        (["--lengths", "1"], "--lengths=1: expected whole numbers of 2 or more"),
+        (["--batches", "2,x"], "--batches=2,x: expected whole numbers of 1 or more"),
+        (["--context", "0"], "--context=0: expected whole numbers of 1 or more"),
+        (["--modes", "pass_q,ring"], "--modes=pass_q,ring: expected some of one_hop, pass_kv, pass_q"),
+        (["--iterations", "-1"], "--iterations=-1: expected 0 or more"),
+        (["--tokens", "0"], "--tokens=0: expected 1 or more"),
+        (["parallelism.pipeline_parallel_size=2"], "1 for inference"),
+        (["inference.cuda_graphs=true"], "inference.cuda_graphs=true: expected auto or false on CPUs"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["inference", "--out", "x.json", *SETTINGS, *words]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

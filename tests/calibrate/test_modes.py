@@ -1,0 +1,110 @@
+"""Whole steps: at which lengths, of which modes; kernel calls under load."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_longctx.calibrate.kernels import Effort, Place
+from megatron_longctx.calibrate.modes import every_mode, mode_samples, worth_measuring
+from megatron_longctx.calibrate.timing import num_loading_calls, put_under_load, sustained_seconds
+from megatron_longctx.comm import choose_transport
+from megatron_longctx.schedules import MODES, Costs, Target, Workload
+from megatron_longctx.schedules.cost import ModeSample
+from megatron_longctx.schedules.mask import causal
+from megatron_longctx.schedules.select import Problem, rank_modes
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.topology import Cluster, Mesh
+from megatron_longctx.training.ranks import world
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+GQA, SMALL = Workload(32, 8, 128), Workload(4, 2, 16, element_bytes=4)
+COSTS = Costs(600.0, 500.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "most", "length", "expected"),
+    [
+        (CUDA, None, None, (8192, 32768)),
+        (CUDA, None, 131072, (8192, 32768, 131072)),
+        (CUDA, None, 10001, (8192, 10001, 32768)),
+        (CUDA, None, 32768, (8192, 32768)),
+        (CUDA, None, 8191, (8192, 32768)),
+        (CUDA, 2048, 6000, (4096, 6000)),
+        (CPU, None, 4096, (128, 4096)),
+        (CPU, None, 127, (128,)),
+    ],
+)
+def test_the_length_at_hand_is_measured_unless_it_is_short(
+    device: torch.device, most: int | None, length: int | None, expected: tuple[int, ...]
+) -> None:
+    assert Effort.of(device, most, length).mode_lengths(device, 2) == expected
+
+
+def test_every_mode_is_there_with_what_auto_may_choose_of_it() -> None:
+    modes = every_mode(4, GQA, Cluster("one", 1, 4, Mesh(300.0)), 4096)
+    assert {mode.name for mode in modes} == set(MODES)
+    assert {"ulysses", "ulysses (head_chunks=2)", "usp (inner_size=2)"} <= set(map(str, modes))
+    assert len(set(modes)) == len(modes)
+
+
+def test_no_length_takes_long() -> None:
+    cluster = Cluster("one", 1, 2, Mesh(300.0))
+
+    def measured(length: int) -> tuple[int, float]:
+        """Modes that are measured, and what they take in 10 steps each."""
+        ranking = rank_modes(Problem(2, causal(length), Target(GQA)), cluster, COSTS)
+        chosen = worth_measuring(ranking)
+        assert chosen == ranking[: len(chosen)]
+        return len(chosen), 10 * sum(each.seconds for each in chosen)
+
+    most = measured(32768)[0]
+    for length, every, none in ((65536, True, False), (180000, False, False), (400000, False, True)):
+        count, total = measured(length)
+        assert total <= 1.3 * 20.0
+        assert (count == most) is every and (count == 0) is none
+    assert worth_measuring([]) == []
+
+
+def _samples(rank: int) -> tuple[ModeSample, ...]:
+    group = world()
+    n, costs = group.size(), Costs(0.01, 0.01)
+    place = Place(group, CPU, SMALL, "cpu", choose_transport("p2p", group, CPU))
+    cluster, target = Cluster("one", 1, n, Mesh(10.0)), Target(SMALL, place.choose().takes)
+    long = 64 * n
+    while rank_modes(Problem(n, causal(long), target), cluster, costs)[0].seconds <= 2.0:
+        long *= 2
+    return mode_samples(place, cluster, costs, (16 * n, 16 * n + 5, long))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_steps_of_any_length_are_measured_unless_they_take_too_long(n: int) -> None:
+    first, *others = run_distributed(_samples, n)
+    assert all(other == first for other in others)
+    assert {sample.length for sample in first} == {16 * n, 16 * n + 5}
+    both = {(sample.mode, sample.length): sample.ratio for sample in first if not sample.backward}
+    assert both == {(sample.mode, sample.length): sample.ratio for sample in first if sample.backward}
+    assert len(first) == 2 * len(both) and all(sample.ratio > 0 for sample in first)
+
+
+def test_many_short_calls_and_few_long_ones_load_a_gpu() -> None:
+    assert [num_loading_calls(seconds) for seconds in (0.0, 1e-5, 1e-3, 0.03, 0.5)] == [1000, 1000, 100, 4, 1]
+
+
+def test_cpus_are_not_loaded() -> None:
+    calls: list[int] = []
+    put_under_load(lambda: calls.append(0), CPU)
+    assert len(calls) == 2
+    assert sustained_seconds(lambda: calls.append(1), CPU, 3) > 0 and 2 + 3 <= calls.count(1) <= 2 + 300
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpus_are_under_load_when_calls_are_timed() -> None:
+    x, calls = torch.randn(1024, 1024, device="cuda"), []
+
+    def work() -> None:
+        calls.append(torch.mm(x, x).ndim)
+
+    assert sustained_seconds(work, torch.device("cuda"), 3) > 0
+    assert 2 + 3 < len(calls) <= 1001 + 300

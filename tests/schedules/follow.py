@@ -1,0 +1,141 @@
+"""Plans followed token by token, with arithmetic of their own, apart from `verify`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from math import lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_longctx.schedules import RESULTS, Attend, Block, Heads, Kind, Plan
+from tests.schedules.masks import pairs_of
+
+Pairs = NDArray[np.int_]
+"""How often each pair of a query and a key went into something."""
+Token = tuple[Kind, int, int]
+"""Kind, home, slot."""
+
+
+def parts_of(plan: Plan) -> int:
+    """Parts of the heads that every block is some of."""
+    moved = (move.block for step in plan.steps for move in step.moves)
+    return lcm(*(block.heads.parts for block in moved), *(a.heads.parts for _, _, a in calls_of(plan)))
+
+
+def calls_of(plan: Plan) -> Iterator[tuple[int, int, Attend]]:
+    """(step, rank, call)."""
+    for t, step in enumerate(plan.steps):
+        for rank, attends in enumerate(step.attends):
+            yield from ((t, rank, attend) for attend in attends)
+
+
+def follow(plan: Plan, forward: Plan | None = None) -> None:
+    """What comes home is what the mask shows, each pair once, by what ranks hold when they use it: for the first, the
+    last and a middle part of the heads.
+
+    Args:
+        forward: what has run before a backward plan.
+    """
+    parts = parts_of(plan)
+    for part in {0, parts // 2, parts - 1}:
+        _Followed(plan, Heads(part, parts), forward).check()
+
+
+class _Followed:
+    """A plan as one part of the heads sees it."""
+
+    def __init__(self, plan: Plan, heads: Heads, forward: Plan | None) -> None:
+        self.plan, self.heads = plan, heads
+        self.seen = pairs_of(plan.mask.slices, plan.queries.length, plan.keys.length)
+        self.numbers = [[list(of.tokens(rank)) for rank in range(plan.n)] for of in (plan.queries, plan.keys)]
+        kinds = (Kind.Q, Kind.Q_GRAD, Kind.GRAD), (Kind.KV,)
+        self.held = [
+            {(kind, rank, slot) for some, of in zip(kinds, self.numbers, strict=True)
+             for kind in some for slot in range(len(of[rank]))}
+            for rank in range(plan.n)
+        ]  # fmt: skip
+        self.results: list[list[tuple[Block, Pairs]]] = [[] for _ in range(plan.n)]
+        self.home = {kind: np.zeros_like(self.seen) for kind in RESULTS}
+        for rank, blocks in enumerate(plan.kept if plan.backward else ()):
+            self.held[rank] |= self._kept(rank, blocks, forward)
+
+    def _kept(self, rank: int, blocks: Iterable[Block], forward: Plan | None) -> set[Token]:
+        """What backward finds: it was received, and of queries no other call of any rank has computed any."""
+        assert forward is not None
+        came = [move.block for step in forward.steps for move in step.moves if move.destination == rank]
+        there = {token for block in came for token in self._tokens(block)}
+        kept = {token for block in blocks for token in self._tokens(block)}
+        assert kept <= there
+        times = Counter(token for _, _, a in calls_of(forward) for q in a.queries for token in self._tokens(q))
+        assert all(times[token] == 1 for token in kept if token[0] is Kind.Q)
+        return kept
+
+    def check(self) -> None:
+        for step in self.plan.steps:
+            arriving: list[tuple[int, set[Token]]] = []
+            results: list[tuple[int, Block, Pairs]] = []
+            for block, source, destination in step.moves:
+                assert source != destination
+                if not block.heads.covers(self.heads):
+                    continue
+                if block.kind in RESULTS:
+                    parts = [part for part in self.results[source] if block.contains(part[0])]
+                    assert parts, f"{block} was not computed by {source}, or not since it was last sent"
+                    self.results[source] = [part for part in self.results[source] if not block.contains(part[0])]
+                    results.append((destination, block, sum(pairs for _, pairs in parts)))
+                    continue
+                sent = self._tokens(block)
+                assert sent <= self.held[source], f"{block} is not on {source}"
+                arriving.append((destination, sent))
+            computed = [
+                (rank, *found)
+                for rank, attends in enumerate(step.attends)
+                for attend in attends
+                if attend.heads.covers(self.heads)
+                for found in self._compute(rank, attend)
+            ]
+            for destination, sent in arriving:
+                assert not sent & self.held[destination], "arrives twice"
+                self.held[destination] |= sent
+            for rank, block, pairs in (*results, *computed):
+                if block.home == rank:
+                    self.home[block.kind] += pairs
+                else:
+                    self.results[rank].append((block, pairs))
+        for kind in (Kind.DQ, Kind.DKV) if self.plan.backward else (Kind.OUT,):
+            np.testing.assert_array_equal(self.home[kind], self.seen)
+
+    def _compute(self, rank: int, attend: Attend) -> Iterator[tuple[Block, Pairs]]:
+        queries, keys = ({token for block in blocks for token in self._tokens(block)}
+                         for blocks in (attend.queries, attend.keys))  # fmt: skip
+        assert keys <= self.held[rank]
+        for kind, home, slot in queries:
+            whole = (Kind.Q_GRAD, home, slot) in self.held[rank]
+            beside_kept = {(kind, home, slot), (Kind.GRAD, home, slot)} <= self.held[rank]
+            assert whole or beside_kept if self.plan.backward else (kind, home, slot) in self.held[rank]
+        rows, columns = (
+            [of[block.home][slot] for block in blocks for slot in range(block.start, block.stop)]
+            for of, blocks in zip(self.numbers, (attend.queries, attend.keys), strict=True)
+        )
+        pairs = np.zeros_like(self.seen)
+        pairs[np.ix_(rows, columns)] = pairs_of(attend.slices, len(rows), len(columns))
+        for query in attend.queries:
+            kind = Kind.DQ if self.plan.backward else Kind.OUT
+            yield self._part(query._replace(kind=kind), rank, pairs, 0)
+        for key in attend.keys if self.plan.backward else ():
+            yield self._part(key._replace(kind=Kind.DKV), rank, pairs, 1)
+
+    def _part(self, block: Block, rank: int, pairs: Pairs, axis: int) -> tuple[Block, Pairs]:
+        """A result, with the pairs of its rows."""
+        of_rows = np.zeros_like(pairs)
+        some = [slice(None)] * 2
+        some[axis] = self.numbers[axis][block.home][block.start : block.stop]
+        of_rows[tuple(some)] = pairs[tuple(some)]
+        return block if block.home == rank else block._replace(origin=rank), of_rows
+
+    def _tokens(self, block: Block) -> set[Token]:
+        if not block.heads.covers(self.heads):
+            return set()
+        return {(block.kind, block.home, slot) for slot in range(block.start, block.stop)}

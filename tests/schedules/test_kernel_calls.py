@@ -1,0 +1,102 @@
+"""From slices to kernel calls: each pair once, within what the kernel takes, in as few calls as that allows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_longctx.schedules import KernelCall, Segment, Slice, Takes, build_plan, kernel_calls
+from megatron_longctx.schedules.kernel_calls import PLAINEST
+from megatron_longctx.schedules.mask import FAR, causal, documents
+from tests.schedules.masks import masks, pairs_of
+
+PACKED = Takes(packed=True, rectangles=True, windows=True)
+
+
+@st.composite
+def slices_of_a_rank(draw: st.DrawFn) -> tuple[Slice, ...]:
+    """What some neighbouring queries see of some neighbouring keys."""
+    mask = draw(masks(30))
+    (q0, q1), (k0, k1) = (sorted(draw(st.tuples(*[st.integers(0, mask.length)] * 2))) for _ in range(2))
+    return tuple(found for each in mask.slices if (found := each.cut(q0, q1, k0, k1)) is not None)
+
+
+@settings(max_examples=500, deadline=None)
+@given(slices_of_a_rank(), st.builds(Takes, *[st.booleans()] * 4))
+def test_calls_cover_slices_once_and_are_what_the_kernel_takes(slices: tuple[Slice, ...], takes: Takes) -> None:
+    if any(each.lo != -FAR for each in slices) and not (takes.bands or (takes.windows and takes.rectangles)):
+        with pytest.raises(ValueError, match=r"a window \(.*\): expected causal or full attention of this kernel"):
+            kernel_calls(slices, takes)
+        return
+    calls = kernel_calls(slices, takes)
+    found = [each for call in calls for each in call.slices]
+    np.testing.assert_array_equal(pairs_of(found, 30, 30), pairs_of(slices, 30, 30))
+    assert sum(call.pairs for call in calls) == sum(each.pairs for each in slices)
+    for call in calls:
+        assert takes.packed or len(call.segments) == 1
+        for a, b in pairwise(call.segments):
+            assert a.q_stop <= b.q_start and a.k_stop <= b.k_start
+        if not takes.bands:
+            assert call.left >= 0 and call.right in (0, FAR)
+        if not takes.rectangles and call.causal:
+            assert all(q1 - q0 == k1 - k0 for q0, q1, k0, k1 in call.segments)
+    if takes.rectangles:
+        assert len(calls) <= 2 * len(slices)
+
+
+def test_a_pack_is_one_call() -> None:
+    lengths = [7 + 3 * number for number in range(24)]
+    (call,) = kernel_calls(documents(lengths).slices, PACKED)
+    assert call.causal and [q1 - q0 for q0, q1, _, _ in call.segments] == lengths
+    assert len(kernel_calls(documents(lengths).slices, PACKED._replace(packed=False))) == 24
+    (call,) = kernel_calls(documents(lengths, causal=False).slices, PACKED)
+    assert call.full and len(call.segments) == 24
+
+
+def test_short_documents_join_those_that_a_window_binds() -> None:
+    """A window binds no document that is no longer than it."""
+    (call,) = kernel_calls(documents([5, 40, 3, 11, 10, 60], window=(10, 0)).slices, PACKED)
+    assert (call.left, call.right) == (10, 0) and len(call.segments) == 6
+    # Where no document is bound, it is a causal pack.
+    (call,) = kernel_calls(documents([5, 11, 3], window=(10, 0)).slices, PACKED)
+    assert call.causal
+
+
+@pytest.mark.parametrize("lengths", [[4096], [100, 924, 1024, 7, 2041], [64] * 64])
+def test_what_a_rank_sees_of_a_pack_is_few_calls(lengths: list[int]) -> None:
+    """Packs are cut into calls by what is causal and what is full, not by document."""
+    plan = build_plan("zigzag", 4, documents(lengths))
+    calls = [kernel_calls(a.slices, PACKED) for step in plan.steps for attends in step.attends for a in attends]
+    assert max(map(len, calls)) <= 2
+    assert all(len(found) == 1 for found in calls) or len(lengths) > 1
+
+
+def test_a_tree_attends_a_shared_prefix_once_for_neighbours() -> None:
+    """The first branch goes on where the trunk ends; the others are one rectangle over the trunk, and a causal pack."""
+    calls = kernel_calls(documents([50, 8, 9, 10], parents=[-1, 0, 0, 0]).slices, PACKED)
+    assert calls == (
+        KernelCall((Segment(58, 77, 0, 50),)),
+        KernelCall(tuple(Segment(a, b, a, b) for a, b in pairwise((0, 58, 67, 77))), right=0),
+    )
+
+
+def test_causal_rectangles_are_squares_behind_full_ones_where_a_kernel_takes_no_others() -> None:
+    rectangle = [Slice(0, 10, 0, 30, -FAR, 20)]
+    assert kernel_calls(rectangle, PACKED) == (KernelCall((Segment(0, 10, 0, 30),), right=0),)
+    full, square = kernel_calls(rectangle, PLAINEST)
+    assert full == KernelCall((Segment(0, 10, 0, 20),)) and square == KernelCall((Segment(0, 10, 20, 30),), right=0)
+    # More queries than keys: those that see all keys see them in a full call.
+    square, full = sorted(kernel_calls([Slice(0, 30, 0, 10, -FAR, 0)], PLAINEST), key=lambda call: call.segments)
+    assert square == KernelCall((Segment(0, 10, 0, 10),), right=0) and full == KernelCall((Segment(10, 30, 0, 10),))
+
+
+def test_spans_and_moves_of_a_call() -> None:
+    (call,) = kernel_calls(documents([5, 6]).slices, PACKED)
+    assert call.q_span == call.k_span == (0, 11) and call.causal and not call.full
+    assert call.moved(3, 4).segments == (Segment(3, 8, 4, 9), Segment(8, 14, 9, 15))
+    assert call.moved(3, 4).moved(-3, -4) == call and call.moved(0, 0) is call
+    assert kernel_calls(causal(9).slices, PLAINEST)[0].pairs == 45

@@ -1,0 +1,48 @@
+"""Ranks that measure together: how many, and what is told of those that fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx.training.launcher import JobFailed
+from megatron_longctx.training.ranks import Where, start
+
+
+def _refuses(rank: int) -> None:
+    raise ValueError("size=0: expected 1 or more. Raise it.")
+
+
+def _fails(rank: int) -> None:
+    raise RuntimeError("out of luck")
+
+
+def test_what_a_rank_refuses_is_told_from_what_fails_it() -> None:
+    with pytest.raises(ValueError, match=r"^size=0: expected 1 or more. Raise it.$"):
+        start(Where(2, "cpu"), _refuses)
+    with pytest.raises(JobFailed, match=r"^rank \d failed: RuntimeError: out of luck$"):
+        start(Where(2, "cpu"), _fails)
+
+
+def test_ranks_are_as_many_as_asked_for_or_as_torchrun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Where.of(None, "cpu") == Where(2, "cpu") and Where.of(3, "cpu") == Where(3, "cpu")
+    assert Where.of(1, "cpu", least=1) == Where(1, "cpu")
+    with pytest.raises(ValueError, match="ranks=1: expected 2 or more"):
+        Where.of(1, "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("RANK", "0")
+    assert Where.of(3, "cpu") == Where(16, "cpu")
+
+
+def test_torchrun_gives_one_result(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        "from megatron_longctx.training.ranks import Where, start\n"
+        "print('found', start(Where.of(None, 'cpu'), lambda rank: 10 + rank))\n"
+    )
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split() == ["found", "10"]
