@@ -19,6 +19,7 @@ _PACKAGES = (
     "torch",
     "triton",
     "transformer-engine",
+    "flash-attn-4",
     "flash-attn",
     "ring-flash-attn",
     "apex",
