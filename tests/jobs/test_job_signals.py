@@ -25,8 +25,13 @@ from megatron_longctx.testing.jobs import (
 )
 from megatron_longctx.training.signals import handled
 
-STEPS = 400  # so many that a test that is held up still stops it before the end
+STEPS = 40_000  # so many that a test that is held up for minutes still stops it before the end
 TORCHRUN = (CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.cli")
+
+
+def line(step: int) -> str:
+    """How the log's line of a step begins."""
+    return f"step {step:>{len(str(STEPS))}}/"
 
 
 def command(tiny: tuple[str, ...], *more: str) -> list[str]:
@@ -92,7 +97,7 @@ def test_a_terminal_that_goes_away_stops_the_job_with_a_checkpoint(workplace: Pa
     try:
         os.close(theirs)
         said = b""
-        while b"step    2/" not in said and b"step   2/" not in said:
+        while line(2).encode() not in said:
             said += os.read(ours, 1000)
         os.close(ours)
         assert process.wait(120) == 0
@@ -113,7 +118,7 @@ def test_nohup_is_respected() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("moment", ["starting 2 cpu ranks", "step   2/"])
+@pytest.mark.parametrize("moment", ["starting 2 cpu ranks", line(2)])
 def test_killing_the_launcher_leaves_no_ranks(workplace: Path, tiny: tuple[str, ...], moment: str) -> None:
     with started(workplace, command(tiny)) as job:
         job.wait_for(moment)
@@ -135,12 +140,12 @@ def test_under_torchrun_usr1_to_the_ranks_checkpoints_and_ends_with_success(
 ) -> None:
     settings = command(tiny)[len(CLI) :]
     with started(workplace, [*TORCHRUN, *settings]) as job:
-        job.wait_for("step   2/")
+        job.wait_for(line(2))
         for rank in psutil.Process(job.process.pid).children():
             rank.send_signal(signal.SIGUSR1)
         last = checked_stop(job, workplace / "runs/default", 0)
     with started(workplace, [*TORCHRUN, *settings]) as job:
-        job.wait_for(f"step {last + 2:>3}/")
+        job.wait_for(line(last + 2))
         job.process.terminate()  # torchrun passes it on, and then ends with a failure of its own
         job.wait()
         assert first_step(job) == last + 1
@@ -165,7 +170,7 @@ def test_tasks_of_a_slurm_step_find_each_other_and_stop_on_term(workplace: Path,
         )
 
     with started(workplace, command(tiny), task(0)) as first, started(workplace, command(tiny), task(1)) as second:
-        first.wait_for("step   2/")
+        first.wait_for(line(2))
         assert first.listening() == second.listening() == {"127.0.0.1"}
         os.kill(first.process.pid, signal.SIGTERM)
         os.kill(second.process.pid, signal.SIGTERM)
