@@ -8,6 +8,7 @@ public interface, so the release whose signatures were read is pinned.
 import functools
 import importlib
 import importlib.metadata
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -22,6 +23,8 @@ from megatron_longctx.kernels.limits import first_reason, on_rocm, too_old_gpu, 
 from megatron_longctx.kernels.packed import PackedKernel, Segments
 from megatron_longctx.schedules.kernel_calls import KernelCall
 from megatron_longctx.schedules.mask import FAR
+
+logger = logging.getLogger(__name__)
 
 VERSION = "4.0.0b36"
 _CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
@@ -44,6 +47,7 @@ class Fa4Kernel(PackedKernel):
         )
 
     def _forward_rows(self, inputs: BlockInputs, packed: Segments | None) -> tuple[Tensor, Tensor]:
+        _announce("forward", inputs, packed)
         out, lse, *_ = _interface()._flash_attn_fwd(
             inputs.q, inputs.k, inputs.v, softmax_scale=inputs.scale, return_lse=True,
             **_lengths(packed), **_window(inputs.call),
@@ -53,11 +57,26 @@ class Fa4Kernel(PackedKernel):
     def _backward_rows(
         self, inputs: BlockInputs, packed: Segments | None, grad_out: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, ...]:
+        _announce("backward", inputs, packed)
         found: tuple[Tensor, ...] = _interface()._flash_attn_bwd(
             inputs.q, inputs.k, inputs.v, out, grad_out, lse, softmax_scale=inputs.scale,
             deterministic=self.deterministic, **_lengths(packed), **_window(inputs.call),
         )  # fmt: skip
         return found
+
+
+_announced: set[tuple[object, ...]] = set()
+
+
+def _announce(what: str, inputs: BlockInputs, packed: Segments | None) -> None:
+    """Say, before the first call of a kind, why it takes seconds."""
+    call, dims = inputs.call, (inputs.q.shape[-1], inputs.v.shape[-1])
+    mask = "causal" if call.causal else "full" if call.full else "window"
+    kind = what, inputs.q.dtype, dims, packed is not None, mask
+    if kind not in _announced:
+        _announced.add(kind)
+        of = f"{mask}{', packed' if packed else ''}, head dims {dims[0]} and {dims[1]}"
+        logger.info("attention kernel fa4: %s (%s) is compiled, some seconds, or read from %s", what, of, _folder())
 
 
 def _window(call: KernelCall) -> dict[str, Any]:
@@ -115,8 +134,11 @@ def package_problem() -> str | None:
 @functools.cache
 def _interface() -> ModuleType:
     # What is compiled stays on disk, so that the next process begins at once.
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_longctx" / "fa4"
     os.environ.setdefault(f"{_CACHE}_ENABLED", "1")
-    os.environ.setdefault(f"{_CACHE}_DIR", str(folder))
+    os.environ.setdefault(f"{_CACHE}_DIR", str(_folder()))
     warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)  # said of every kernel that is compiled
     return importlib.import_module("flash_attn.cute.interface")
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_longctx" / "fa4"

@@ -71,6 +71,20 @@ def test_packed_kernels_get_what_they_take(name: str, deterministic: bool, monke
     assert set(seen) == {deterministic}
 
 
+def test_kinds_of_calls_are_announced_before_they_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(fa4, "_interface", lambda: packed_stand_ins.fa4([]))
+    monkeypatch.setattr(fa4, "_announced", set())
+    kernel = PROVIDERS["fa4"]()
+    for case in (CASES["multi-head causal"], Case(18, 18, 2, 4, 4, 16, True), CASES["a window"], PACKED["documents"]):
+        run(kernel, *tensors(case, torch.float32), case)
+    said = [record.message.partition(" is compiled")[0].partition("fa4: ")[2] for record in caplog.records]
+    kinds = ("causal", "window", "causal, packed")
+    assert said == [f"{what} ({kind}, head dims 16 and 16)" for kind in kinds for what in ("forward", "backward")]
+
+
 def test_values_of_another_head_dim() -> None:
     for kernel in (PROVIDERS["reference"](), RowsKernel()):
         for sees in (True, call((0, 12, 0, 12), left=4, right=0)):
