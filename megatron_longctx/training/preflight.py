@@ -166,8 +166,9 @@ def check_kernel(config: Config, device: str) -> None:
         available(request)
     )  # not `choose`, which also says what it took: that is for rank 0 and the run's log
     if name not in ("auto", *reasons):
-        raise refuse("attention.kernel", name, "one of auto, " + ", ".join(reasons), "Set attention.kernel to one.")
-    usable = [kernel for kernel, reason in reasons.items() if reason is None]
+        expected = ", ".join(("one of auto", *sorted(reasons)))
+        raise refuse("attention.kernel", name, expected, "Set attention.kernel to one of these.")
+    usable = [kernel for kernel in sorted(reasons) if reasons[kernel] is None]
     candidates = auto_order(device) if name == "auto" else (name,)
     if not any(kernel in usable for kernel in candidates):
         why = "; ".join(f"{kernel}: {reasons[kernel]}" for kernel in candidates)

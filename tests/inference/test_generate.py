@@ -107,7 +107,7 @@ def test_a_chat_by_a_template_computes_what_its_text_does_not_begin_with(trained
         (["prompt="], "expected some text"),
         (["prompt=a", "--chat"], "expected turns on standard input"),
         (["prompt=a", "inference.top_p=3"], "inference.top_p=3.0: expected more than 0 and at most 1"),
-        (["prompt=a", "inference.mode=ring"], "inference.mode=ring: expected one of auto, pass_kv, pass_q, one_hop"),
+        (["prompt=a", "inference.mode=ring"], "inference.mode=ring: expected one of auto, one_hop, pass_kv, pass_q"),
         (["prompt=a", "inference.page_tokens=x"], "inference.page_tokens=x: expected an integer"),
         (["prompt=a", "inference.pages=3"], "Nearest: inference.page_tokens"),
         (["prompt=a", "model.num_layers=3"], "num_layers: checkpoint 2, model 3"),

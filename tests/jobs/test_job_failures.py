@@ -188,7 +188,7 @@ def test_corrupt_dataset(
     ("words", "given", "expected", "remedy"),
     [
         (["attention.kernel=cudnn"], "attention.kernel=cudnn", "only 'cuda'", "Set attention.kernel to one of cpu,"),
-        (["attention.kernel=none"], "attention.kernel=none", "one of auto, cudnn,", "Set attention.kernel"),
+        (["attention.kernel=none"], "attention.kernel=none", "one of auto, cpu, cudnn,", "Set attention.kernel"),
         (["train.device=cuda"], "train.device=cuda", "a CUDA device here", "Set train.device=cpu"),
         (["data.seq_length=900000"], "data.seq_length=900000", "at most ", "Lower data.seq_length"),
         (["data.tokenizer=huggingface", "data.tokenizer_path=x"], "data.tokenizer=huggingface", "byte-level", "Write"),
