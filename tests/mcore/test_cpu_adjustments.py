@@ -15,6 +15,7 @@ import torch
 from megatron_longctx.comm.rendezvous import timeout_of
 from megatron_longctx.mcore import cpu
 from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.jobs import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -114,7 +115,7 @@ def _tracker(rank: int) -> None:
     collection = groups.initialize(context=2)
     assert (collection.tp.size(), collection.cp.size(), collection.dp.size(), collection.dp_cp.size()) == (1, 2, 1, 2)
     limits = {timeout_of(group) for group in torch.distributed.distributed_c10d._world.pg_map}
-    assert limits == {timedelta(seconds=120)}, "a rank that hangs would hold others up for longer than it may"
+    assert limits == {timedelta(seconds=PATIENCE_S)}, "a rank that hangs would hold others up for longer than it may"
     groups.destroy()
 
 
