@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 # CPUs, of torch's operators.
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fused elementwise", ("triton_", "_rotate_kernel")),  # torch.compile's, and RoPE
-    ("attention backward", ("bprop", "flash_bwd", "sdpa_backward", "attendbackward", "attention_backward")),
-    ("attention forward", ("fprop", "flash_fwd", "sdpa", "fmha", "attend", "scaled_dot_product")),
+    ("attention backward", ("bprop", "flash_bwd", "sdpa_backward", "attentionfunctionbackward", "attention_backward")),
+    ("attention forward", ("fprop", "flash_fwd", "sdpa", "fmha", "attentionfunction", "scaled_dot_product")),
     ("messages", ("nccl", "memcpy ptop", "gloo", "c10d")),
     ("partial results", ("_combine_kernel",)),
     ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "xmma", "aten::mm", "aten::addmm", "linear", "matmul")),
