@@ -9,8 +9,8 @@ from megatron_longctx.metrics.step_profile import IDLE, OTHER, Span, kind_of, pr
 NAMES = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_kernel0_0": "attention forward",
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_kernel0_0": "attention backward",
-    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor": "attention forward",
-    "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensor": "attention backward",
+    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90": "attention forward",
+    "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90": "attention backward",
     "AttentionFunctionBackward": "attention backward",
     "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT": "matrix products",
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "messages",
