@@ -1,0 +1,23 @@
+"""What a training step is fed: whole micro-batches, before they are sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch.
+
+    tokens, labels, position_ids: int64 `[b, S]`. labels are the next tokens of the same document. loss_mask: fp32
+    `[b, S]`. documents: lengths of a pack's documents, which sum to S; then b is 1. None: every row is one causal
+    sequence.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    documents: tuple[int, ...] | None = None
