@@ -153,6 +153,7 @@ class ContextParallelAttention:
         # A result that is given was computed without a graph: nothing was kept with it.
         keep = differentiated and result is None and self.keeps_received(_length(mask), q.shape[1])
         passes = self._passes(q, k, v, mask, keep=keep, int8=int8)
+        _check_sink(sink, q)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if int8:
             return forward_pass(passes, q, k, v, scale, sink)[0]
@@ -175,6 +176,7 @@ class ContextParallelAttention:
         Args and errors as for a call.
         """
         passes = self._passes(q, k, v, mask)
+        _check_sink(sink, q)
         out, lse, *_ = forward_pass(passes, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, sink)
         return AttentionResult(out, lse)
 
@@ -265,6 +267,16 @@ class _Links(NamedTuple):
     transport: Transport | None
     pool: BufferPool
     clock: WaitClock
+
+
+def _check_sink(sink: Tensor | None, q: Tensor) -> None:
+    if sink is not None and (sink.shape != q.shape[2:3] or sink.device != q.device or not sink.dtype.is_floating_point):
+        raise refuse(
+            "sink",
+            f"{sink.dtype} {list(sink.shape)} on {sink.device}",
+            f"floating-point numbers, [{q.shape[2]}] on {q.device}, a logit for every query head",
+            "Give this rank's share of the heads.",
+        )
 
 
 def _length(mask: Mask | int) -> int:

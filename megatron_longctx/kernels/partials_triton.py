@@ -133,7 +133,7 @@ def combine_triton(partials: Sequence[Partial], out: Tensor, lse: Tensor | None)
         arguments += [part.value, part_lse, part.start, part.stop, part.first_head, part.last_head]
         arguments += [*row_strides(part.value), *part_lse.stride()[:3]]
     arguments += arguments[own : own + (len(arguments) - own) // len(partials)] * (4 - len(partials))  # not read
-    kinds = tuple([(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else kind_of(x) for x in arguments])
+    kinds = tuple([kind_of(x) for x in arguments])
     constants = {"MERGE": lse is not None, "COUNT": len(partials), "ROWS": rows, "COLS": cols}
     # The launch goes to the current device, which need not be the tensors'. A CPU tensor's index, -1, changes nothing.
     with torch.cuda.device(out.get_device()):

@@ -36,6 +36,9 @@ def launch(
         _compiled[key] = compiled
 
 
-def kind_of(number: int) -> int:
-    """What Triton tells apart of integers: 1, multiples of 16, and those that take 64 bits."""
-    return 1 if number == 1 else 2 * (number % 16 == 0) + 4 * (not -(2**31) <= number < 2**31)
+def kind_of(argument: Tensor | int) -> Hashable:
+    """What Triton tells apart: of integers 1, multiples of 16, and those that take 64 bits; of tensors their dtype, and
+    whether their address is a multiple of 16."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return 1 if argument == 1 else 2 * (argument % 16 == 0) + 4 * (not -(2**31) <= argument < 2**31)

@@ -9,7 +9,7 @@ import torch
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.kernels import KernelRequest, choose, dense_call
 from megatron_longctx.schedules import ModeOptions
-from megatron_longctx.schedules.mask import documents, full
+from megatron_longctx.schedules.mask import Mask, documents, full
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import relative_error
 
@@ -43,6 +43,23 @@ def test_settings_reach_the_plan_and_wrong_ones_are_refused() -> None:
         ContextParallelAttention(keep_received="always")
     with pytest.raises(ValueError, match="kernel='warp' is unknown"):
         ContextParallelAttention(kernel="warp")(*random_qkv(4, 1, 2, 1, 8, torch.float32)[:3], mask=4)
+
+
+@pytest.mark.parametrize("sink", [torch.zeros(3), torch.zeros(1), torch.zeros(4, 1), torch.zeros(4).int()])
+def test_sinks_that_are_not_a_logit_a_head_are_refused(sink: torch.Tensor) -> None:
+    q, k, v, _ = random_qkv(5, 1, 4, 2, 8, torch.float32)
+    attention = ContextParallelAttention(kernel="reference")
+    for call in (attention, attention.forward):
+        with pytest.raises(ValueError, match=r"sink=torch\.\w+ \[.*expected floating-point numbers, \[4\] on cpu"):
+            call(q, k, v, mask=5, sink=sink)
+    assert attention(q, k, v, mask=5, sink=torch.zeros(4)).shape == q.shape
+
+
+@pytest.mark.parametrize("mask", [documents([3]), 7, documents([])])
+def test_masks_of_other_lengths_are_refused(mask: Mask | int) -> None:
+    q, k, v, _ = random_qkv(5, 1, 4, 2, 8, torch.float32)
+    with pytest.raises(ValueError, match=r"q has shape .* holds \d of \d tokens in the zigzag layout"):
+        ContextParallelAttention(kernel="reference")(q, k, v, mask=mask)
 
 
 def test_what_is_known_of_masks_is_bounded() -> None:
