@@ -47,6 +47,15 @@ class FlashKernel(PackedKernel):
             flash_backward_gap(request),
         )
 
+    def prepare(self, call: KernelCall, rows: tuple[int, int], device: torch.device) -> Segments | None:
+        """FlashAttention-2 takes no bound ahead, beside one behind, as one of `most_keys`; where queries are more than
+        that, the first ones would see nothing, and their outputs be NaN."""
+        found = super().prepare(call, rows, device)
+        if call.right != FAR or call.left == FAR or call.most_queries <= call.most_keys:
+            return found
+        found = found or Segments.of(call, rows, device)
+        return found._replace(most_keys=found.most_queries)
+
     def _forward_rows(self, inputs: BlockInputs, packed: Segments | None) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             inputs.q, inputs.k, inputs.v, *_lengths(inputs, packed), 0.0, inputs.call.causal, False,

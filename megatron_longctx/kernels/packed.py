@@ -45,8 +45,8 @@ class Segments(NamedTuple):
         return cls(
             _numbers(q_starts, device),
             _numbers(k_starts, device),
-            max(each.q_stop - each.q_start for each in call.segments),
-            max(each.k_stop - each.k_start for each in call.segments),
+            call.most_queries,
+            call.most_keys,
             _gaps([each[:2] for each in call.segments], rows[0], device),
             _gaps([each[2:] for each in call.segments], rows[1], device),
         )

@@ -63,6 +63,15 @@ class KernelCall(NamedTuple):
         return self.segments[0].k_start, self.segments[-1].k_stop
 
     @property
+    def most_queries(self) -> int:
+        """Of one segment."""
+        return max(each.q_stop - each.q_start for each in self.segments)
+
+    @property
+    def most_keys(self) -> int:
+        return max(each.k_stop - each.k_start for each in self.segments)
+
+    @property
     def slices(self) -> tuple[Slice, ...]:
         """What is visible, by segment."""
         found = []

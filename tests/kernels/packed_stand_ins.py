@@ -103,7 +103,7 @@ def _starts(q_starts: Tensor | None, k_starts: Tensor | None, most: tuple[Any, A
     assert q_starts.dtype == k_starts.dtype == torch.int32
     sizes = zip(q_starts.diff().tolist(), k_starts.diff().tolist(), strict=True)
     queries, keys = zip(*((s, t) for s, t in sizes if s and t), strict=True)
-    assert most == (max(queries), max(keys))
+    assert most[0] == max(queries) and most[1] >= max(keys)
     return q_starts, k_starts
 
 
@@ -137,8 +137,12 @@ def fa4(seen: list[bool]) -> SimpleNamespace:
 def aten_flash(seen: list[bool]) -> SimpleNamespace:
     """`torch.ops.aten`, as far as FlashAttention-2 goes."""
 
-    def bounds(causal: bool, left: int, right: int) -> Bounds:
+    def bounds(causal: bool, left: int, right: int, keys: int) -> Bounds:
+        """As FlashAttention-2 reads them: beside a bound, none is as many as there are keys at most."""
         assert not causal or left == right == -1
+        left, right = (-1 if bound >= keys else bound for bound in (left, right))
+        if (left < 0) != (right < 0):
+            left, right = (keys if bound < 0 else bound for bound in (left, right))
         return FAR if left < 0 else left, 0 if causal else FAR if right < 0 else right
 
     def _flash_attention_forward(
@@ -147,7 +151,8 @@ def aten_flash(seen: list[bool]) -> SimpleNamespace:
     ):  # fmt: skip
         assert dropout_p == 0.0 and return_debug_mask is False
         starts = _starts(cum_seq_q, cum_seq_k, (max_q, max_k))
-        return *forward(query, key, value, starts, bounds(is_causal, window_size_left, window_size_right), scale), None
+        window = bounds(is_causal, window_size_left, window_size_right, max_k)
+        return *forward(query, key, value, starts, window, scale), None
 
     def _flash_attention_backward(
         grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
@@ -157,7 +162,7 @@ def aten_flash(seen: list[bool]) -> SimpleNamespace:
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         seen.append(torch.are_deterministic_algorithms_enabled())
         starts = _starts(cum_seq_q, cum_seq_k, (max_q, max_k))
-        window = bounds(is_causal, window_size_left, window_size_right)
+        window = bounds(is_causal, window_size_left, window_size_right, max_k)
         return backward(grad_out, query, key, value, out, logsumexp, starts, window, scale)
 
     return SimpleNamespace(

@@ -42,6 +42,7 @@ PACKED = {
     "documents": Case(40, 40, 2, 4, 2, 16, call((0, 7, 0, 7), (7, 8, 7, 8), (8, 40, 8, 40), right=0)),
     "rows between them": Case(50, 60, 2, 4, 2, 16, call((2, 9, 5, 30), (30, 40, 30, 41), (41, 44, 57, 58))),
     "window of documents": Case(40, 70, 1, 4, 1, 8, call((0, 20, 1, 31), (21, 40, 32, 70), left=4, right=0)),
+    "a window over fewer keys than queries": Case(30, 9, 1, 4, 2, 8, call((0, 30, 0, 9), left=2)),
     "one that is not all rows": Case(9, 12, 1, 2, 2, 8, call((1, 9, 0, 12), right=0)),
 }
 
