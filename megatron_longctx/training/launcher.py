@@ -24,7 +24,7 @@ from ..comm.local_ranks import stopped_ranks, with_cause
 from ..comm.rendezvous import Placement
 from ..compose import compose_config, config_of
 from ..config import Config
-from . import auto, preflight, worker
+from . import worker
 from .run_folder import RunFolder
 from .run_lock import RunLock
 from .signals import STOP_SIGNALS, handled
@@ -90,16 +90,17 @@ def train(overrides: Sequence[str]) -> None:
 
 
 def _start_ranks(config: Config) -> None:
+    from . import auto, preflight  # here: Megatron takes seconds to import, and wrong settings are refused before
+
     config = auto.settled(config)
     world_size = preflight.local_world_size(config)
     resumed = preflight.check(config, world_size)
     folder = RunFolder.of(config)
     with folder.prepare(config, resumed) as lock:
-        _run_ranks(config, world_size, folder, lock)
+        _run_ranks(config, world_size, folder, lock, preflight.device_type(config))
 
 
-def _run_ranks(config: Config, world_size: int, folder: RunFolder, lock: RunLock) -> None:
-    device = preflight.device_type(config)
+def _run_ranks(config: Config, world_size: int, folder: RunFolder, lock: RunLock, device: str) -> None:
     # Ranks inherit the blocking: a signal that comes before they listen waits for them.
     with _blocked(STOP_SIGNALS), rendezvous.listen() as listener:
         # Rank 0 hosts the meeting, not this process: ranks whose launcher dies still have to checkpoint together.
@@ -187,6 +188,8 @@ def _join(config: Config, place: Placement) -> None:
     refusal: ValueError | None = None
     if place.rank == 0:
         try:
+            from . import auto, preflight
+
             config = auto.settled(config)
             resumed = preflight.check(config, place.world_size)
             atexit.register(RunFolder.of(config).prepare(config, resumed).release)

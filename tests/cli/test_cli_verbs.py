@@ -137,6 +137,13 @@ def test_a_wrong_setting_is_one_line_on_standard_error(verb: str, capsys: pytest
     )
 
 
+def test_wrong_settings_of_a_job_do_not_wait_for_megatron() -> None:
+    """It takes longer to import than all else that comes before the first rank."""
+    code = "import sys; from megatron_longctx.cli import main; assert main(['train', 'train.steps=-1']) == 2; "
+    code += "assert not [name for name in sys.modules if name.startswith('megatron.core')]"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_failed_rank_is_exit_code_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_longctx.training import launcher
 
