@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--masks", default="causal",
-        help="separated by commas, of parts joined by +: causal, full, window=N, documents=COUNT@SEED (drawn) or "
-        "documents=N:N:... (default: %(default)s)",
+        help="separated by commas, of parts joined by +: causal, full, window=N, documents=COUNT@SEED (drawn), "
+        "documents=N:N:... or pack=NAME (see `benchmarks/packs.py`) (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--lengths", help="tokens (default: 32768,65536,131072 on GPUs, 512 on CPU)")
     parser.add_argument("--heads", default="32:8,32:32", help="query:KV heads (default: %(default)s)")

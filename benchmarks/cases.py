@@ -15,8 +15,8 @@ from megatron_longctx.errors import refuse
 from megatron_longctx.schedules import ALL_HEADS, Mask, Workload
 from megatron_longctx.schedules import mask as masks
 
-_UNIT = 16
-"""Drawn documents come in multiples of it: TransformerEngine takes no others on 8 ranks."""
+from .packs import UNIT, packs
+
 _TILE = 128
 
 
@@ -115,11 +115,14 @@ def _of_mask(plain: Case, name: str, lengths: str) -> Iterator[Case]:
             case = replace(case, window=int(value))
         elif key == "documents" and (pack := re.fullmatch(r"(\d+)@(\d+)", value)) and int(pack[1]):
             drawn = int(pack[1]), int(pack[2])
+        elif key == "pack" and value in packs():
+            case = replace(case, documents=packs()[value])
         elif key == "documents" and value:
             case = replace(case, documents=_numbers("--masks", value, ":"))
         else:
-            expected = "parts of causal, full, window=N, documents=(COUNT@SEED | N:N:...), joined by +"
-            raise refuse("--masks", name, expected, "Separate masks by commas.")
+            expected = "parts of causal, full, window=N, documents=(COUNT@SEED | N:N:...), pack=NAME, joined by +"
+            remedy = f"Separate masks by commas. Packs: {', '.join(packs())}."
+            raise refuse("--masks", name, expected, remedy)
     if case.documents:
         yield case
         return
@@ -133,11 +136,11 @@ def documents(length: int, count: int, seed: int) -> tuple[int, ...]:
     Raises:
         ValueError: they would not fit.
     """
-    spare = length // _UNIT - count
+    spare = length // UNIT - count
     if spare < 0:
-        raise refuse("--masks", f"documents={count}@{seed}", f"at most {length // _UNIT} in {length} tokens", "Fewer.")
+        raise refuse("--masks", f"documents={count}@{seed}", f"at most {length // UNIT} in {length} tokens", "Fewer.")
     weights = [random.Random(f"{seed} {i}").lognormvariate(0.0, 1.2) for i in range(count)]
-    found = [_UNIT * (1 + int(spare * weight / sum(weights))) for weight in weights]
+    found = [UNIT * (1 + int(spare * weight / sum(weights))) for weight in weights]
     found[weights.index(max(weights))] += length - sum(found)
     return tuple(found)
 

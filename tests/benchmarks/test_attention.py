@@ -13,6 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.cases import Case, cases
 from benchmarks.check import dense, short, wrong
 from benchmarks.measure import Bench, Contender, Made, Measurement
+from benchmarks.packs import packs
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.ranks import world
@@ -44,6 +45,18 @@ def test_it_measures_masks_beside_one_device_and_peers(tmp_path: Path) -> None:
     assert all(line in out.with_suffix(".md").read_text() for line in data["notes"] + data["absent"])
 
 
+def test_packs_are_those_that_were_published() -> None:
+    found = packs()
+    assert {name: (len(pack), sum(pack)) for name, pack in found.items()} == {
+        "24": (24, 2**16), "6": (6, 2**16), "15": (15, 2**17), "64x1K": (64, 2**16), "magi": (5, 2**17),
+    }  # fmt: skip
+    longest = {"24": 13_564, "6": 15_533, "15": 32_419}
+    assert all(abs(max(found[name]) - length) <= 8 for name, length in longest.items())
+    assert all(length % 16 == 0 for pack in found.values() for length in pack) and max(found["magi"]) == 2**15
+    (case,) = cases("pack=6+window=4096", "1", "32:8", 128, "bf16")
+    assert case.documents == found["6"] and case.window == 4096
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -56,6 +69,7 @@ def test_it_measures_masks_beside_one_device_and_peers(tmp_path: Path) -> None:
         (["--heads", "3:2"], "--heads=3:2: expected query:KV heads"),
         (["--lengths", "0"], "--lengths=0: expected numbers of 1 or more"),
         (["--masks", "causal,spiral"], "--masks=spiral: expected parts of causal, full"),
+        (["--masks", "pack=25"], "--masks=pack=25: expected parts of causal, full, window=N"),
         (["--masks", "documents=9@1", "--lengths", "128"], "--masks=documents=9@1: expected at most 8 in 128 tokens"),
         (["--ranks", "1"], "ranks=1: expected 2 or more"),
     ],
