@@ -112,23 +112,10 @@ class Trainer:
             overlap_grad_reduce=par.overlap_grad_reduce,
             overlap_param_gather=par.overlap_param_gather,
         )
-        optim = config.optim
-        settings = optimizer.OptimizerSettings(
-            lr=optim.lr,
-            min_lr=optim.min_lr,
-            warmup_steps=optim.warmup_steps,
-            decay_steps=optim.decay_steps or config.train.steps,
-            decay_style=optim.decay_style,
-            weight_decay=optim.weight_decay,
-            beta1=optim.beta1,
-            beta2=optim.beta2,
-            eps=optim.eps,
-            clip_grad=optim.clip_grad,
-            distributed=optim.distributed,
-            bf16=config.train.precision == "bf16",
+        self.optimizer = optimizer.build_optimizer(self.models, config.optim, self.groups)
+        self.scheduler = optimizer.build_scheduler(
+            self.optimizer, config.optim, config.train.steps, config.train.global_batch_size
         )
-        self.optimizer = optimizer.build_optimizer(self.models, settings, self.groups)
-        self.scheduler = optimizer.build_scheduler(self.optimizer, settings, config.train.global_batch_size)
         optimizer.connect(megatron, self.models, self.optimizer)
 
     def _one_step(self) -> StepResult:
