@@ -40,7 +40,7 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> Launches:
     launches = Launches(partials_triton._combine_kernel)
     monkeypatch.setattr(partials_triton, "_combine_kernel", launches)
     monkeypatch.setattr(partials, "_fusable", lambda *_: True)
-    monkeypatch.setattr(partials, "_fused", lambda: partials_triton.combine_triton)
+    monkeypatch.setattr(partials, "_fused", lambda: partials_triton)
     return launches
 
 
