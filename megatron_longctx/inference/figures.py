@@ -14,7 +14,7 @@ from ..attention.kv_format import Int8KV
 from ..config import Config, workload_of
 from ..metrics.environment import environment
 from ..schedules import Workload
-from ..schedules.calibration import calibration_path, load_calibration
+from ..schedules.calibration import find_calibration, load_calibration
 from ..topology import load_cluster
 from .choice import Figures
 
@@ -29,10 +29,8 @@ def calibration_file(config: Config, device: torch.device, folder: Path | None =
         folder: None for the user's cache.
     """
     name = "cpu" if device.type == "cpu" else str(environment()["device"])
-    n, workload, wanted = config.parallelism.context_parallel_size, _workload(config), config.inference.transport
-    transports = (wanted,) if wanted != "auto" else ("peer", "hybrid", "p2p") if device.type == "cuda" else ("p2p",)
-    paths = [calibration_path(name, n, workload, transport, folder) for transport in transports]
-    return next((path for path in paths if path.is_file()), paths[0])
+    n, transport = config.parallelism.context_parallel_size, config.inference.transport
+    return find_calibration(name, n, _workload(config), transport, folder)
 
 
 def known_figures(config: Config, device: torch.device, folder: Path | None = None) -> Figures:
