@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..schedules.program import Program, Receive, SendLayout
+from .collect import from_all
 from .flags import FlagOperations
 from .hosts import Hosts
 from .p2p import Exchange
@@ -101,9 +102,7 @@ class PeerTransport:
         if num_bytes <= self._capacity and steps <= self._steps:
             self._refuse_if(self._broken)
             return
-        broken: list[Any] = [None] * self.world
-        dist.all_gather_object(broken, self._broken, group=self.group)
-        self._refuse_if(next((each for each in broken if each is not None), None))
+        self._refuse_if(next((each for each in from_all(self.group, self._broken) if each is not None), None))
         capacity = max(self._capacity, num_bytes)
         wanted = max(capacity, int(self._growth * self._capacity)) if num_bytes > self._capacity else capacity
         self._reserve(wanted, max(steps, 2 * self._steps) if steps > self._steps else self._steps, capacity)
@@ -162,8 +161,7 @@ class PeerTransport:
 
     def _check_groups(self) -> None:
         """Peers meet by their group's name, which torch makes from its ranks and how many groups a rank is in."""
-        names: list[Any] = [None] * self.world
-        dist.all_gather_object(names, getattr(self._sharing, "group_name", None), group=self.group)
+        names = from_all(self.group, getattr(self._sharing, "group_name", None))
 
         def check() -> None:
             if any(names[peer] != names[self.rank] for peer in self.peers):
