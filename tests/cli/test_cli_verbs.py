@@ -138,10 +138,11 @@ def test_a_wrong_setting_is_one_line_on_standard_error(verb: str, capsys: pytest
 
 
 def test_a_failed_rank_is_exit_code_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_longctx.errors import JobFailed
     from megatron_longctx.training import launcher
 
     def fail(settings: object) -> None:
-        raise launcher.JobFailed("rank 1 failed: of itself")
+        raise JobFailed("rank 1 failed: of itself")
 
     monkeypatch.setattr(launcher, "train", fail)
     assert run(capsys, "train") == (1, "", "megatron-longctx train: rank 1 failed: of itself\n")
