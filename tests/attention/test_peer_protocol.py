@@ -46,8 +46,8 @@ from megatron_longctx.schedules.program import (
     Space,
     Wait,
 )
-from megatron_longctx.testing.plans import one_sided_plan, tangled_plan
 from tests.attention.streams import Bytes, Far, Flags, Stream, on, run_all
+from tests.shared.plans import one_sided_plan, tangled_plan
 
 WORK = Workload(num_heads=60, num_kv_heads=60, head_dim=2, element_bytes=2)  # 60: whatever shares the heads here
 TAKES = Takes(packed=True, rectangles=True, windows=True)

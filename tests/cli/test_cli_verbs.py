@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx import __version__, cli
-from megatron_longctx.testing.jobs import CLI, PATIENCE_S, clean_environment, started
+from tests.shared.jobs import CLI, PATIENCE_S, clean_environment, started
 
 VERBS = ("train", "plan", "generate", "serve", "data", "calibrate", "doctor", "demo")
 

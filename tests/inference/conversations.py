@@ -17,7 +17,7 @@ from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.mcore.model import build_model, fingerprint, padded_vocab_size, transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.testing.training import changed
+from tests.shared.training import changed
 
 
 @dataclass

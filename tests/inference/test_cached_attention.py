@@ -21,8 +21,8 @@ from megatron_longctx.schedules import verify
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
-from megatron_longctx.testing.threads import ThreadedRanks
 from megatron_longctx.testing.tolerances import assert_as_good_as
+from tests.shared.threads import ThreadedRanks
 
 CPU = torch.device("cpu")
 LAYERS = 2

@@ -21,8 +21,8 @@ from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.schedules import Workload
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import changed, tiny_config
 from tests.inference.conversations import converse, parallel
+from tests.shared.training import changed, tiny_config
 
 
 class Recorder(Decoder):

@@ -15,8 +15,8 @@ from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import tiny_config
 from tests.inference.conversations import parallel
+from tests.shared.training import tiny_config
 
 CHUNK = 8
 LENGTHS = (CHUNK + 1, 45)

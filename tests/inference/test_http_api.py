@@ -30,7 +30,7 @@ from megatron_longctx.http_api.requests import ApiError, Model, checked
 from megatron_longctx.http_api.server import server_of
 from megatron_longctx.inference.scheduler import Bounds, Event, Request
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.testing.jobs import PATIENCE_S
+from tests.shared.jobs import PATIENCE_S
 
 BODY = {"prompt": "ab", "max_tokens": 9}
 BOUNDS = Bounds(tokens=10**4, positions=None, vocab_size=1000)

@@ -27,8 +27,8 @@ from megatron_longctx.schedules.cache_modes import CACHE_MODES as MODES
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import relative_error
-from megatron_longctx.testing.training import tiny_config
 from tests.inference.conversations import parallel
+from tests.shared.training import tiny_config
 
 CPU, LAYERS = torch.device("cpu"), 2
 HEADS, KV_HEADS, DIM = 4, 2, 8

@@ -18,9 +18,9 @@ from megatron_longctx.inference.scheduler import Event, Limits, Request, Schedul
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import tiny_config
 from tests.inference.conversations import parallel
 from tests.inference.test_scheduler import finish, tokens_of
+from tests.shared.training import tiny_config
 
 DOCUMENT = tuple(random.Random(3).randrange(256) for _ in range(120))
 GREEDY = Sampling(max_new_tokens=4)

@@ -14,8 +14,8 @@ from megatron_longctx.inference.scheduler import Event, Limits, Request, Schedul
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import changed, tiny_config
 from tests.inference.conversations import parallel
+from tests.shared.training import changed, tiny_config
 
 
 def finish(scheduler: Scheduler) -> dict[int, list[Event]]:

@@ -20,8 +20,8 @@ from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import changed, tiny_config
 from tests.inference.conversations import parallel
+from tests.shared.training import changed, tiny_config
 
 PROMPTS = ([104, 101, 108, 108, 111], [97], [98, 99] * 9)
 

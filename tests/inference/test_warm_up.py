@@ -24,8 +24,8 @@ from megatron_longctx.kernels.warm_up import compile_decode, compile_merges
 from megatron_longctx.schedules import Kind, Lowering, Takes, Target
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.totals import MOST_PARTIALS
-from megatron_longctx.testing.threads import ThreadedRanks
 from tests.kernels.test_variants import Launches, needs_compiler
+from tests.shared.threads import ThreadedRanks
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

@@ -28,8 +28,8 @@ from megatron_longctx.mcore.sequence import ShardedSequence
 from megatron_longctx.mcore.settings import REFUSED
 from megatron_longctx.mcore.spec import with_context_parallel
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.sequences import sequence_of
 from tests.mcore.tiny_gpt import DenseAttention, Layout, model_config
+from tests.shared.sequences import sequence_of
 
 VOCABULARY, LENGTH = 64, 23
 OTHER: dict[str, Any] = {

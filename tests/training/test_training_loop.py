@@ -16,9 +16,9 @@ from megatron_longctx import names
 from megatron_longctx.errors import JobFailed
 from megatron_longctx.mcore import checkpoint
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import Job, Record, run_jobs, tiny_config, tiny_corpus
 from megatron_longctx.training import launcher
 from megatron_longctx.training.loop import Trainer
+from tests.shared.training import Job, Record, run_jobs, tiny_config, tiny_corpus
 
 SAVED = {"train.steps": 6, "train.save": True, "train.save_interval": 2}
 CP2 = {"parallelism.context_parallel_size": 2}
