@@ -9,7 +9,7 @@ them. `BufferPool` lends the memory in which messages land; `WaitClock` measures
 from .buffers import BufferPool
 from .channel import Channel, Transport
 from .choose import choose_transport, transport_name
-from .collect import from_all, from_first, from_rank_0, gather_over, sum_over
+from .collect import from_all, from_first, from_rank_0, gather_over, on_rank_0, sum_over
 from .hybrid import HybridTransport
 from .p2p import Exchange, P2PTransport
 from .peer import PeerTransport, SymmetricExchange
@@ -35,6 +35,7 @@ __all__ = [
     "from_rank_0",
     "gather_over",
     "measured_wait",
+    "on_rank_0",
     "sum_over",
     "transport_name",
 ]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import REDUCTION_TRANSPORTS
+from ..config import check_value
 from ..errors import refuse
 from .hosts import find_hosts
 from .peer_memory import PeerMemory, Piece, Wire, peer_memory
@@ -165,8 +165,7 @@ def peer_reduction(name: str, group: dist.ProcessGroup, device: torch.device) ->
     Raises:
         ValueError: an unknown name, or peer memory asked for where there is none.
     """
-    if name not in REDUCTION_TRANSPORTS:
-        raise refuse("reduction.transport", name, "one of " + ", ".join(REDUCTION_TRANSPORTS), "Choose one of these.")
+    check_value("reduction.transport", name)
     if name == "collective" or (name == "auto" and device.type != "cuda"):
         return None
     kept = _KEPT.setdefault(group, {})

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import REDUCTION_TRANSPORTS, REDUCTIONS
-from ..errors import refuse
+from ..config import check_value
 from .crossover import Case, Crossover, crossover
 from .peer_reduce import PeerReduction, peer_reduction
-from .quantized import all_reduce, formats, reduce_scatter, share_like
+from .quantized import all_reduce, reduce_scatter, share_like
 
 _BITS = {"int8": 8, "int6": 6, "int4": 4}
 _AUTO_BITS = 8
@@ -46,18 +45,9 @@ class ReductionPolicy:
     transport: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.mode not in REDUCTIONS:
-            raise refuse("mode", self.mode, "one of " + ", ".join(REDUCTIONS), "Choose one of these.")
-        if self.transport not in REDUCTION_TRANSPORTS:
-            raise refuse(
-                "reduction.transport",
-                self.transport,
-                "one of " + ", ".join(REDUCTION_TRANSPORTS),
-                "Choose one of these.",
-            )
-        if not 0 <= self.min_kib < float("inf"):
-            raise refuse("min_kib", self.min_kib, "at least 0 KiB, and finite", "64 is the default.")
-        formats(torch.bfloat16, _AUTO_BITS, self.group_size)
+        check_value("reduction.output_projection", self.mode)
+        for name in ("group_size", "symmetric", "min_kib", "transport"):
+            check_value(f"reduction.{name}", getattr(self, name))
 
 
 class Reducer:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..config import CACHE_RULES
+from ..config import check_value
 from ..errors import refuse
 from ..schedules import Costs, Kind, Target, Workload
 from ..schedules.cache_modes import CACHE_MODES
@@ -112,9 +112,8 @@ class Chooser:
     def __init__(
         self, figures: Figures, mode: str = "auto", rule: str = "auto", modes: Sequence[str] = tuple(CACHE_MODES)
     ) -> None:
-        for key, value, allowed in (("mode", mode, ("auto", *CACHE_MODES)), ("rule", rule, CACHE_RULES)):
-            if value not in allowed:
-                raise refuse(f"inference.{key}", value, "one of " + ", ".join(allowed), "Choose one of these.")
+        check_value("inference.mode", mode)
+        check_value("inference.rule", rule)
         self._figures = figures
         self._modes = modes
         self.mode = mode

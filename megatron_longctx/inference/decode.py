@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import from_all, from_first
-from ..config import CUDA_GRAPHS, DECODES
+from ..config import check_value
 from ..errors import refuse
 from ..kernels.paged import DTYPES, Pages, fused_kernels, most_together
 from .cached_attention import CachedAttention, CachedModel, Rows
@@ -62,10 +62,8 @@ class DecodeSettings:
     cuda_graphs: str = "auto"
 
     def __post_init__(self) -> None:
-        for key, allowed in (("decode", DECODES), ("cuda_graphs", CUDA_GRAPHS)):
-            if getattr(self, key) not in allowed:
-                expected = "one of " + ", ".join(allowed)
-                raise refuse(f"inference.{key}", getattr(self, key), expected, "Choose one of these.")
+        check_value("inference.decode", self.decode)
+        check_value("inference.cuda_graphs", self.cuda_graphs)
 
 
 class _Captured(NamedTuple):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..attention.kv_format import Int8KV
+from ..comm import on_rank_0
 from ..config import Config, workload_of
 from ..metrics.environment import environment
 from ..schedules import Workload
@@ -59,17 +58,7 @@ def agreed_figures(config: Config, device: torch.device) -> Figures:
     Raises:
         ValueError: as `known_figures`, on all ranks.
     """
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [known_figures(config, device)]
-        except ValueError as error:
-            answer = [error]
-    dist.broadcast_object_list(answer, src=0, device=device)
-    if isinstance(answer[0], ValueError):
-        raise answer[0]
-    figures: Figures = answer[0]
-    return figures
+    return on_rank_0(lambda: known_figures(config, device))
 
 
 def _workload(config: Config) -> Workload:

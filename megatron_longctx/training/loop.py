@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import names
+from ..comm import on_rank_0
 from ..config import Config
 from ..mcore import checkpoint, groups, model, optimizer
 from ..mcore.data import TrainingData, micro_batches
@@ -62,7 +63,7 @@ class Trainer:
         tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
         self.vocab_size = model.padded_vocab_size(config.model, tokenizer.vocab_size)
         self.data = TrainingData(config, tokenizer, self.vocab_size)
-        self.identity = checkpoint.on_rank_zero(lambda: identity(config, tokenizer))
+        self.identity = on_rank_0(lambda: identity(config, tokenizer))
         self.sequence = build_sequence(config, self.groups.cp)
         self._build()
         dp_size = self.groups.dp.size()
