@@ -14,8 +14,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.calibrate.timing import finish
 from megatron_longctx.comm import from_all
+from megatron_longctx.comm.symmetric import finish
 from megatron_longctx.config import Config
 from megatron_longctx.errors import refuse
 from megatron_longctx.inference.batch import Batch

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -252,13 +253,10 @@ class LongContextEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
         """Continue several prompts in one batch, in sessions that are closed again."""
-        sessions = [self.open() for _ in prompts]
-        try:
+        with ExitStack() as opened:
+            sessions = [opened.enter_context(closing(self.open())) for _ in prompts]
             self.append(dict(zip(sessions, prompts, strict=True)))
             return self.continue_all(sessions, sampling)
-        finally:
-            for session in sessions:
-                self.close(session)
 
     def _check_open(self, session: Session) -> None:
         if session.closed or self._open.get(session.number) is not session:
