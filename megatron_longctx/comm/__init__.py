@@ -6,6 +6,7 @@ them. `BufferPool` lends the memory in which messages land; `WaitClock` measures
 `PeerMerge` merges what ranks have found for the same queries.
 """
 
+from .all_or_none import PeerMemoryError
 from .buffers import BufferPool
 from .channel import Channel, Transport
 from .choose import choose_transport, transport_name
@@ -14,7 +15,6 @@ from .hybrid import HybridTransport
 from .p2p import Exchange, P2PTransport
 from .peer import PeerTransport, SymmetricExchange
 from .peer_merge import PeerMerge
-from .together import PeerMemoryError
 from .waiting import WaitClock, measured_wait
 
 __all__ = [

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from ..config import check_value
+from .all_or_none import PeerMemoryError
 from .channel import Transport
 from .hosts import find_hosts
 from .hybrid import HybridTransport
 from .p2p import P2PTransport
 from .peer import PeerTransport
-from .together import PeerMemoryError
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..config import check_value
 from ..errors import refuse
+from .all_or_none import PeerMemoryError, all_or_none
 from .hosts import find_hosts
 from .peer_memory import PeerMemory, Piece, Wire, peer_memory
 from .quantized import formats, output_like, share_like
-from .together import PeerMemoryError, together
 
 logger = logging.getLogger(__name__)
 
@@ -187,6 +187,6 @@ def _set_up(group: dist.ProcessGroup, device: torch.device) -> tuple[PeerReducti
     """Peer memory if all ranks could set it up, else the reason of one that could not."""
     try:
         memory = peer_memory(group, device)
-        return together(group, lambda: PeerReduction(memory), "setting up its kernels", "Install triton."), None
+        return all_or_none(group, lambda: PeerReduction(memory), "setting up its kernels", "Install triton."), None
     except PeerMemoryError as error:
         return None, str(error)

@@ -16,7 +16,7 @@ class PeerMemoryError(RuntimeError):
     """Peer memory cannot be set up, or can no longer be used."""
 
 
-def together(group: dist.ProcessGroup, work: Callable[[], T], what: str, remedy: str) -> T:
+def all_or_none(group: dist.ProcessGroup, work: Callable[[], T], what: str, remedy: str) -> T:
     """What `work` returns, if it succeeds on every rank of `group`. Collective, and a barrier.
 
     Args:
