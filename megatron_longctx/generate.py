@@ -201,12 +201,12 @@ def _turns(prompt: str | None) -> Iterator[tuple[str, bool]]:
 
 def _summary(engine: LongContextEngine, session: Session, begin: float, times: Sequence[float]) -> str:
     """What a turn took, and what the cache holds."""
-    ledger = engine.ledger
+    manager = engine.cache_manager
     said = [f"{len(session.tokens)} tokens, {session.reused_tokens} of them cached before this turn"]
     if times:
         said.append(f"first token after {times[0] - begin:.3f} s")
     if len(times) > 1:
         said.append(f"{(times[-1] - times[0]) / (len(times) - 1) * 1e3:.1f} ms per token")
-    pages = ledger.pages_per_rank * ledger.n
-    said.append(f"cache {ledger.used_pages()} of {pages} pages, {engine.cache_gib:.3f} GiB")
+    pages = manager.pages_per_rank * manager.n
+    said.append(f"cache {manager.used_pages()} of {pages} pages, {engine.cache_gib:.3f} GiB")
     return "; ".join(said)

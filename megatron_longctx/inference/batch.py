@@ -17,7 +17,7 @@ from ..schedules import Block, Document, Kind, Mask, Plan, Slice
 from ..schedules.cache_modes import CACHE_MODES
 from ..schedules.mask import FAR, band_between, runs
 from ..schedules.visibility import Visibility
-from .ledger import Turn
+from .cache_manager import Turn
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from ..kernels.quantize_kv import SCALE_BYTES
 from ..kernels.warm_up import compile_decode, compile_merges
 from ..schedules import Kind, Lowering, Target, Workload
 from .batch import Batch
-from .ledger import Turn
+from .cache_manager import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,9 @@ class CachedAttention:
         do not depend, bit for bit, on where in the cache tokens lie.
         """
         if batch.n != self.world:
-            raise refuse("batch", f"of {batch.n} ranks", f"one of {self.world}", "Append to this group's ledger.")
+            raise refuse(
+                "batch", f"of {batch.n} ranks", f"one of {self.world}", "Append to this group's cache manager."
+            )
         self._rows = None
         lowering = Lowering(batch.plan(mode), self.target(joined))
         self._bound = bind(lowering, self.rank, self._shapes, self._engine)

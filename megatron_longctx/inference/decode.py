@@ -26,9 +26,9 @@ from ..comm import from_all, from_first
 from ..config import check_value
 from ..errors import refuse
 from ..kernels.paged import DTYPES, Pages, fused_kernels, most_together
+from .cache_manager import CacheManager, Turn, slots_of
 from .cached_attention import CachedAttention, CachedModel, Rows
 from .capturing import capturing
-from .ledger import CacheLedger, Turn, slots_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ class Decoder:
         ValueError: CUDA graphs asked for where there can be none.
     """
 
-    def __init__(self, model: CachedModel, ledger: CacheLedger, settings: DecodeSettings, mode: str) -> None:
-        self._model, self._ledger, self._attention = model, ledger, model.attention
+    def __init__(self, model: CachedModel, manager: CacheManager, settings: DecodeSettings, mode: str) -> None:
+        self._model, self._cache_manager, self._attention = model, manager, model.attention
         self._most: float = MOST_ROWS
         if settings.decode == "plan" or (settings.decode == "auto" and mode != "auto"):
             self._most = 0
@@ -100,7 +100,7 @@ class Decoder:
         self._together = most_together(self._attention.shape.num_heads, self._attention.shape.num_kv_heads)
         self._captured: dict[tuple[int, int], _Captured] = {}
         places = max(MOST_ROWS, self.most_prompt // self._together) if self._most else 0
-        self._tables = _Tables(self._attention.device, places, ledger.pages_per_rank)
+        self._tables = _Tables(self._attention.device, places, manager.pages_per_rank)
         why = f"inference.decode={settings.decode}" + (f", inference.mode={mode}" if settings.decode == "auto" else "")
         logger.info("decode: %s (%s)", self.name, why)
 
@@ -156,7 +156,7 @@ class Decoder:
             rows += self._rows(turn, text)
             ends.append(len(rows) - 1)
             rows += [(0, 0, self._attention.nowhere, 0)] * (-len(rows) % together)
-            pages = self._ledger.pages(turn.session, self._attention.rank)
+            pages = self._cache_manager.pages(turn.session, self._attention.rank)
             for place in range(first, len(rows) // together):
                 self._tables.hold(place, pages)
         size = _padded(len(rows), together)
@@ -188,7 +188,7 @@ class Decoder:
         """Logits `[size / together, vocabulary]`, of every turn and as many more as there can be, and the likeliest
         tokens as the first rank has them."""
         numbers, places = self._tables.numbers(size), size // together
-        pages = Pages(self._tables.pages[:places], numbers[_COUNT], self._ledger.page_tokens, together)
+        pages = Pages(self._tables.pages[:places], numbers[_COUNT], self._cache_manager.page_tokens, together)
         self._attention.begin_rows(Rows(pages, numbers[_SLOT]))
         logits = self._model.logits(numbers[_TOKEN], numbers[_POSITION], numbers[_ENDS, :places])
         ids = torch.where(torch.isfinite(logits).all(-1), logits.argmax(-1), NOT_FINITE)

@@ -58,7 +58,7 @@ def converse(rank: int, config: Config, checkpoints: Path | None) -> list[Record
     for session, record in zip(sessions, records, strict=True):
         record.tokens = list(session.tokens)
         session.close()
-    assert engine.ledger.used_pages() == 0
+    assert engine.cache_manager.used_pages() == 0
     engine.release()
     groups.destroy()
     return records

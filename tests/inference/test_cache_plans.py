@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.ledger import CacheLedger
+from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.shares import FEW
 from megatron_longctx.schedules import Kind, Lowering, Plan, Takes, Target, Workload, places, verify
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
@@ -73,15 +73,15 @@ def test_every_mode_computes_attention_whatever_the_past(
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_shared_keys_travel_once(n: int) -> None:
-    ledger = CacheLedger(n, 200, 4)
-    first = ledger.open()
-    ledger.append({first: 40 * n})
-    forks = [ledger.fork(first, 40 * n).session for _ in range(3)]
+    manager = CacheManager(n, 200, 4)
+    first = manager.open()
+    manager.append({first: 40 * n})
+    forks = [manager.fork(first, 40 * n).session for _ in range(3)]
 
     def moved(*sessions: int) -> int:
-        turns = ledger.append({session: 1 for session in sessions})
-        plan = Batch(n, ledger.slots_per_rank, turns).plan("pass_kv")
-        ledger.undo(turns)
+        turns = manager.append({session: 1 for session in sessions})
+        plan = Batch(n, manager.slots_per_rank, turns).plan("pass_kv")
+        manager.undo(turns)
         verify(plan)
         return sum(moved_tokens(plan, rank).get(Kind.KV, (0, 0))[0] for rank in range(n))
 
@@ -94,12 +94,12 @@ def test_joined_calls_do_not_depend_on_where_tokens_lie(mode: str, monkeypatch: 
     monkeypatch.setattr(places, "LONG_RUN", 32)
 
     def calls(joined: bool, gaps: bool) -> list[object]:
-        ledger = CacheLedger(2, 12, 64)
-        sessions = [ledger.open() for _ in range(3)]
+        manager = CacheManager(2, 12, 64)
+        sessions = [manager.open() for _ in range(3)]
         for _ in range(3):
-            ledger.append({session: 128 for session in (sessions if gaps else sessions[:1])})
-        turns = ledger.append({sessions[0]: 3})
-        lowering = Lowering(Batch(2, ledger.slots_per_rank, turns).plan(mode), Target(HEADS, PACKED, None, joined))
+            manager.append({session: 128 for session in (sessions if gaps else sessions[:1])})
+        turns = manager.append({sessions[0]: 3})
+        lowering = Lowering(Batch(2, manager.slots_per_rank, turns).plan(mode), Target(HEADS, PACKED, None, joined))
         ops = [op for rank in range(2) for op in lowering.program(rank).ops]
         return [op.call for op in ops if isinstance(op, Compute)]
 

@@ -156,7 +156,7 @@ class Turn:
         return sum(map(len, self.new_spans(rank)))
 
 
-class CacheLedger:
+class CacheManager:
     """Pages of all sessions on all ranks.
 
     New tokens are cut into shares (`shares_of`); the larger ones go to the ranks that hold less of the session, and
