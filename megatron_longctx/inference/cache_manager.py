@@ -11,7 +11,7 @@ from itertools import chain
 
 from ..errors import refuse
 from ..layout import Layout
-from .pages import PagePool
+from .pages import BlockPool
 from .shares import FEW, shares_of
 
 
@@ -183,7 +183,7 @@ class CacheManager:
         self.page_tokens = page_tokens
         self.pages_per_rank = pages_per_rank
         self._few = few
-        self._pools = [PagePool(pages_per_rank) for _ in range(n)]
+        self._pools = [BlockPool(pages_per_rank) for _ in range(n)]
         self._sessions: dict[int, _Session] = {}
         self._opened = 0
 

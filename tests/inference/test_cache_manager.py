@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.inference.cache_manager import CacheFull, CacheManager, Fork, Turn, slots_of
-from megatron_longctx.inference.pages import PagePool
+from megatron_longctx.inference.pages import BlockPool
 from megatron_longctx.inference.shares import FEW, shares_of
 
 
@@ -249,7 +249,7 @@ def test_a_session_alone_grows_in_one_run_of_slots() -> None:
 
 
 def test_pages_come_from_the_smallest_run_that_holds_them() -> None:
-    pool = PagePool(12)
+    pool = BlockPool(12)
     pool.take(12, -1)
     pool.give_back([0, 1, 2, 3, 6, 7, 10])
     assert pool.take(2, -1) == [6, 7]
@@ -258,7 +258,7 @@ def test_pages_come_from_the_smallest_run_that_holds_them() -> None:
 
 
 def test_a_page_is_free_again_when_nobody_holds_it() -> None:
-    pool = PagePool(3)
+    pool = BlockPool(3)
     pool.take(2, -1)
     pool.share([0])
     pool.give_back([0, 1])
