@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.patches import Patch
 
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.cache_manager import CacheManager, Turn
+from megatron_longctx.inference.cache_manager import CacheManager, ScheduledChunk
 from megatron_longctx.schedules import Workload
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.simulate import Simulation, simulate
@@ -56,7 +56,7 @@ def main() -> None:
     print(out)
 
 
-def last_turn(new: int) -> tuple[Turn, int]:
+def last_turn(new: int) -> tuple[ScheduledChunk, int]:
     """A turn of `new` tokens after the first two, and the slots of a rank."""
     manager = CacheManager(RANKS, PAGES, PAGE)
     session = manager.open()
@@ -96,7 +96,7 @@ def lanes(axes: Any, simulation: Simulation, longest: float) -> None:
     frame(axes, longest * 1.02e3)
 
 
-def simulated(mode: str, turn: Turn, slots: int) -> Simulation:
+def simulated(mode: str, turn: ScheduledChunk, slots: int) -> Simulation:
     cluster = load_cluster("h200_x8").resized(RANKS)
     return simulate(Batch(RANKS, slots, (turn,)).plan(mode), cluster, Workload(32, 8, 128), timeline=True)
 

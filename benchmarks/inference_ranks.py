@@ -19,7 +19,7 @@ from megatron_longctx.comm.symmetric import finish
 from megatron_longctx.config import Config
 from megatron_longctx.errors import refuse
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.cache_manager import CacheManager, Turn
+from megatron_longctx.inference.cache_manager import CacheManager, ScheduledChunk
 from megatron_longctx.inference.choice import Chooser, Decision
 from megatron_longctx.inference.engine import EngineSettings, LongContextEngine, Session
 from megatron_longctx.inference.figures import agreed_figures
@@ -127,9 +127,9 @@ class _Rewindable(CacheManager):
 
     def __init__(self, n: int, pages: int, page_tokens: int) -> None:
         super().__init__(n, pages, page_tokens)
-        self._placed: list[tuple[Turn, ...]] = []
+        self._placed: list[tuple[ScheduledChunk, ...]] = []
 
-    def append(self, counts: Mapping[int, int]) -> tuple[Turn, ...]:
+    def append(self, counts: Mapping[int, int]) -> tuple[ScheduledChunk, ...]:
         turns = super().append(counts)
         self._placed.append(turns)
         return turns

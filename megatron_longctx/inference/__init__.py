@@ -5,7 +5,7 @@ the executor and kernels of training; `LongContextEngine` is what users talk to,
 """
 
 from .batch import Batch
-from .cache_manager import CacheFull, CacheManager, Turn
+from .cache_manager import CacheFull, CacheManager, ScheduledChunk
 from .cached_attention import CachedAttention, CachedModel, CacheShape
 from .choice import Chooser, Decision, Figures
 from .decode import DecodeSettings
@@ -26,6 +26,6 @@ __all__ = [
     "Figures",
     "LongContextEngine",
     "Sampling",
+    "ScheduledChunk",
     "Session",
-    "Turn",
 ]

@@ -143,8 +143,8 @@ class Chooser:
         target: what its plan is lowered for; None for the figures' heads, the plainest kernel and messages point to
         point.
         """
-        is_decode = all(turn.new == 1 for turn in batch.turns)
-        key = (len(batch.turns), (batch.cached // max(1, len(batch.turns))).bit_length())
+        is_decode = all(chunk.new == 1 for chunk in batch.chunks)
+        key = (len(batch.chunks), (batch.cached // max(1, len(batch.chunks))).bit_length())
         if is_decode and key in self._decodes:
             return self._decodes[key]
         decision = self._decide(batch, is_decode, target)
@@ -155,7 +155,7 @@ class Chooser:
         return decision
 
     def _decide(self, batch: Batch, is_decode: bool, target: Target | None) -> Decision:
-        facts = (batch.new, batch.cached, len(batch.turns), batch.n)
+        facts = (batch.new, batch.cached, len(batch.chunks), batch.n)
         if batch.n == 1:
             return Decision("pass_kv" if self.mode == "auto" else self.mode, "a rank alone", *facts)
         if self.mode != "auto":

@@ -26,7 +26,7 @@ from ..comm import from_all, from_first
 from ..config import check_value
 from ..errors import refuse
 from ..kernels.paged import DTYPES, Pages, fused_kernels, most_together
-from .cache_manager import CacheManager, Turn, slots_of
+from .cache_manager import CacheManager, ScheduledChunk, slots_of
 from .cached_attention import CachedAttention, CachedModel, Rows
 from .capturing import capturing
 
@@ -126,20 +126,20 @@ class Decoder:
         most = min(sequences, MOST_ROWS)
         return tuple(min(2 << i, most) for i in range((most - 1).bit_length())) if self._graphs else ()
 
-    def takes(self, turns: Sequence[Turn], named: bool = False) -> bool:
+    def takes(self, chunks: Sequence[ScheduledChunk], named: bool = False) -> bool:
         """Single tokens; or prompts, if all their rows fit into one step, unless a mode is `named` for these."""
-        if _are_single(turns):
-            return len(turns) <= self._most
-        rows = sum(-(-turn.new // self._together) for turn in turns) * self._together
+        if _are_single(chunks):
+            return len(chunks) <= self._most
+        rows = sum(-(-chunk.new // self._together) for chunk in chunks) * self._together
         return not named and rows <= self.most_prompt
 
-    def __call__(self, turns: Sequence[Turn], texts: Sequence[Sequence[int]]) -> list[Next]:
-        """One step of the model over every turn's new tokens. Collective over the ranks, which all know all turns."""
-        if not _are_single(turns):
-            return self._step(turns, texts, self._together)
+    def __call__(self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]]) -> list[Next]:
+        """One step of the model over every chunk's new tokens. Collective over the ranks, which all know all chunks."""
+        if not _are_single(chunks):
+            return self._step(chunks, texts, self._together)
         found: list[Next] = []
-        for start in range(0, len(turns), MOST_ROWS):
-            found += self._step(turns[start : start + MOST_ROWS], texts[start : start + MOST_ROWS], 1)
+        for start in range(0, len(chunks), MOST_ROWS):
+            found += self._step(chunks[start : start + MOST_ROWS], texts[start : start + MOST_ROWS], 1)
         return found
 
     def release(self) -> None:
@@ -148,15 +148,15 @@ class Decoder:
             torch.cuda.synchronize(self._attention.device)
         self._captured.clear()
 
-    def _step(self, turns: Sequence[Turn], texts: Sequence[Sequence[int]], together: int) -> list[Next]:
+    def _step(self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]], together: int) -> list[Next]:
         rows: list[tuple[int, int, int, int]] = []
-        ends: list[int] = []  # by turn, the row whose logits are computed
-        for turn, text in zip(turns, texts, strict=True):
+        ends: list[int] = []  # by chunk, the row whose logits are computed
+        for chunk, text in zip(chunks, texts, strict=True):
             first = len(rows) // together
-            rows += self._rows(turn, text)
+            rows += self._rows(chunk, text)
             ends.append(len(rows) - 1)
             rows += [(0, 0, self._attention.nowhere, 0)] * (-len(rows) % together)
-            pages = self._cache_manager.pages(turn.session, self._attention.rank)
+            pages = self._cache_manager.pages(chunk.session, self._attention.rank)
             for place in range(first, len(rows) // together):
                 self._tables.hold(place, pages)
         size = _padded(len(rows), together)
@@ -173,19 +173,19 @@ class Decoder:
         kept = logits[: len(ends)].clone()  # a replay writes where the last one did
         return [Next(row, token) for row, token in zip(kept, likeliest, strict=True)]
 
-    def _rows(self, turn: Turn, text: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    def _rows(self, chunk: ScheduledChunk, text: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """Of each new token itself, its position, where this rank stores it, and how many of the sequence's tokens this
         rank has up to there; the books may be further on."""
         rank = self._attention.rank
-        here, slots = set(chain.from_iterable(turn.new_spans(rank))), iter(slots_of(turn.new_runs[rank]))
-        held = sum(map(len, turn.cached_runs[rank]))
+        here, slots = set(chain.from_iterable(chunk.new_spans(rank))), iter(slots_of(chunk.new_runs[rank]))
+        held = sum(map(len, chunk.cached_runs[rank]))
         for i, token in enumerate(text):
             held += i in here
-            yield token, turn.cached + i, next(slots) if i in here else self._attention.nowhere, held
+            yield token, chunk.cached + i, next(slots) if i in here else self._attention.nowhere, held
 
     @torch.no_grad()
     def _compute(self, size: int, together: int) -> tuple[Tensor, Tensor]:
-        """Logits `[size / together, vocabulary]`, of every turn and as many more as there can be, and the likeliest
+        """Logits `[size / together, vocabulary]`, of every chunk and as many more as there can be, and the likeliest
         tokens as the first rank has them."""
         numbers, places = self._tables.numbers(size), size // together
         pages = Pages(self._tables.pages[:places], numbers[_COUNT], self._cache_manager.page_tokens, together)
@@ -233,7 +233,7 @@ class _Tables:
 
     def numbers(self, size: int) -> Tensor:
         """int64 `[5, size]` on the device: by row its token, position, slot, and how many tokens it sees here; then, by
-        turn, the row whose logits are computed."""
+        chunk, the row whose logits are computed."""
         return self._numbers[: 5 * size].view(5, size)
 
     def staging(self, size: int) -> Tensor:
@@ -261,8 +261,8 @@ def _padded(rows: int, together: int) -> int:
     return -(-rows // step) * step
 
 
-def _are_single(turns: Sequence[Turn]) -> bool:
-    return all(turn.new == 1 for turn in turns)
+def _are_single(chunks: Sequence[ScheduledChunk]) -> bool:
+    return all(chunk.new == 1 for chunk in chunks)
 
 
 def _use_graphs(wanted: str, attention: CachedAttention) -> bool:

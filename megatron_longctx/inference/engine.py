@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm import sum_over
 from ..errors import refuse
 from .batch import Batch
-from .cache_manager import CacheFull, CacheManager, Evicted, Fork, Turn
+from .cache_manager import CacheFull, CacheManager, Evicted, Fork, ScheduledChunk
 from .cached_attention import GIB, CachedModel, rows_of
 from .choice import Chooser
 from .decode import NOT_FINITE, Decoder, Next
@@ -296,7 +296,7 @@ class LongContextEngine:
 
     def _placed(
         self, counts: Mapping[Session, int], busy: Collection[Session], evicted: list[_Lost] | None = None
-    ) -> tuple[Turn, ...]:
+    ) -> tuple[ScheduledChunk, ...]:
         numbers = {session.number: count for session, count in counts.items()}
         return self._with_room(busy, lambda: self.cache_manager.append(numbers), evicted)
 
@@ -334,7 +334,7 @@ class LongContextEngine:
         todo = {session: session.tokens[session.cached_tokens :] + tokens for session, tokens in new.items()}
         reused = {session: session.cached_tokens for session in new}
         exact = {session: session.exact_tokens for session in new}
-        placed: list[tuple[list[Session], tuple[Turn, ...]]] = []
+        placed: list[tuple[list[Session], tuple[ScheduledChunk, ...]]] = []
         evicted: list[_Lost] = []
         try:
             for together in self.settings.batches(new, todo):
@@ -344,17 +344,17 @@ class LongContextEngine:
                     placed.append((list(counts), self._placed(counts, new, evicted)))
             evicted = []  # for good: their pages are written from here on
             found: dict[Session, Next] = {}
-            for sessions, turns in placed:
-                texts = [todo[s][t.cached - reused[s] :][: t.new] for s, t in zip(sessions, turns, strict=True)]
-                ends = [t.cached + t.new == reused[s] + len(todo[s]) for s, t in zip(sessions, turns, strict=True)]
+            for sessions, chunks in placed:
+                texts = [todo[s][t.cached - reused[s] :][: t.new] for s, t in zip(sessions, chunks, strict=True)]
+                ends = [t.cached + t.new == reused[s] + len(todo[s]) for s, t in zip(sessions, chunks, strict=True)]
                 prompts = self.settings.exact and any(new[s] or len(todo[s]) > 1 for s in sessions)
-                found |= self._forward(sessions, turns, texts, ends, single=not prompts)
+                found |= self._forward(sessions, chunks, texts, ends, single=not prompts)
                 whole = self.settings.prefill_chunk if self.settings.exact else None
-                if whole and [(t.cached, t.new) for t in turns] == [(exact[sessions[0]], whole)]:
+                if whole and [(t.cached, t.new) for t in chunks] == [(exact[sessions[0]], whole)]:
                     exact[sessions[0]] += whole
         except BaseException:
-            for _, turns in reversed(placed):
-                self.cache_manager.undo(turns)
+            for _, chunks in reversed(placed):
+                self.cache_manager.undo(chunks)
             self._restore(evicted)
             raise
         now = next(self._clock)
@@ -370,21 +370,21 @@ class LongContextEngine:
     def _forward(
         self,
         sessions: Sequence[Session],
-        turns: tuple[Turn, ...],
+        chunks: tuple[ScheduledChunk, ...],
         texts: Sequence[list[int]],
         ends: Sequence[bool],
         single: bool,
     ) -> dict[Session, Next]:
         """One pass of the model; what is known of the next token of sessions that end in it. single: it may go through
         the decoder, whose results depend on where a session's pages lie."""
-        if single and self._decoder.takes(turns, self._chooser.mode != "auto"):
-            decoded = self._decoder(turns, texts)
+        if single and self._decoder.takes(chunks, self._chooser.mode != "auto"):
+            decoded = self._decoder(chunks, texts)
             return {session: found for session, found, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
-        batch = Batch(self.cache_manager.n, self.cache_manager.slots_per_rank, turns)
+        batch = Batch(self.cache_manager.n, self.cache_manager.slots_per_rank, chunks)
         exact = self.settings.exact
         self._attention.begin(batch, self._chooser.choose(batch, self._attention.target(exact)).mode, joined=exact)
-        tokens, positions = rows_of(turns, texts, rank)
+        tokens, positions = rows_of(chunks, texts, rank)
         last = [batch.last_row(i) if end else (-1, -1) for i, end in enumerate(ends)]
         mine = [(session, row) for session, (home, row) in zip(sessions, last, strict=True) if home == rank]
         found = self.model.logits(

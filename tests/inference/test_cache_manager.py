@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_longctx.inference.cache_manager import CacheFull, CacheManager, Fork, Turn, slots_of
+from megatron_longctx.inference.cache_manager import CacheFull, CacheManager, Fork, ScheduledChunk, slots_of
 from megatron_longctx.inference.pages import BlockPool
 from megatron_longctx.inference.shares import FEW, shares_of
 
@@ -34,7 +34,7 @@ class Memory:
     def pages(self, session: int, rank: int) -> set[int]:
         return {slot // self.cache_manager.page_tokens for slot in slots_of(self.cache_manager.slots(session, rank))}
 
-    def write(self, turns: tuple[Turn, ...]) -> None:
+    def write(self, turns: tuple[ScheduledChunk, ...]) -> None:
         for turn in turns:
             assert turn.cached == len(self.tokens[turn.session])
             new = [next(self._numbers) for _ in range(turn.new)]

@@ -42,7 +42,7 @@ def seen(batch: Batch, plan: Plan) -> dict[tuple[int, int], int]:
 def visible(batch: Batch, window: int | None = None) -> dict[tuple[int, int], int]:
     """The same from what the cache's books say alone: which token of which sequence lies where."""
     found, first = {}, 0
-    for turn in batch.turns:
+    for turn in batch.chunks:
         places: dict[int, int] = {}  # by position
         for rank in range(batch.n):
             new = [turn.cached + i for span in turn.new_spans(rank) for i in span]
@@ -65,7 +65,7 @@ def test_every_mode_computes_attention_whatever_the_past(
     mode: str, seed: int, shared: bool, window: int | None
 ) -> None:
     batch = (random_family if shared else random_batch)(seed)
-    batch = Batch(batch.n, batch.slots, batch.turns, window)
+    batch = Batch(batch.n, batch.slots, batch.chunks, window)
     plan = batch.plan(mode)
     verify(plan)
     assert seen(batch, plan) == visible(batch, window)
@@ -127,7 +127,7 @@ def test_what_moves_is_not_padded() -> None:
 
 
 def test_a_window_leaves_keys_at_home() -> None:
-    whole, near = (Batch(b.n, b.slots, b.turns, w) for b in [batch_with_past(4, [(400,)], (8,))] for w in (None, 16))
+    whole, near = (Batch(b.n, b.slots, b.chunks, w) for b in [batch_with_past(4, [(400,)], (8,))] for w in (None, 16))
     kv = [
         sum(moved_tokens(b.plan("pass_kv"), rank).get(Kind.KV, (0, 0))[0] for rank in range(4)) for b in (whole, near)
     ]
@@ -162,7 +162,7 @@ def test_few_new_tokens_take_few_operations_and_hardly_more_work(mode: str) -> N
 def test_long_runs_are_read_in_place(joined: bool) -> None:
     long = places.LONG_RUN
     batch = batch_with_past(1, [(long, 5, long), (3, 1, 1)], (1, 1), page=long, pages=9)
-    assert len(batch.turns[0].cached_runs[0]) > 1
+    assert len(batch.chunks[0].cached_runs[0]) > 1
     program = Lowering(batch.plan("pass_q"), Target(HEADS, PACKED, None, joined)).program(0)
     copies = [rows for op in program.ops if isinstance(op, Copy) for rows, _ in op.pairs if rows.kind is Kind.KV]
     assert (max((rows.tokens for rows in copies), default=0) >= long) == joined

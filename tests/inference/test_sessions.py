@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.config import Config
-from megatron_longctx.inference.cache_manager import CacheFull, Turn
+from megatron_longctx.inference.cache_manager import CacheFull, ScheduledChunk
 from megatron_longctx.inference.engine import LongContextEngine, Session
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import groups
@@ -249,7 +249,7 @@ def passes(engine: LongContextEngine, texts: list[list[int]]) -> tuple[list[int]
     computed: list[int] = []
     forward = engine._forward
 
-    def counted(sessions: list[Session], turns: tuple[Turn, ...], *rest: object, **how: object) -> object:
+    def counted(sessions: list[Session], turns: tuple[ScheduledChunk, ...], *rest: object, **how: object) -> object:
         computed.append(sum(turn.new for turn in turns))
         return forward(sessions, turns, *rest, **how)  # type: ignore[arg-type]
 
