@@ -24,7 +24,7 @@ from .config import ServeConfig
 from .errors import refuse
 from .http_api.access import Access, access_of
 from .http_api.inbox import Inbox
-from .http_api.requests import Model
+from .http_api.parsing import Model
 from .inference.engine import LongContextEngine
 from .inference.sampling import Sampling
 from .inference.scheduler import Limits, Request, Scheduler

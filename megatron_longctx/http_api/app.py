@@ -23,9 +23,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..inference.scheduler import Event
 from .access import Access
-from .answers import Answer
 from .inbox import Inbox
-from .requests import ApiError, Asked, Model, checked
+from .parsing import ApiError, Asked, Model, checked
+from .responses import Answer
 
 _RETRY_AFTER_S = 1
 _LOOK_S = 1.0  # between two looks whether the ranks are still there

@@ -26,7 +26,7 @@ from megatron_longctx.http_api import app, server
 from megatron_longctx.http_api.access import API_KEY, Access, access_of
 from megatron_longctx.http_api.app import Api
 from megatron_longctx.http_api.inbox import Inbox
-from megatron_longctx.http_api.requests import ApiError, Model, checked
+from megatron_longctx.http_api.parsing import ApiError, Model, checked
 from megatron_longctx.http_api.server import server_of
 from megatron_longctx.inference.scheduler import Bounds, Event, Request
 from megatron_longctx.mcore.tokenizer import build_tokenizer
