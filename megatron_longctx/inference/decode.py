@@ -12,11 +12,13 @@ as there are up to it. Rows of a prompt lie side by side, so that keys are read 
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,6 @@ from ..errors import refuse
 from ..kernels.paged import DTYPES, Pages, fused_kernels, most_together
 from .cache_manager import CacheManager, ScheduledChunk, slots_of
 from .cached_attention import CachedAttention, CachedModel, Rows
-from .capturing import capturing
 
 logger = logging.getLogger(__name__)
 
@@ -214,9 +215,27 @@ class Decoder:
         torch.cuda.synchronize(self._attention.device)
         graph = torch.cuda.CUDAGraph()
         pool = next((captured.graph.pool() for captured in self._captured.values()), None)
-        with capturing(graph, pool):
+        with _capturing(graph, pool):
             logits, ids = self._compute(size, together)
         return _Captured(graph, logits, ids)
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """Capture what is issued inside.
+
+    Other threads may go on with CUDA meanwhile: NCCL's watchdog does. Garbage is collected before and not meanwhile,
+    since memory that peers read cannot be given back while a stream is captured.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Tables:
