@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_longctx.inference.batch import Batch
+from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.choice import Chooser, Figures
-from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.inference.shares import FEW
 from megatron_longctx.schedules import Takes, Target
 from megatron_longctx.schedules.calibration import load_calibration
@@ -85,11 +85,11 @@ def cases() -> Iterator[dict[str, Any]]:
 
 def _batch(prompt: dict[str, Any], few: int) -> Batch:
     n, new, cached = prompt["context_parallel_size"], prompt["new"], prompt["cached"]
-    ledger = CacheLedger(n, (new + cached) // n // PAGE + 8, PAGE, few)
-    session = ledger.open()
+    manager = CacheManager(n, (new + cached) // n // PAGE + 8, PAGE, few)
+    session = manager.open()
     if cached:
-        ledger.append({session: cached})
-    return Batch(n, ledger.slots_per_rank, ledger.append({session: new}))
+        manager.append({session: cached})
+    return Batch(n, manager.slots_per_rank, manager.append({session: new}))
 
 
 def table(found: list[dict[str, Any]]) -> str:

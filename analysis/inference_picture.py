@@ -1,6 +1,6 @@
 """Draw the picture of docs/inference.md: `python -m analysis.inference_picture [--out docs/images/inference.png]`.
 
-Where the tokens of a conversation lie, and what ranks do in its last turn, from the ledger and the plans themselves;
+Where the tokens of a conversation lie, and what ranks do in its last turn, from the cache manager and the plans;
 times are simulated for one layer of 32 query and 8 key/value heads of 128 on H200s whose figures are the data sheets'.
 """
 
@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.patches import Patch
 
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.ledger import CacheLedger, Turn
+from megatron_longctx.inference.cache_manager import CacheManager, ScheduledChunk
 from megatron_longctx.schedules import Workload
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.simulate import Simulation, simulate
@@ -56,29 +56,29 @@ def main() -> None:
     print(out)
 
 
-def last_turn(new: int) -> tuple[Turn, int]:
+def last_turn(new: int) -> tuple[ScheduledChunk, int]:
     """A turn of `new` tokens after the first two, and the slots of a rank."""
-    ledger = CacheLedger(RANKS, PAGES, PAGE)
-    session = ledger.open()
+    manager = CacheManager(RANKS, PAGES, PAGE)
+    session = manager.open()
     for before in TURNS[:-1]:
-        ledger.append({session: before})
-    (turn,) = ledger.append({session: new})
-    return turn, ledger.slots_per_rank
+        manager.append({session: before})
+    (turn,) = manager.append({session: new})
+    return turn, manager.slots_per_rank
 
 
 def homes(axes: Any) -> None:
     """Positions of the conversation by the rank that holds them, coloured by turn."""
-    ledger = CacheLedger(RANKS, PAGES, PAGE)
-    session = ledger.open()
+    manager = CacheManager(RANKS, PAGES, PAGE)
+    session = manager.open()
     start = 0
     for colour, new in zip(COLOURS, TURNS, strict=True):
-        (turn,) = ledger.append({session: new})
+        (turn,) = manager.append({session: new})
         for rank in range(RANKS):
             for span in turn.new_spans(rank):
                 axes.barh(rank, len(span), left=start + span.start, height=0.7, color=colour, edgecolor="white")
         start += new
     for rank in range(RANKS):
-        axes.text(start * 1.005, rank, f"{ledger.num_tokens(session, rank):,} tokens", va="center", fontsize=9)
+        axes.text(start * 1.005, rank, f"{manager.num_tokens(session, rank):,} tokens", va="center", fontsize=9)
     axes.set_title("Which rank holds which tokens of a conversation of three turns", fontsize=11)
     axes.set_xlabel("position")
     frame(axes, start * 1.08)
@@ -96,7 +96,7 @@ def lanes(axes: Any, simulation: Simulation, longest: float) -> None:
     frame(axes, longest * 1.02e3)
 
 
-def simulated(mode: str, turn: Turn, slots: int) -> Simulation:
+def simulated(mode: str, turn: ScheduledChunk, slots: int) -> Simulation:
     cluster = load_cluster("h200_x8").resized(RANKS)
     return simulate(Batch(RANKS, slots, (turn,)).plan(mode), cluster, Workload(32, 8, 128), timeline=True)
 

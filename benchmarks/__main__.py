@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 when a rank failed; 2 when it was refused; 130 when interrupted.
     """
-    from megatron_longctx.errors import refuse
-    from megatron_longctx.training.launcher import JobFailed
+    from megatron_longctx.errors import JobFailed, refuse
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     for name in ("megatron_longctx", "benchmarks"):

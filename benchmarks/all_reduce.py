@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_longctx.calibrate.timing import row_seconds, step_seconds
 from megatron_longctx.comm import from_all
 from megatron_longctx.comm.crossover import Crossover
-from megatron_longctx.comm.hosts import why_no_peers
+from megatron_longctx.comm.hosts import find_hosts
 from megatron_longctx.comm.peer_reduce import peer_reduction
 from megatron_longctx.comm.quantized import all_reduce
 from megatron_longctx.comm.symmetric import symmetric_memory
@@ -131,7 +131,7 @@ def ways(
     """By name, what makes a call that returns the sum of the ranks' x. `left_out`: gets what there is not, and why."""
     library = {"nccl": "NCCL", "gloo": "gloo"}[dist.get_backend(group)]
     makers: dict[str, Maker] = {library: partial(_library, group)}
-    reason = why_no_peers(group, device)
+    reason = find_hosts(group, device).reason
     if reason is None:
         makers |= _torch_ways(group, torch.empty(most // dtype.itemsize, dtype=dtype, device=device), left_out)
     else:

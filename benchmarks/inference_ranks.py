@@ -14,15 +14,15 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.calibrate.timing import finish
 from megatron_longctx.comm import from_all
+from megatron_longctx.comm.symmetric import finish
 from megatron_longctx.config import Config
 from megatron_longctx.errors import refuse
 from megatron_longctx.inference.batch import Batch
+from megatron_longctx.inference.cache_manager import CacheManager, ScheduledChunk
 from megatron_longctx.inference.choice import Chooser, Decision
 from megatron_longctx.inference.engine import EngineSettings, LongContextEngine, Session
 from megatron_longctx.inference.figures import agreed_figures
-from megatron_longctx.inference.ledger import CacheLedger, Turn
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, pages_per_rank
@@ -122,14 +122,14 @@ class _Remembering(Chooser):
         return decision
 
 
-class _Rewindable(CacheLedger):
+class _Rewindable(CacheManager):
     """Goes back to earlier books, so that a turn can be measured again over the same cache."""
 
     def __init__(self, n: int, pages: int, page_tokens: int) -> None:
         super().__init__(n, pages, page_tokens)
-        self._placed: list[tuple[Turn, ...]] = []
+        self._placed: list[tuple[ScheduledChunk, ...]] = []
 
-    def append(self, counts: Mapping[int, int]) -> tuple[Turn, ...]:
+    def append(self, counts: Mapping[int, int]) -> tuple[ScheduledChunk, ...]:
         turns = super().append(counts)
         self._placed.append(turns)
         return turns
@@ -180,9 +180,9 @@ class _Rig:
         rule = config.inference.rule if self._n > 1 else "bytes"
         self._chooser = _Remembering(agreed_figures(config, self._device), config.inference.mode, rule)
         self._modes = sweep.modes if self._n > 1 else sweep.modes[:1]
-        self._ledger = _Rewindable(self._n, pages_per_rank(config), config.inference.page_tokens)
+        self._cache_manager = _Rewindable(self._n, pages_per_rank(config), config.inference.page_tokens)
         settings = EngineSettings(decode=engine.settings.decode)
-        self.engine = LongContextEngine(engine.model, self._ledger, self._chooser, settings)
+        self.engine = LongContextEngine(engine.model, self._cache_manager, self._chooser, settings)
         self._random = random.Random(0)  # the same tokens on every rank
 
     def run(self, keep: Keep) -> tuple[list[FirstToken], list[Decoded]]:
@@ -212,7 +212,7 @@ class _Rig:
 
     def _pretend(self, session: Session, tokens: int) -> None:
         """Give the session so many random tokens as if they had been computed."""
-        self._ledger.append({session.number: tokens})
+        self._cache_manager.append({session.number: tokens})
         session.tokens += self._prompt(tokens)
         session.ready = True
 
@@ -224,12 +224,12 @@ class _Rig:
         prompt = self._prompt(new)
         ways = [*self._modes, *([REPLICATED] if self.engine.replicates(new) else [])]
         times: dict[str, list[float]] = {way: [] for way in ways}
-        self._ledger.keep()
+        self._cache_manager.keep()
         for _ in range(1 + self._sweep.iterations):
             for way in ways:  # in turns, so that a slow moment of the machine meets all of them
                 with nullcontext() if way == REPLICATED else self._chooser.taking(way):
                     times[way].append(seconds_to_first(self.engine, session, prompt))
-                self._ledger.rewind([session])
+                self._cache_manager.rewind([session])
         found.seconds = {mode: self._slowest(seconds[1:] or seconds) for mode, seconds in times.items()}
         assert self._chooser.latest is not None
         batch, target, _ = self._chooser.latest
@@ -241,7 +241,7 @@ class _Rig:
         return found
 
     def _decode(self, sessions: list[Session], length: int) -> Decoded:
-        self._ledger.keep()
+        self._cache_manager.keep()
         count = _WARM_UP + self._sweep.tokens
         generations = [self.engine.start(s, Sampling(max_new_tokens=count + 1), i) for i, s in enumerate(sessions)]
         marks = []
@@ -253,7 +253,7 @@ class _Rig:
             if i >= _WARM_UP:
                 marks.append(time.perf_counter())
             check(generations[0].finish_reason)
-        self._ledger.rewind(sessions)
+        self._cache_manager.rewind(sessions)
         mode = self.engine.decoding
         if not mode.startswith("replicated") and self._chooser.latest is not None:
             mode = self._chooser.latest[2]

@@ -17,6 +17,7 @@ from typing import Any
 
 from . import __version__
 from .config import TOKENIZERS
+from .errors import JobFailed
 
 _EPILOG = """\
 Settings are words of the form group=NAME or key.subkey=value, e.g.
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
         return 2
-    except _job_failed() as error:
+    except JobFailed as error:
         print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader (`| head`) has seen enough
@@ -262,16 +263,6 @@ def _demo(arguments: argparse.Namespace) -> None:
     from .demo import demo
 
     demo(arguments.settings)
-
-
-def _job_failed() -> type[Exception]:
-    """JobFailed, or nothing to catch where its module was never loaded."""
-    launcher = sys.modules.get("megatron_longctx.training.launcher")
-    return launcher.JobFailed if launcher else _NeverRaised
-
-
-class _NeverRaised(Exception):
-    pass
 
 
 if __name__ == "__main__":

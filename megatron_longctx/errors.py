@@ -1,10 +1,14 @@
-"""The one form of errors that users make: what was given, what is possible, what to do."""
+"""The one form of errors that users make: what was given, what is possible, what to do; and that of a failed job."""
 
 from __future__ import annotations
 
 import unicodedata
 
 _MOST_SHOWN = 300  # characters of a value, which may be a path
+
+
+class JobFailed(RuntimeError):
+    """A rank failed; the message is that rank's own."""
 
 
 def refuse(key: str, value: object, expected: str, remedy: str) -> ValueError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .chat import Chat, Message, TextStream, chat_of
-from .comm import from_rank_0
+from .comm import from_rank_0, on_rank_0
 from .config import Config
 from .errors import refuse
 from .inference.engine import LongContextEngine, Session
@@ -137,7 +137,8 @@ class _Talk:
     def _extend(self, messages: list[Message]) -> None:
         """Compute of the conversation what is not cached; all of it where it no longer begins with that."""
         self.messages = messages
-        tokens = _computed_once(lambda: list(self.tokenizer.tokenize(self.chat.text(messages))))
+        # On rank 0: a template may ask for the time.
+        tokens = on_rank_0(lambda: list(self.tokenizer.tokenize(self.chat.text(messages))))
         cached = self._session.tokens[: self._session.cached_tokens]
         if len(tokens) > len(cached) and tokens[: len(cached)] == cached:
             del self._session.tokens[len(cached) :]  # given out last, and not computed
@@ -163,24 +164,6 @@ class _Talk:
         if writes:
             print(rest, flush=True)
         return said + rest, times
-
-
-def _computed_once(compute: Callable[[], list[int]]) -> list[int]:
-    """What rank 0 computes, on every rank: a template may ask for the time.
-
-    Raises:
-        ValueError: what `compute` raised.
-    """
-    found: list[Any] = [None, ""]
-    if dist.get_rank() == 0:
-        try:
-            found[0] = compute()
-        except ValueError as error:
-            found[1] = str(error)
-    tokens, refusal = from_rank_0(found)
-    if tokens is None:
-        raise ValueError(refusal)
-    return list(tokens)
 
 
 def _sampling(config: Config, stop: tuple[int, ...]) -> Sampling:
@@ -218,12 +201,12 @@ def _turns(prompt: str | None) -> Iterator[tuple[str, bool]]:
 
 def _summary(engine: LongContextEngine, session: Session, begin: float, times: Sequence[float]) -> str:
     """What a turn took, and what the cache holds."""
-    ledger = engine.ledger
+    manager = engine.cache_manager
     said = [f"{len(session.tokens)} tokens, {session.reused_tokens} of them cached before this turn"]
     if times:
         said.append(f"first token after {times[0] - begin:.3f} s")
     if len(times) > 1:
         said.append(f"{(times[-1] - times[0]) / (len(times) - 1) * 1e3:.1f} ms per token")
-    pages = ledger.pages_per_rank * ledger.n
-    said.append(f"cache {ledger.used_pages()} of {pages} pages, {engine.cache_gib:.3f} GiB")
+    pages = manager.pages_per_rank * manager.n
+    said.append(f"cache {manager.used_pages()} of {pages} pages, {engine.cache_gib:.3f} GiB")
     return "; ".join(said)

@@ -22,7 +22,7 @@ from .comm.local_ranks import end_with_parent, stopped_ranks, with_cause
 from .comm.rendezvous import Placement, host_store, join, join_store, listen
 from .compose import RESOLVED, load_config, override_config
 from .config import Config
-from .errors import refuse
+from .errors import JobFailed, refuse
 from .inference.engine import LongContextEngine
 from .inference.figures import calibration_file
 from .mcore import checkpoint, groups
@@ -31,8 +31,7 @@ from .mcore.inference import build_engine, check_cache, for_inference
 from .mcore.model import fingerprint, padded_vocab_size
 from .mcore.tokenizer import build_tokenizer
 from .topology import load_cluster
-from .training.launcher import JobFailed
-from .training.preflight import check_kernel, device_type
+from .training.preflight import check_kernel, device_type, host_bytes
 
 _GRACE_S = 5.0
 
@@ -114,12 +113,11 @@ def run(job: InferenceJob, work: Work) -> None:
     if job.config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     check_cache(job.config, _memory_of_a_rank(job))
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if world != job.world_size:
-            raise refuse("world size", world, f"context x tensor = {job.world_size}", "Start that many ranks.")
-        local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        place = Placement(rank, world, local, here, one_host=here == world)
+    place = Placement.of_torchrun(os.environ)
+    if place is not None:
+        if place.world_size != job.world_size:
+            expected = f"context x tensor = {job.world_size}"
+            raise refuse("world size", place.world_size, expected, "Start that many ranks.")
         join(place, None, job.timeout_s, torch.cuda.is_available())
         _work(job, work)
         dist.destroy_process_group()
@@ -132,8 +130,7 @@ def _memory_of_a_rank(job: InferenceJob) -> int:
     """Bytes: of a GPU, or this host's share."""
     if device_type(job.config) == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
+    return host_bytes(job.world_size)
 
 
 @contextmanager

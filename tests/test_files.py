@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx import files
-from megatron_longctx.testing.jobs import PATIENCE_S, clean_environment
+from tests.shared.jobs import PATIENCE_S, clean_environment
 
 
 def test_what_is_written_is_there(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from ..attention.run import Run
 from ..attention.shapes import Shapes
 from ..comm import BufferPool
 from ..inference.batch import Batch
+from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CacheShape
-from ..inference.ledger import CacheLedger
 from ..schedules import Costs, Kind, Lowering, Target
 from ..schedules.cache_modes import CACHE_MODES
 from ..schedules.simulate import simulate
@@ -33,10 +33,10 @@ def host_operation_seconds(place: Place, cluster: Cluster, costs: Costs) -> floa
     """
     assert place.links is not None
     n, work = place.n, place.workload
-    ledger = CacheLedger(n, 2, _CACHED)
-    session = ledger.open()
-    ledger.append({session: n * _CACHED})
-    batch = Batch(n, ledger.slots_per_rank, ledger.append({session: n * _NEW}))
+    manager = CacheManager(n, 2, _CACHED)
+    session = manager.open()
+    manager.append({session: n * _CACHED})
+    batch = Batch(n, manager.slots_per_rank, manager.append({session: n * _NEW}))
     shape = CacheShape(1, work.num_heads, work.num_kv_heads, work.head_dim, place.dtype)
     engine = Engine(place.choose(packed=True), place.links, BufferPool(place.device))
     target = Target(shape.workload, engine.kernel.takes, place.links.hosts)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import from_all
+from ..comm.symmetric import finish
 
 _LOAD_S = 0.1
 """Of work in a row. A GPU's power limit bites after 50 to 80 ms: a burst from idle is faster than passes in a row."""
@@ -20,12 +21,6 @@ _MOST_CALLS = 1000
 """Calls of which more come to less than `_LOAD_S` are limited by the host, and no load."""
 _ROW_S, _MOST_IN_ROW = 0.005, 100
 """Short calls are timed so many in a row that waiting for the device at the end of the row does not show."""
-
-
-def finish(device: torch.device) -> None:
-    """Wait for all that the device was given to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def row_seconds(work: Callable[[], object], device: torch.device, count: int) -> float:

@@ -7,13 +7,13 @@ import logging
 import torch
 import torch.distributed as dist
 
-from ..config import TRANSPORTS
+from ..config import check_value
+from .all_or_none import PeerMemoryError
 from .channel import Transport
 from .hosts import find_hosts
 from .hybrid import HybridTransport
 from .p2p import P2PTransport
 from .peer import PeerTransport
-from .together import PeerMemoryError
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,7 @@ def choose_transport(
     Raises:
         ValueError: an unknown name, or peer memory asked for where there is none.
     """
-    if name not in TRANSPORTS:
-        raise ValueError(f"{key}={name}: expected one of {', '.join(TRANSPORTS)}. Choose one of these.")
+    check_value(key, name)
     if name == "p2p" or (name == "auto" and device.type != "cuda"):
         return P2PTransport(group, device)
     hosts = find_hosts(group, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +50,28 @@ def from_rank_0(value: Any = None) -> Any:
     data = data.to(device)
     dist.broadcast(data, src=0)
     return json.loads(data.cpu().numpy().tobytes())
+
+
+def on_rank_0(work: Callable[[], T]) -> T:
+    """What `work` gives on rank 0, or its failure, on every rank. Collective.
+
+    Raises:
+        ValueError, OSError: as `work` did.
+        RuntimeError: `work` failed otherwise.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except (ValueError, OSError) as error:
+            outcome[1] = error
+        except Exception as error:  # only exceptions that survive pickling may travel
+            outcome[1] = RuntimeError(f"on rank 0: {error!r}")
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
 
 
 def from_all(group: dist.ProcessGroup | None, value: T) -> list[T]:

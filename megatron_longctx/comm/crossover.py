@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from .. import files
 from ..schedules.calibration import cache_folder
+from .collect import from_all
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,7 @@ class Case:
     @staticmethod
     def of(operation: str, group: dist.ProcessGroup, x: Tensor, quantizer: str) -> Case:
         """Collective: the ranks tell each other their hosts."""
-        names: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(names, socket.gethostname(), group=group)
+        names = from_all(group, socket.gethostname())
         device = torch.cuda.get_device_name(x.device) if x.is_cuda else "cpu"
         backend = dist.get_backend(group)
         return Case(operation, device, backend, len(names), len(set(names)), str(x.dtype).split(".")[-1], quantizer)
@@ -101,25 +100,16 @@ def crossover(
     The first rank's file counts for all. A file that cannot be read is measured anew, one that cannot be written is
     only warned of.
     """
-    first = dist.get_global_rank(group, 0)
-    known: list[Any] = [None]
-    path = case.path(folder)
-    if dist.get_rank(group) == 0:
-        known[0] = _load(path)
-    dist.broadcast_object_list(known, src=first, group=group)
-    found, source = known[0], str(path)
-    if not isinstance(found, Crossover):
-        found = _measure(getattr(torch, case.dtype), group, device, ways)
-        source = "measured now"
-        if dist.get_rank(group) == 0:
-            _save(found, case, path)
-    if dist.get_rank(group) == 0:
-        logger.info("%s of %s on %d ranks: %s is used %s; %s", *_said(case), found, source)
+    path, first = case.path(folder), dist.get_rank(group) == 0
+    known = from_all(group, _load(path) if first else None)[0]
+    found = known or _measure(getattr(torch, case.dtype), group, device, ways)
+    if first and known is None:
+        _save(found, case, path)
+    if first:
+        said = (case.operation, case.dtype, case.ranks, case.quantizer)
+        source = "measured now" if known is None else path
+        logger.info("%s of %s on %d ranks: %s is used %s; %s", *said, found, source)
     return found
-
-
-def _said(case: Case) -> tuple[str, str, int, str]:
-    return case.operation, case.dtype, case.ranks, case.quantizer
 
 
 def _measure(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import refuse
+from .collect import from_all
 
 RANKS_PER_HOST = "MEGATRON_LONGCTX_RANKS_PER_HOST"
 """Environment variable: every so many neighbouring ranks (of a process group, on one machine) count as a host of their
@@ -51,23 +52,16 @@ def find_hosts(group: dist.ProcessGroup, device: torch.device) -> Hosts:
     Raises:
         ValueError: `RANKS_PER_HOST` is not a number, or not the same on all ranks.
     """
-    facts: list[Any] = [None] * dist.get_world_size(group)
     index = None
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-    dist.all_gather_object(facts, _Fact(os.uname().nodename, index, os.environ.get(RANKS_PER_HOST)), group=group)
+    facts: list[Any] = from_all(group, _Fact(os.uname().nodename, index, os.environ.get(RANKS_PER_HOST)))
     if any(fact.device is None for fact in facts):
         return Hosts(_alone(range(len(facts))), "not all ranks have a CUDA device")
     sets = by_host([fact.machine for fact in facts], ranks_per_host({fact.per_host for fact in facts}))
     mine = next(ranks for ranks in sets if dist.get_rank(group) in ranks)
-    said: list[Any] = [None] * len(facts)  # what one process sees of the devices, another may not
-    dist.all_gather_object(said, _unreadable(device, [facts[rank].device for rank in mine]), group=group)
-    return divided(sets, said)
-
-
-def why_no_peers(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why not all ranks of `group` can read each other's memory, alike on all of them; None where they can."""
-    return find_hosts(group, device).reason
+    # What one process sees of the devices, another may not.
+    return divided(sets, from_all(group, _unreadable(device, [facts[rank].device for rank in mine])))
 
 
 def by_host(machines: Sequence[str], per_host: int | None) -> tuple[tuple[int, ...], ...]:

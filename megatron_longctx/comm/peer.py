@@ -6,7 +6,7 @@ passes in turn, so that a pass never waits for the readers of the one before it.
 
 Beside kernels, messages are copied on a stream of their own by the copy engine, which takes no processor from them, as
 every message of a NCCL ring does (`start`, `wait`). Where nothing is computed meanwhile, the caller's stream waits and
-its kernels read them (`meet`, `read`).
+its kernels read them (`acquire`, `release`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..schedules.program import Program, Receive, SendLayout
+from .all_or_none import PeerMemoryError, all_or_none
+from .collect import from_all
 from .flags import FlagOperations
 from .hosts import Hosts
 from .p2p import Exchange
 from .rendezvous import timeout_of
 from .symmetric import finish, make_room, remedy_by, share
-from .together import PeerMemoryError, together
 
 _READY, _DONE = 0, 1
 _STEPS = 64
@@ -64,7 +65,7 @@ class PeerTransport:
         """By rank, the ranks that read its memory."""
         self.peers = self.hosts[self.rank]
         self._broken: str | None = None
-        self.stream, self.signals, self._sharing = together(
+        self.stream, self.signals, self._sharing = all_or_none(
             group,
             lambda: (_stream(device), _stream(device), self._sharing_group()),
             "setting up peer memory",
@@ -101,9 +102,7 @@ class PeerTransport:
         if num_bytes <= self._capacity and steps <= self._steps:
             self._refuse_if(self._broken)
             return
-        broken: list[Any] = [None] * self.world
-        dist.all_gather_object(broken, self._broken, group=self.group)
-        self._refuse_if(next((each for each in broken if each is not None), None))
+        self._refuse_if(next((each for each in from_all(self.group, self._broken) if each is not None), None))
         capacity = max(self._capacity, num_bytes)
         wanted = max(capacity, int(self._growth * self._capacity)) if num_bytes > self._capacity else capacity
         self._reserve(wanted, max(steps, 2 * self._steps) if steps > self._steps else self._steps, capacity)
@@ -162,14 +161,13 @@ class PeerTransport:
 
     def _check_groups(self) -> None:
         """Peers meet by their group's name, which torch makes from its ranks and how many groups a rank is in."""
-        names: list[Any] = [None] * self.world
-        dist.all_gather_object(names, getattr(self._sharing, "group_name", None), group=self.group)
+        names = from_all(self.group, getattr(self._sharing, "group_name", None))
 
         def check() -> None:
             if any(names[peer] != names[self.rank] for peer in self.peers):
                 raise RuntimeError("the ranks of a host have made different numbers of process groups")
 
-        together(self.group, check, "dividing the group by hosts", remedy_by(self._key))
+        all_or_none(self.group, check, "dividing the group by hosts", remedy_by(self._key))
 
     def _reserve(self, capacity: int, steps: int, least: int | None = None) -> None:
         """Memory for `capacity` bytes and the flags of `steps` steps, in place of what there is; for `least` bytes
@@ -192,7 +190,7 @@ class PeerTransport:
         what = f"setting up peer memory (2 x {capacity / 2**30:.2f} GiB on every rank)"
         remedy = remedy_by(self._key)
         try:
-            together(self.group, lambda: finish(self.device), what, remedy)
+            all_or_none(self.group, lambda: finish(self.device), what, remedy)
             # Nobody reads what is given back here.
             self._halves, self._flags = [], None
             make_room(self.device, sum(sizes))

@@ -66,20 +66,9 @@ def _end(state, epoch):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _put(  # type: ignore[no-untyped-def]
-    packed,
-    in_a,
-    in_b,
-    base,
-    like,
-    value_bytes,
-    group,
-    groups,
-    inside,
-    BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    SHORT: tl.constexpr,
-    HALF: tl.constexpr,
-):
+    packed, in_a, in_b, base, like, value_bytes, group, groups, inside,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     """Write what `_packed` gave into groups of the messages at the addresses `base`, `[ROWS]`."""
     base = tl.multiple_of(base, 16)
     if BITS == 0:
@@ -104,21 +93,9 @@ def _packed(a, b, in_a, in_b, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add(  # type: ignore[no-untyped-def]
-    a,
-    b,
-    in_a,
-    in_b,
-    base,
-    like,
-    value_bytes,
-    group,
-    groups,
-    inside,
-    BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    SHORT: tl.constexpr,
-    HALF: tl.constexpr,
-):
+    a, b, in_a, in_b, base, like, value_bytes, group, groups, inside,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     """Add groups of the messages at the addresses `base`, `[ROWS]`, to the two halves."""
     base = tl.multiple_of(base, 16)
     if BITS == 0:
@@ -135,35 +112,12 @@ def _add(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_ANY)  # type: ignore[untyped-decorator]
 def _two_step_kernel(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    data,
-    flags,
-    state,
-    me,
-    room,
-    numel,
-    chunk,
-    stride,
-    groups,
-    per,
-    row,
-    values,
-    to_row,
-    to_values,
-    BITS: tl.constexpr,
-    TO_BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    SHORT: tl.constexpr,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    SUM_ROWS: tl.constexpr,
-    WORLD: tl.constexpr,
-    LANES: tl.constexpr,
-    MOST: tl.constexpr,
-    SCATTER: tl.constexpr,
-    PHASES: tl.constexpr,
-):
+    x, out, data, flags, state,
+    me, room, numel, chunk, stride, groups, per, row, values, to_row, to_values,
+    BITS: tl.constexpr, TO_BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr,
+    ROWS: tl.constexpr, SUM_ROWS: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr,
+    SCATTER: tl.constexpr, PHASES: tl.constexpr,
+):  # fmt: skip
     """Chunk r, `x[r * stride : r * stride + chunk]`, is summed by rank r: into `out` if SCATTER, else into all `out`s.
 
     A half of the memory holds a message of `row` bytes from every rank, then a sum of `to_row` bytes from every rank.
@@ -243,28 +197,11 @@ def _two_step_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_ANY)  # type: ignore[untyped-decorator]
 def _one_step_kernel(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    data,
-    flags,
-    state,
-    me,
-    room,
-    numel,
-    groups,
-    per,
-    row,
-    values,
-    BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    SHORT: tl.constexpr,
-    HALF: tl.constexpr,
-    SUM_ROWS: tl.constexpr,
-    WORLD: tl.constexpr,
-    LANES: tl.constexpr,
-    MOST: tl.constexpr,
-    PHASES: tl.constexpr,
-):
+    x, out, data, flags, state,
+    me, room, numel, groups, per, row, values,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr, SUM_ROWS: tl.constexpr,
+    WORLD: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr, PHASES: tl.constexpr,
+):  # fmt: skip
     """Every rank gives its whole message to all, and sums them all itself."""
     epoch = tl.load(state) + 1
     half = (epoch & 1) * room

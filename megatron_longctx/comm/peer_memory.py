@@ -83,7 +83,7 @@ class Piece:
 
 
 def peer_memory(group: dist.ProcessGroup, device: torch.device, room: int = ROOM, remedy: str = _REMEDY) -> PeerMemory:
-    """Memory that all ranks of `group` make together; see `why_no_peers`.
+    """Memory that all ranks of `group` make together; see `find_hosts`.
 
     Args:
         room: bytes of a half, a multiple of 16; there are two, and some KiB of flags.

@@ -28,7 +28,7 @@ class PeerMerge:
 
     @staticmethod
     def of(group: dist.ProcessGroup, device: torch.device, rows: int, heads: int, head_dim: int) -> PeerMerge:
-        """Over memory for results of so many queries, which all ranks of `group` make together; see `why_no_peers`.
+        """Over memory for results of so many queries, which all ranks of `group` make together; see `find_hosts`.
 
         Raises:
             PeerMemoryError: symmetric memory cannot be used; raised by all ranks alike.

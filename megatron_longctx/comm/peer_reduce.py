@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import REDUCTION_TRANSPORTS
+from ..config import check_value
 from ..errors import refuse
-from .hosts import why_no_peers
+from .all_or_none import PeerMemoryError, all_or_none
+from .hosts import find_hosts
 from .peer_memory import PeerMemory, Piece, Wire, peer_memory
-from .quantized import formats, output_like
+from .quantized import formats, output_like, share_like
 
 logger = logging.getLogger(__name__)
 
@@ -118,12 +119,7 @@ class PeerReduction:
         """
         wires = self._wires(x.dtype, bits, group_size, symmetric)
         n = self._memory.world
-        if x.ndim == 0 or x.shape[0] % n:
-            raise ValueError(
-                f"x of shape {tuple(x.shape)}: expected a first dimension that {n} ranks divide. Pad it, or use "
-                "all_reduce."
-            )
-        out = output_like(x, torch.Size((x.shape[0] // n, *x.shape[1:])), out)
+        out = share_like(x, n, out)
         if n == 1 or x.numel() == 0:
             return out.copy_(x)
         self._in_order(x.device)
@@ -169,13 +165,12 @@ def peer_reduction(name: str, group: dist.ProcessGroup, device: torch.device) ->
     Raises:
         ValueError: an unknown name, or peer memory asked for where there is none.
     """
-    if name not in REDUCTION_TRANSPORTS:
-        raise refuse("reduction.transport", name, "one of " + ", ".join(REDUCTION_TRANSPORTS), "Choose one of these.")
+    check_value("reduction.transport", name)
     if name == "collective" or (name == "auto" and device.type != "cuda"):
         return None
     kept = _KEPT.setdefault(group, {})
     if device not in kept:
-        reason = why_no_peers(group, device)
+        reason = find_hosts(group, device).reason
         kept[device] = _set_up(group, device) if reason is None else (None, reason)
         if name == "auto" and kept[device][0] is None and dist.get_rank(group) == 0:
             reason = kept[device][1]
@@ -190,12 +185,8 @@ def peer_reduction(name: str, group: dist.ProcessGroup, device: torch.device) ->
 
 def _set_up(group: dist.ProcessGroup, device: torch.device) -> tuple[PeerReduction | None, str | None]:
     """Peer memory if all ranks could set it up, else the reason of one that could not."""
-    found, failed = None, None
     try:
-        found = PeerReduction(peer_memory(group, device))
-    except (RuntimeError, ImportError, OSError) as error:
-        failed = str(error).split("\n", 1)[0]
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, failed, group=group)
-    reasons = [reason for reason in said if reason is not None]
-    return (None, f"setting it up failed: {reasons[0]}") if reasons else (found, None)
+        memory = peer_memory(group, device)
+        return all_or_none(group, lambda: PeerReduction(memory), "setting up its kernels", "Install triton."), None
+    except PeerMemoryError as error:
+        return None, str(error)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import refuse
 from ..kernels.quantize import DTYPES, QuantFormat, dequantize, quantize, requantize_sum, sum_quantized
 from .p2p import P2PTransport
 
@@ -106,11 +107,7 @@ def reduce_scatter(
     """
     form, _ = formats(x.dtype, bits, group_size, symmetric)
     n = dist.get_world_size(group)
-    if x.ndim == 0 or x.shape[0] % n:
-        raise ValueError(
-            f"x of shape {tuple(x.shape)}: expected a first dimension that {n} ranks divide. Pad it, or use all_reduce."
-        )
-    out = output_like(x, torch.Size((x.shape[0] // n, *x.shape[1:])), out)
+    out = share_like(x, n, out)
     if n == 1 or x.numel() == 0:
         return out.copy_(x)
     chunk = out.numel()
@@ -133,6 +130,13 @@ def _to_their_ranks(messages: Tensor, group: dist.ProcessGroup) -> Tensor:
         to, source = (rank + shift) % n, (rank - shift) % n
         transport.wait(transport.start([(messages[to], to)], [(received[source], source)]))
     return received
+
+
+def share_like(x: Tensor, n: int, out: Tensor | None = None) -> Tensor:
+    """`out`, if it can hold an n-th of `x` along the first dimension, or a new tensor; ValueError if it cannot."""
+    if x.ndim == 0 or x.shape[0] % n:
+        raise refuse("x", tuple(x.shape), f"a first dimension that {n} ranks divide", "Pad it, or use all_reduce.")
+    return output_like(x, torch.Size((x.shape[0] // n, *x.shape[1:])), out)
 
 
 def output_like(x: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import REDUCTION_TRANSPORTS, REDUCTIONS
-from ..errors import refuse
+from ..config import check_value
 from .crossover import Case, Crossover, crossover
 from .peer_reduce import PeerReduction, peer_reduction
-from .quantized import all_reduce, formats, reduce_scatter
+from .quantized import all_reduce, reduce_scatter, share_like
 
 _BITS = {"int8": 8, "int6": 6, "int4": 4}
 _AUTO_BITS = 8
@@ -46,18 +45,9 @@ class ReductionPolicy:
     transport: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.mode not in REDUCTIONS:
-            raise refuse("mode", self.mode, "one of " + ", ".join(REDUCTIONS), "Choose one of these.")
-        if self.transport not in REDUCTION_TRANSPORTS:
-            raise refuse(
-                "reduction.transport",
-                self.transport,
-                "one of " + ", ".join(REDUCTION_TRANSPORTS),
-                "Choose one of these.",
-            )
-        if not 0 <= self.min_kib < float("inf"):
-            raise refuse("min_kib", self.min_kib, "at least 0 KiB, and finite", "64 is the default.")
-        formats(torch.bfloat16, _AUTO_BITS, self.group_size)
+        check_value("reduction.output_projection", self.mode)
+        for name in ("group_size", "symmetric", "min_kib", "transport"):
+            check_value(f"reduction.{name}", getattr(self, name))
 
 
 class Reducer:
@@ -85,13 +75,13 @@ class Reducer:
         """The sum, of x's shape and dtype: in a new tensor, or, with `overwrite`, in x's memory where it is exact."""
         bits = self.bits("all_reduce", x)
         if bits is not None:
-            return self._quantized_sum(x, bits)
+            return self._quantized("all_reduce", x, bits)
         return self._sum_in_place(x if overwrite else x.clone(memory_format=torch.contiguous_format))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """This rank's share, along the first dimension, of the sum: `[n * s, ...]` to `[s, ...]`."""
         bits = self.bits("reduce_scatter", x)
-        return self._plain_share(x) if bits is None else self._quantized_share(x, bits)
+        return self._plain_share(x) if bits is None else self._quantized("reduce_scatter", x, bits)
 
     def bits(self, operation: str, x: Tensor) -> int | None:
         """What `operation` (all_reduce or reduce_scatter) of `x` is quantized to; None: it is not.
@@ -115,11 +105,8 @@ class Reducer:
         over = " over peers" if self._peer_reduction(x.device) else ""
         kind = f"int{_AUTO_BITS} g{policy.group_size}{' symmetric' * policy.symmetric}{over}"
         case = Case.of(operation, self.group, x, kind)
-        plain, quantized = {
-            "all_reduce": (self._sum_in_place, self._quantized_sum),
-            "reduce_scatter": (self._plain_share, self._quantized_share),
-        }[operation]
-        ways = (plain, lambda tensor: quantized(tensor, _AUTO_BITS))
+        plain = self._sum_in_place if operation == "all_reduce" else self._plain_share
+        ways = (plain, lambda tensor: self._quantized(operation, tensor, _AUTO_BITS))
         with torch.no_grad():
             return crossover(case, self.group, x.device, ways, self._folder)
 
@@ -129,25 +116,17 @@ class Reducer:
             dist.all_reduce(out, group=self.group)
         return out
 
-    def _quantized_sum(self, x: Tensor, bits: int) -> Tensor:
+    def _quantized(self, operation: str, x: Tensor, bits: int) -> Tensor:
         policy, peers = self.policy, self._peer_reduction(x.device)
-        if peers is not None:
-            return peers.all_reduce(x, bits=bits, group_size=policy.group_size, symmetric=policy.symmetric)
-        return all_reduce(x, self.group, bits=bits, group_size=policy.group_size, symmetric=policy.symmetric)
+        how: dict[str, Any] = {"bits": bits, "group_size": policy.group_size, "symmetric": policy.symmetric}
+        if operation == "all_reduce":
+            return all_reduce(x, self.group, **how) if peers is None else peers.all_reduce(x, **how)
+        return reduce_scatter(x, self.group, **how) if peers is None else peers.reduce_scatter(x, **how)
 
     def _plain_share(self, x: Tensor) -> Tensor:
-        n = dist.get_world_size(self.group)
-        if x.ndim == 0 or x.shape[0] % n:
-            raise refuse("x", tuple(x.shape), f"a first dimension that {n} ranks divide", "Pad it, or use all_reduce.")
-        out = x.new_empty(x.shape[0] // n, *x.shape[1:])
+        out = share_like(x, dist.get_world_size(self.group))
         _reduce_scatter(out, x.contiguous(), group=self.group)
         return out
-
-    def _quantized_share(self, x: Tensor, bits: int) -> Tensor:
-        policy, peers = self.policy, self._peer_reduction(x.device)
-        if peers is not None:
-            return peers.reduce_scatter(x, bits=bits, group_size=policy.group_size, symmetric=policy.symmetric)
-        return reduce_scatter(x, self.group, bits=bits, group_size=policy.group_size, symmetric=policy.symmetric)
 
     def _peer_reduction(self, device: torch.device) -> PeerReduction | None:
         """Set up by all ranks together at the first sum that is quantized; shared by all reducers of a group."""

@@ -10,6 +10,7 @@ import datetime
 import ipaddress
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,14 @@ class Placement:
     def local(cls, rank: int, world_size: int) -> Placement:
         """Of a rank that was started on this host with all others."""
         return cls(rank, world_size, rank, world_size, one_host=True)
+
+    @classmethod
+    def of_torchrun(cls, env: Mapping[str, str]) -> Placement | None:
+        """As torchrun says in the environment of the ranks that it starts; None where it says nothing."""
+        if "RANK" not in env or "WORLD_SIZE" not in env:
+            return None
+        world, here = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", "1"))
+        return cls(int(env["RANK"]), world, int(env.get("LOCAL_RANK", "0")), here, one_host=here == world)
 
 
 def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:

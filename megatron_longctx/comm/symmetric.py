@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .together import together
+from .all_or_none import all_or_none
 
 _SPARE = 2**28
 """Bytes of a device that are left free beside symmetric memory: for its rounding, for NCCL, for kernels' code."""
@@ -45,23 +45,23 @@ def share(
     """
     if sharing is None:
         for _ in range(2):
-            together(group, lambda: None, what, remedy)
+            all_or_none(group, lambda: None, what, remedy)
         return [None] * len(sizes)
 
     def allocate() -> list[Tensor]:
         symmetric = symmetric_memory()
         return [symmetric.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
-    tensors = together(group, allocate, what, remedy)
+    tensors = all_or_none(group, allocate, what, remedy)
 
-    def meet() -> list[Any]:
+    def rendezvous() -> list[Any]:
         handles = [symmetric_memory().rendezvous(tensor, sharing) for tensor in tensors]
         for tensor in tensors:
             tensor.zero_()
         finish(device)
         return handles
 
-    return together(group, meet, what, remedy)
+    return all_or_none(group, rendezvous, what, remedy)
 
 
 def make_room(device: torch.device, num_bytes: int) -> None:

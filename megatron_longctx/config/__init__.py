@@ -1,7 +1,7 @@
 """The typed configuration (`tree`), what each key may be (`bounds`), and its only validation (`checks`)."""
 
 from .bounds import keys_of
-from .checks import data_parallel_size, validate
+from .checks import check_value, data_parallel_size, validate
 from .planned import configured_mode, mode_options, token_unit, workload_of
 from .tree import (
     CACHE_RULES,
@@ -57,6 +57,7 @@ __all__ = [
     "RunConfig",
     "ServeConfig",
     "TrainConfig",
+    "check_value",
     "configured_mode",
     "data_parallel_size",
     "keys_of",

@@ -9,6 +9,15 @@ from .bounds import check, keys_of
 from .tree import Config, ModelConfig
 
 
+def check_value(name: str, value: object) -> None:
+    """Refuse what the key `name` cannot be, where it is given without a configuration.
+
+    Raises:
+        ValueError: names the key and value, what was expected and what to do.
+    """
+    check(next(key for key in keys_of(Config)[name.partition(".")[0]] if key.name == name), value)
+
+
 def _divides(key: str, value: int, of_key: str, of_value: int) -> None:
     if of_value % value:
         nearest = sorted(_divisors(of_value), key=lambda k: abs(k - value))[:3]

@@ -1,5 +1,5 @@
 """The OpenAI-compatible HTTP interface.
 
-`requests` checks what is asked, `access` who asks, `answers` puts events into the interface's words (none of them knows
-HTTP's library), `app` has the routes, on Starlette, and `server` what uvicorn is told.
+`parsing` checks what is asked, `access` who asks, `inbox` hands it to the ranks, `responses` puts events into the
+interface's words (none of them knows HTTP's library), `app` has the routes (Starlette), `server` what uvicorn is told.
 """

@@ -1,14 +1,14 @@
-"""The routes, on Starlette. An inbox takes requests and brings back events (`serve.Inbox`)."""
+"""The routes, on Starlette. An inbox takes requests and brings back events."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
@@ -21,36 +21,17 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..inference.sampling import Sampling
 from ..inference.scheduler import Event
 from .access import Access
-from .answers import Answer
-from .requests import ApiError, Asked, Model, checked
+from .inbox import Inbox
+from .parsing import ApiError, Asked, Model, checked
+from .responses import Answer
 
 _RETRY_AFTER_S = 1
 _LOOK_S = 1.0  # between two looks whether the ranks are still there
 _LONG = 2**16  # bytes of a body; longer ones are read one at a time
 
 _T = TypeVar("_T")
-
-
-class Inbox(Protocol):
-    """Where requests go and events come from, through `listen`, which is called from another thread."""
-
-    @property
-    def stopping(self) -> bool: ...
-
-    @property
-    def stalled(self) -> bool: ...
-
-    @property
-    def num_requests(self) -> int: ...
-
-    def submit(
-        self, prompt: Sequence[int], sampling: Sampling, salt: int, listen: Callable[[Event], None]
-    ) -> int | None: ...
-
-    def cancel(self, number: int) -> None: ...
 
 
 @dataclass(frozen=True)

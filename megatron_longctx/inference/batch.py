@@ -1,6 +1,6 @@
-"""The turns of several sequences, computed together: who has which new tokens, which keys, and what they see.
+"""The chunks of several sequences, computed together: who has which new tokens, which keys, and what they see.
 
-Queries are numbered by the new tokens, turn after turn; keys by the slots of all ranks' caches, rank after rank. So a
+Queries are numbered by the new tokens, chunk after chunk; keys by the slots of all ranks' caches, rank after rank. So a
 key block is a run of slots in place: nothing is gathered before a plan runs, and no length is padded.
 """
 
@@ -17,7 +17,7 @@ from ..schedules import Block, Document, Kind, Mask, Plan, Slice
 from ..schedules.cache_modes import CACHE_MODES
 from ..schedules.mask import FAR, band_between, runs
 from ..schedules.visibility import Visibility
-from .ledger import Turn
+from .cache_manager import ScheduledChunk
 
 
 @dataclass(frozen=True)
@@ -29,31 +29,31 @@ class Batch:
 
     n: int
     slots: int
-    turns: tuple[Turn, ...]
+    chunks: tuple[ScheduledChunk, ...]
     window: int | None = None
 
     @property
     def new(self) -> int:
-        return sum(turn.new for turn in self.turns)
+        return sum(chunk.new for chunk in self.chunks)
 
     @property
     def cached(self) -> int:
-        return sum(turn.cached for turn in self.turns)
+        return sum(chunk.cached for chunk in self.chunks)
 
     @cached_property
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """By rank, the first row of every turn's new tokens, and the number of rows."""
-        return tuple(tuple(accumulate((t.num_new(r) for t in self.turns), initial=0)) for r in range(self.n))
+        """By rank, the first row of every chunk's new tokens, and the number of rows."""
+        return tuple(tuple(accumulate((t.num_new(r) for t in self.chunks), initial=0)) for r in range(self.n))
 
     def num_rows(self, rank: int) -> int:
         return self.rows[rank][-1]
 
     def last_row(self, index: int) -> tuple[int, int]:
-        """(rank, row) of the last token of turn number `index`."""
-        turn = self.turns[index]
+        """(rank, row) of the last token of chunk number `index`."""
+        chunk = self.chunks[index]
         for rank in range(self.n):
-            spans = turn.new_spans(rank)
-            if spans and spans[-1].stop == turn.new:
+            spans = chunk.new_spans(rank)
+            if spans and spans[-1].stop == chunk.new:
                 return rank, self.rows[rank][index + 1] - 1
         raise AssertionError("some rank holds the last token")
 
@@ -63,8 +63,8 @@ class Batch:
         spans = tuple(
             tuple(
                 range(span.start + start, span.stop + start)
-                for turn, start in zip(self.turns, self._starts, strict=False)
-                for span in turn.new_spans(rank)
+                for chunk, start in zip(self.chunks, self._starts, strict=False)
+                for span in chunk.new_spans(rank)
             )
             for rank in range(self.n)
         )
@@ -79,17 +79,17 @@ class Batch:
     @cached_property
     def mask(self) -> Mask:
         """What the new tokens see: all that is cached of their sequence, causally what is new of it."""
-        slices = [each for index in range(len(self.turns)) for each in self._slices(index)]
-        starts = zip(self.turns, self._starts, strict=False)
-        documents = tuple(Document(start, start + turn.new, turn.cached) for turn, start in starts)
+        slices = [each for index in range(len(self.chunks)) for each in self._slices(index)]
+        starts = zip(self.chunks, self._starts, strict=False)
+        documents = tuple(Document(start, start + chunk.new, chunk.cached) for chunk, start in starts)
         return Mask(self.new, tuple(sorted(slices)), documents, "causal over a cache")
 
     @cached_property
     def key_blocks(self) -> tuple[tuple[Block, ...], ...]:
-        """By rank, its keys that some turn has, turn after turn, in the order of positions; each once."""
+        """By rank, its keys that some chunk has, chunk after chunk, in the order of positions; each once."""
         found = []
         for rank in range(self.n):
-            spans = [(run.start, run.stop) for turn in self.turns for run in _all_runs(turn, rank)]
+            spans = [(run.start, run.stop) for chunk in self.chunks for run in _all_runs(chunk, rank)]
             edges = sorted({edge for span in spans for edge in span})
             shared = len(runs(spans)) < len(spans) and any(a[1] > b[0] for a, b in pairwise(sorted(spans)))
             cut = edges if shared else ()  # shared ones are then the same blocks of all that share them
@@ -119,31 +119,31 @@ class Batch:
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
-        """The first number of every turn's new tokens."""
-        return tuple(accumulate((turn.new for turn in self.turns), initial=0))
+        """The first number of every chunk's new tokens."""
+        return tuple(accumulate((chunk.new for chunk in self.chunks), initial=0))
 
     def _slices(self, index: int) -> Iterator[Slice]:
-        """What the new tokens of a turn see of every rank's slots."""
-        turn, first = self.turns[index], self._starts[index]
-        queries = range(turn.cached, turn.cached + turn.new)
+        """What the new tokens of a chunk see of every rank's slots."""
+        chunk, first = self.chunks[index], self._starts[index]
+        queries = range(chunk.cached, chunk.cached + chunk.new)
         before = FAR if self.window is None else self.window
         # In positions, which count from 0 in a sequence.
-        seen = Slice(turn.cached, turn.cached + turn.new, 0, turn.cached + turn.new, -before, 0)
+        seen = Slice(chunk.cached, chunk.cached + chunk.new, 0, chunk.cached + chunk.new, -before, 0)
         for rank in range(self.n):
             base = rank * self.slots
             if self.window is None:
-                for run in turn.cached_runs[rank]:
-                    yield Slice(first, first + turn.new, base + run.start, base + run.stop)
-                held = _matched(turn.new_runs[rank], _moved(turn.new_spans(rank), turn.cached))
+                for run in chunk.cached_runs[rank]:
+                    yield Slice(first, first + chunk.new, base + run.start, base + run.stop)
+                held = _matched(chunk.new_runs[rank], _moved(chunk.new_spans(rank), chunk.cached))
             else:
-                positions = [*turn.positions[rank], *_moved(turn.new_spans(rank), turn.cached)]
-                held = _matched(_all_runs(turn, rank), positions)
+                positions = [*chunk.positions[rank], *_moved(chunk.new_spans(rank), chunk.cached)]
+                held = _matched(_all_runs(chunk, rank), positions)
             for slot, tokens in held:
                 yield from (each.moved(first, base + slot) for each in band_between(seen, queries, tokens))
 
 
-def _all_runs(turn: Turn, rank: int) -> list[range]:
-    return [run for run in (*turn.cached_runs[rank], *turn.new_runs[rank]) if run]
+def _all_runs(chunk: ScheduledChunk, rank: int) -> list[range]:
+    return [run for run in (*chunk.cached_runs[rank], *chunk.new_runs[rank]) if run]
 
 
 def _moved(spans: Sequence[range], by: int) -> list[range]:

@@ -32,7 +32,7 @@ from ..kernels.quantize_kv import SCALE_BYTES
 from ..kernels.warm_up import compile_decode, compile_merges
 from ..schedules import Kind, Lowering, Target, Workload
 from .batch import Batch
-from .ledger import Turn
+from .cache_manager import ScheduledChunk
 
 logger = logging.getLogger(__name__)
 
@@ -181,11 +181,13 @@ class CachedAttention:
         do not depend, bit for bit, on where in the cache tokens lie.
         """
         if batch.n != self.world:
-            raise refuse("batch", f"of {batch.n} ranks", f"one of {self.world}", "Append to this group's ledger.")
+            raise refuse(
+                "batch", f"of {batch.n} ranks", f"one of {self.world}", "Append to this group's cache manager."
+            )
         self._rows = None
         lowering = Lowering(batch.plan(mode), self.target(joined))
         self._bound = bind(lowering, self.rank, self._shapes, self._engine)
-        runs = [run for turn in batch.turns for run in turn.new_runs[self.rank] if run]
+        runs = [run for chunk in batch.chunks for run in chunk.new_runs[self.rank] if run]
         self._num_new = sum(map(len, runs))
         if all(before.stop == after.start for before, after in pairwise(runs)):
             self._place = slice(runs[0].start, runs[-1].stop) if runs else slice(0, 0)
@@ -283,15 +285,15 @@ def numbers_of(ranges: Sequence[range]) -> Tensor:
     return torch.cat([torch.arange(0), *(torch.arange(each.start, each.stop) for each in ranges)])
 
 
-def rows_of(turns: Sequence[Turn], texts: Sequence[Sequence[int]], rank: int) -> tuple[Tensor, Tensor]:
+def rows_of(chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]], rank: int) -> tuple[Tensor, Tensor]:
     """A rank's new tokens themselves and their positions, int64 `[s]` each, on the host, in the order of a plan's
     rows."""
     tokens: list[int] = []
     positions: list[range] = []
-    for turn, text in zip(turns, texts, strict=True):
-        for span in turn.new_spans(rank):
+    for chunk, text in zip(chunks, texts, strict=True):
+        for span in chunk.new_spans(rank):
             tokens += text[span.start : span.stop]
-            positions.append(range(turn.cached + span.start, turn.cached + span.stop))
+            positions.append(range(chunk.cached + span.start, chunk.cached + span.stop))
     return torch.tensor(tokens, dtype=torch.int64), numbers_of(positions)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..config import CACHE_RULES
+from ..config import check_value
 from ..errors import refuse
 from ..schedules import Costs, Kind, Target, Workload
 from ..schedules.cache_modes import CACHE_MODES
@@ -112,9 +112,8 @@ class Chooser:
     def __init__(
         self, figures: Figures, mode: str = "auto", rule: str = "auto", modes: Sequence[str] = tuple(CACHE_MODES)
     ) -> None:
-        for key, value, allowed in (("mode", mode, ("auto", *CACHE_MODES)), ("rule", rule, CACHE_RULES)):
-            if value not in allowed:
-                raise refuse(f"inference.{key}", value, "one of " + ", ".join(allowed), "Choose one of these.")
+        check_value("inference.mode", mode)
+        check_value("inference.rule", rule)
         self._figures = figures
         self._modes = modes
         self.mode = mode
@@ -144,8 +143,8 @@ class Chooser:
         target: what its plan is lowered for; None for the figures' heads, the plainest kernel and messages point to
         point.
         """
-        is_decode = all(turn.new == 1 for turn in batch.turns)
-        key = (len(batch.turns), (batch.cached // max(1, len(batch.turns))).bit_length())
+        is_decode = all(chunk.new == 1 for chunk in batch.chunks)
+        key = (len(batch.chunks), (batch.cached // max(1, len(batch.chunks))).bit_length())
         if is_decode and key in self._decodes:
             return self._decodes[key]
         decision = self._decide(batch, is_decode, target)
@@ -156,7 +155,7 @@ class Chooser:
         return decision
 
     def _decide(self, batch: Batch, is_decode: bool, target: Target | None) -> Decision:
-        facts = (batch.new, batch.cached, len(batch.turns), batch.n)
+        facts = (batch.new, batch.cached, len(batch.chunks), batch.n)
         if batch.n == 1:
             return Decision("pass_kv" if self.mode == "auto" else self.mode, "a rank alone", *facts)
         if self.mode != "auto":

@@ -12,23 +12,24 @@ as there are up to it. Rows of a prompt lie side by side, so that keys are read 
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import from_all, from_first
-from ..config import CUDA_GRAPHS, DECODES
+from ..config import check_value
 from ..errors import refuse
 from ..kernels.paged import DTYPES, Pages, fused_kernels, most_together
+from .cache_manager import CacheManager, ScheduledChunk, slots_of
 from .cached_attention import CachedAttention, CachedModel, Rows
-from .capturing import capturing
-from .ledger import CacheLedger, Turn, slots_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +63,8 @@ class DecodeSettings:
     cuda_graphs: str = "auto"
 
     def __post_init__(self) -> None:
-        for key, allowed in (("decode", DECODES), ("cuda_graphs", CUDA_GRAPHS)):
-            if getattr(self, key) not in allowed:
-                expected = "one of " + ", ".join(allowed)
-                raise refuse(f"inference.{key}", getattr(self, key), expected, "Choose one of these.")
+        check_value("inference.decode", self.decode)
+        check_value("inference.cuda_graphs", self.cuda_graphs)
 
 
 class _Captured(NamedTuple):
@@ -87,8 +86,8 @@ class Decoder:
         ValueError: CUDA graphs asked for where there can be none.
     """
 
-    def __init__(self, model: CachedModel, ledger: CacheLedger, settings: DecodeSettings, mode: str) -> None:
-        self._model, self._ledger, self._attention = model, ledger, model.attention
+    def __init__(self, model: CachedModel, manager: CacheManager, settings: DecodeSettings, mode: str) -> None:
+        self._model, self._cache_manager, self._attention = model, manager, model.attention
         self._most: float = MOST_ROWS
         if settings.decode == "plan" or (settings.decode == "auto" and mode != "auto"):
             self._most = 0
@@ -102,7 +101,7 @@ class Decoder:
         self._together = most_together(self._attention.shape.num_heads, self._attention.shape.num_kv_heads)
         self._captured: dict[tuple[int, int], _Captured] = {}
         places = max(MOST_ROWS, self.most_prompt // self._together) if self._most else 0
-        self._tables = _Tables(self._attention.device, places, ledger.pages_per_rank)
+        self._tables = _Tables(self._attention.device, places, manager.pages_per_rank)
         why = f"inference.decode={settings.decode}" + (f", inference.mode={mode}" if settings.decode == "auto" else "")
         logger.info("decode: %s (%s)", self.name, why)
 
@@ -128,20 +127,20 @@ class Decoder:
         most = min(sequences, MOST_ROWS)
         return tuple(min(2 << i, most) for i in range((most - 1).bit_length())) if self._graphs else ()
 
-    def takes(self, turns: Sequence[Turn], named: bool = False) -> bool:
+    def takes(self, chunks: Sequence[ScheduledChunk], named: bool = False) -> bool:
         """Single tokens; or prompts, if all their rows fit into one step, unless a mode is `named` for these."""
-        if _are_single(turns):
-            return len(turns) <= self._most
-        rows = sum(-(-turn.new // self._together) for turn in turns) * self._together
+        if _are_single(chunks):
+            return len(chunks) <= self._most
+        rows = sum(-(-chunk.new // self._together) for chunk in chunks) * self._together
         return not named and rows <= self.most_prompt
 
-    def __call__(self, turns: Sequence[Turn], texts: Sequence[Sequence[int]]) -> list[Next]:
-        """One step of the model over every turn's new tokens. Collective over the ranks, which all know all turns."""
-        if not _are_single(turns):
-            return self._step(turns, texts, self._together)
+    def __call__(self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]]) -> list[Next]:
+        """One step of the model over every chunk's new tokens. Collective over the ranks, which all know all chunks."""
+        if not _are_single(chunks):
+            return self._step(chunks, texts, self._together)
         found: list[Next] = []
-        for start in range(0, len(turns), MOST_ROWS):
-            found += self._step(turns[start : start + MOST_ROWS], texts[start : start + MOST_ROWS], 1)
+        for start in range(0, len(chunks), MOST_ROWS):
+            found += self._step(chunks[start : start + MOST_ROWS], texts[start : start + MOST_ROWS], 1)
         return found
 
     def release(self) -> None:
@@ -150,15 +149,15 @@ class Decoder:
             torch.cuda.synchronize(self._attention.device)
         self._captured.clear()
 
-    def _step(self, turns: Sequence[Turn], texts: Sequence[Sequence[int]], together: int) -> list[Next]:
+    def _step(self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]], together: int) -> list[Next]:
         rows: list[tuple[int, int, int, int]] = []
-        ends: list[int] = []  # by turn, the row whose logits are computed
-        for turn, text in zip(turns, texts, strict=True):
+        ends: list[int] = []  # by chunk, the row whose logits are computed
+        for chunk, text in zip(chunks, texts, strict=True):
             first = len(rows) // together
-            rows += self._rows(turn, text)
+            rows += self._rows(chunk, text)
             ends.append(len(rows) - 1)
             rows += [(0, 0, self._attention.nowhere, 0)] * (-len(rows) % together)
-            pages = self._ledger.pages(turn.session, self._attention.rank)
+            pages = self._cache_manager.pages(chunk.session, self._attention.rank)
             for place in range(first, len(rows) // together):
                 self._tables.hold(place, pages)
         size = _padded(len(rows), together)
@@ -175,22 +174,22 @@ class Decoder:
         kept = logits[: len(ends)].clone()  # a replay writes where the last one did
         return [Next(row, token) for row, token in zip(kept, likeliest, strict=True)]
 
-    def _rows(self, turn: Turn, text: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    def _rows(self, chunk: ScheduledChunk, text: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """Of each new token itself, its position, where this rank stores it, and how many of the sequence's tokens this
         rank has up to there; the books may be further on."""
         rank = self._attention.rank
-        here, slots = set(chain.from_iterable(turn.new_spans(rank))), iter(slots_of(turn.new_runs[rank]))
-        held = sum(map(len, turn.cached_runs[rank]))
+        here, slots = set(chain.from_iterable(chunk.new_spans(rank))), iter(slots_of(chunk.new_runs[rank]))
+        held = sum(map(len, chunk.cached_runs[rank]))
         for i, token in enumerate(text):
             held += i in here
-            yield token, turn.cached + i, next(slots) if i in here else self._attention.nowhere, held
+            yield token, chunk.cached + i, next(slots) if i in here else self._attention.nowhere, held
 
     @torch.no_grad()
     def _compute(self, size: int, together: int) -> tuple[Tensor, Tensor]:
-        """Logits `[size / together, vocabulary]`, of every turn and as many more as there can be, and the likeliest
+        """Logits `[size / together, vocabulary]`, of every chunk and as many more as there can be, and the likeliest
         tokens as the first rank has them."""
         numbers, places = self._tables.numbers(size), size // together
-        pages = Pages(self._tables.pages[:places], numbers[_COUNT], self._ledger.page_tokens, together)
+        pages = Pages(self._tables.pages[:places], numbers[_COUNT], self._cache_manager.page_tokens, together)
         self._attention.begin_rows(Rows(pages, numbers[_SLOT]))
         logits = self._model.logits(numbers[_TOKEN], numbers[_POSITION], numbers[_ENDS, :places])
         ids = torch.where(torch.isfinite(logits).all(-1), logits.argmax(-1), NOT_FINITE)
@@ -216,9 +215,27 @@ class Decoder:
         torch.cuda.synchronize(self._attention.device)
         graph = torch.cuda.CUDAGraph()
         pool = next((captured.graph.pool() for captured in self._captured.values()), None)
-        with capturing(graph, pool):
+        with _capturing(graph, pool):
             logits, ids = self._compute(size, together)
         return _Captured(graph, logits, ids)
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """Capture what is issued inside.
+
+    Other threads may go on with CUDA meanwhile: NCCL's watchdog does. Garbage is collected before and not meanwhile,
+    since memory that peers read cannot be given back while a stream is captured.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Tables:
@@ -235,7 +252,7 @@ class _Tables:
 
     def numbers(self, size: int) -> Tensor:
         """int64 `[5, size]` on the device: by row its token, position, slot, and how many tokens it sees here; then, by
-        turn, the row whose logits are computed."""
+        chunk, the row whose logits are computed."""
         return self._numbers[: 5 * size].view(5, size)
 
     def staging(self, size: int) -> Tensor:
@@ -263,8 +280,8 @@ def _padded(rows: int, together: int) -> int:
     return -(-rows // step) * step
 
 
-def _are_single(turns: Sequence[Turn]) -> bool:
-    return all(turn.new == 1 for turn in turns)
+def _are_single(chunks: Sequence[ScheduledChunk]) -> bool:
+    return all(chunk.new == 1 for chunk in chunks)
 
 
 def _use_graphs(wanted: str, attention: CachedAttention) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -17,11 +18,11 @@ from torch import Tensor
 from ..comm import sum_over
 from ..errors import refuse
 from .batch import Batch
+from .cache_manager import CacheFull, CacheManager, Evicted, Fork, ScheduledChunk
 from .cached_attention import GIB, CachedModel, rows_of
 from .choice import Chooser
 from .decode import NOT_FINITE, Decoder, Next
 from .draw import draw
-from .ledger import CacheFull, CacheLedger, Evicted, Fork, Turn
 from .sampling import Sampling
 from .session import Generation, Session, check_ids, plain_ids
 from .settings import EngineSettings
@@ -46,21 +47,21 @@ class LongContextEngine:
 
     Args:
         model: its attention holds the cache's tensors.
-        ledger: the cache's books, of as many slots a rank as the attention has.
+        manager: the cache's books, of as many slots a rank as the attention has.
         chooser: of the mode of every batch.
     """
 
     def __init__(
-        self, model: CachedModel, ledger: CacheLedger, chooser: Chooser, settings: EngineSettings | None = None
+        self, model: CachedModel, manager: CacheManager, chooser: Chooser, settings: EngineSettings | None = None
     ) -> None:
         self.model = model
-        self.ledger = ledger
+        self.cache_manager = manager
         self.settings = settings or EngineSettings()
         self._attention = model.attention
         self._chooser = chooser
         self._open: dict[int, Session] = {}
         self._clock = itertools.count(1)
-        self._decoder = Decoder(model, ledger, self.settings.decode, chooser.mode)
+        self._decoder = Decoder(model, manager, self.settings.decode, chooser.mode)
 
     @property
     def decoding(self) -> str:
@@ -82,10 +83,10 @@ class LongContextEngine:
         Args:
             sequences: most that are decoded together.
         """
-        self._attention.compile_kernels(self.ledger.page_tokens)
-        pages = min(map(self.ledger.free_pages, range(self.ledger.n)))
-        most = int(min(self._most_tokens, pages * self.ledger.page_tokens * self.ledger.n))
-        for mode in self._chooser.candidates if self.ledger.n > 1 else ("pass_kv",):  # each links other ranks
+        self._attention.compile_kernels(self.cache_manager.page_tokens)
+        pages = min(map(self.cache_manager.free_pages, range(self.cache_manager.n)))
+        most = int(min(self._most_tokens, pages * self.cache_manager.page_tokens * self.cache_manager.n))
+        for mode in self._chooser.candidates if self.cache_manager.n > 1 else ("pass_kv",):  # each links other ranks
             with self._chooser.taking(mode):
                 run_prompts(self, most)
         if self.replicates(2):
@@ -106,14 +107,14 @@ class LongContextEngine:
         if prefix_of is None:
             if tokens is not None:
                 raise refuse("tokens", tokens, "a session to take them from", "Name it as prefix_of.")
-            return self._opened(Session(self, self.ledger.open()))
+            return self._opened(Session(self, self.cache_manager.open()))
         self._check_open(prefix_of)
         total = len(prefix_of.tokens)
         count = total if tokens is None else tokens
         if not 0 <= count <= total:
             raise refuse("tokens", count, f"at most the {total} of session {prefix_of.number}", "Take fewer.")
         cached = min(count, prefix_of.cached_tokens)
-        fork = self._with_room({prefix_of}, lambda: self.ledger.fork(prefix_of.number, cached))
+        fork = self._with_room({prefix_of}, lambda: self.cache_manager.fork(prefix_of.number, cached))
         self._copy(fork)
         session = self._opened(Session(self, fork.session))
         session.tokens = prefix_of.tokens[:count]
@@ -135,7 +136,7 @@ class LongContextEngine:
 
     def close(self, session: Session) -> None:
         if not session.closed:
-            self.ledger.close(session.number)
+            self.cache_manager.close(session.number)
             del self._open[session.number]
             session.closed = True
             session.logits = None
@@ -147,7 +148,9 @@ class LongContextEngine:
     @property
     def cache_gib(self) -> float:
         """Of pages in use, over all context-parallel ranks."""
-        return self.ledger.used_pages() * self.ledger.page_tokens * self._attention.shape.token_bytes / GIB
+        return (
+            self.cache_manager.used_pages() * self.cache_manager.page_tokens * self._attention.shape.token_bytes / GIB
+        )
 
     def append(self, new: Mapping[Session, Sequence[int]]) -> None:
         """Prefill: add tokens to several sessions and compute them in one batch.
@@ -252,13 +255,10 @@ class LongContextEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
         """Continue several prompts in one batch, in sessions that are closed again."""
-        sessions = [self.open() for _ in prompts]
-        try:
+        with ExitStack() as opened:
+            sessions = [opened.enter_context(closing(self.open())) for _ in prompts]
             self.append(dict(zip(sessions, prompts, strict=True)))
             return self.continue_all(sessions, sampling)
-        finally:
-            for session in sessions:
-                self.close(session)
 
     def _check_open(self, session: Session) -> None:
         if session.closed or self._open.get(session.number) is not session:
@@ -284,7 +284,7 @@ class LongContextEngine:
         for session in sessions:
             if session.tokens and not session.ready and session.cached_tokens == len(session.tokens):
                 keep = session.cached_tokens - 1
-                self._copy(self._with_room(sessions, partial(self.ledger.shorten, session.number, keep)))
+                self._copy(self._with_room(sessions, partial(self.cache_manager.shorten, session.number, keep)))
             if session.cached_tokens < len(session.tokens):
                 late[session] = []
         self._advance(late)
@@ -292,13 +292,13 @@ class LongContextEngine:
     def _reserve(self, more: Mapping[Session, int]) -> None:
         """See that so many more tokens of every session will fit, evicting others if that is allowed."""
         counts = {s: len(s.tokens) - s.cached_tokens + count for s, count in more.items()}
-        self.ledger.undo(self._placed({s: count for s, count in counts.items() if count}, more))
+        self.cache_manager.undo(self._placed({s: count for s, count in counts.items() if count}, more))
 
     def _placed(
         self, counts: Mapping[Session, int], busy: Collection[Session], evicted: list[_Lost] | None = None
-    ) -> tuple[Turn, ...]:
+    ) -> tuple[ScheduledChunk, ...]:
         numbers = {session.number: count for session, count in counts.items()}
-        return self._with_room(busy, lambda: self.ledger.append(numbers), evicted)
+        return self._with_room(busy, lambda: self.cache_manager.append(numbers), evicted)
 
     def _with_room(self, busy: Collection[Session], place: Callable[[], _T], evicted: list[_Lost] | None = None) -> _T:
         """`place`, with others than `busy` sessions evicted until it fits, if that is allowed.
@@ -318,13 +318,13 @@ class LongContextEngine:
                         self._restore(lost)
                     raise
                 oldest = min(idle, key=lambda session: session.last_used)
-                lost.append(_Lost(oldest, self.ledger.evict(oldest.number), oldest.logits, oldest.likeliest))
+                lost.append(_Lost(oldest, self.cache_manager.evict(oldest.number), oldest.logits, oldest.likeliest))
                 oldest.logits = oldest.likeliest = None
 
     def _restore(self, lost: Sequence[_Lost]) -> None:
         """Nothing has been computed since they were evicted, so that what they had cached is still there."""
         for session, evicted, logits, likeliest in reversed(lost):
-            self.ledger.restore(evicted)
+            self.cache_manager.restore(evicted)
             session.logits, session.likeliest = logits, likeliest
 
     def _advance(self, new: Mapping[Session, list[int]]) -> None:
@@ -334,27 +334,27 @@ class LongContextEngine:
         todo = {session: session.tokens[session.cached_tokens :] + tokens for session, tokens in new.items()}
         reused = {session: session.cached_tokens for session in new}
         exact = {session: session.exact_tokens for session in new}
-        placed: list[tuple[list[Session], tuple[Turn, ...]]] = []
+        placed: list[tuple[list[Session], tuple[ScheduledChunk, ...]]] = []
         evicted: list[_Lost] = []
         try:
             for together in self.settings.batches(new, todo):
                 for counts in self.settings.passes(
-                    {session: len(todo[session]) for session in together}, self.ledger.n
+                    {session: len(todo[session]) for session in together}, self.cache_manager.n
                 ):
                     placed.append((list(counts), self._placed(counts, new, evicted)))
             evicted = []  # for good: their pages are written from here on
             found: dict[Session, Next] = {}
-            for sessions, turns in placed:
-                texts = [todo[s][t.cached - reused[s] :][: t.new] for s, t in zip(sessions, turns, strict=True)]
-                ends = [t.cached + t.new == reused[s] + len(todo[s]) for s, t in zip(sessions, turns, strict=True)]
+            for sessions, chunks in placed:
+                texts = [todo[s][t.cached - reused[s] :][: t.new] for s, t in zip(sessions, chunks, strict=True)]
+                ends = [t.cached + t.new == reused[s] + len(todo[s]) for s, t in zip(sessions, chunks, strict=True)]
                 prompts = self.settings.exact and any(new[s] or len(todo[s]) > 1 for s in sessions)
-                found |= self._forward(sessions, turns, texts, ends, single=not prompts)
+                found |= self._forward(sessions, chunks, texts, ends, single=not prompts)
                 whole = self.settings.prefill_chunk if self.settings.exact else None
-                if whole and [(t.cached, t.new) for t in turns] == [(exact[sessions[0]], whole)]:
+                if whole and [(t.cached, t.new) for t in chunks] == [(exact[sessions[0]], whole)]:
                     exact[sessions[0]] += whole
         except BaseException:
-            for _, turns in reversed(placed):
-                self.ledger.undo(turns)
+            for _, chunks in reversed(placed):
+                self.cache_manager.undo(chunks)
             self._restore(evicted)
             raise
         now = next(self._clock)
@@ -370,21 +370,21 @@ class LongContextEngine:
     def _forward(
         self,
         sessions: Sequence[Session],
-        turns: tuple[Turn, ...],
+        chunks: tuple[ScheduledChunk, ...],
         texts: Sequence[list[int]],
         ends: Sequence[bool],
         single: bool,
     ) -> dict[Session, Next]:
         """One pass of the model; what is known of the next token of sessions that end in it. single: it may go through
         the decoder, whose results depend on where a session's pages lie."""
-        if single and self._decoder.takes(turns, self._chooser.mode != "auto"):
-            decoded = self._decoder(turns, texts)
+        if single and self._decoder.takes(chunks, self._chooser.mode != "auto"):
+            decoded = self._decoder(chunks, texts)
             return {session: found for session, found, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
-        batch = Batch(self.ledger.n, self.ledger.slots_per_rank, turns)
+        batch = Batch(self.cache_manager.n, self.cache_manager.slots_per_rank, chunks)
         exact = self.settings.exact
         self._attention.begin(batch, self._chooser.choose(batch, self._attention.target(exact)).mode, joined=exact)
-        tokens, positions = rows_of(turns, texts, rank)
+        tokens, positions = rows_of(chunks, texts, rank)
         last = [batch.last_row(i) if end else (-1, -1) for i, end in enumerate(ends)]
         mine = [(session, row) for session, (home, row) in zip(sessions, last, strict=True) if home == rank]
         found = self.model.logits(

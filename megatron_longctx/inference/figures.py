@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..attention.kv_format import Int8KV
+from ..comm import on_rank_0
 from ..config import Config, workload_of
 from ..metrics.environment import environment
 from ..schedules import Workload
-from ..schedules.calibration import calibration_path, load_calibration
+from ..schedules.calibration import find_calibration, load_calibration
 from ..topology import load_cluster
 from .choice import Figures
 
@@ -29,10 +28,8 @@ def calibration_file(config: Config, device: torch.device, folder: Path | None =
         folder: None for the user's cache.
     """
     name = "cpu" if device.type == "cpu" else str(environment()["device"])
-    n, workload, wanted = config.parallelism.context_parallel_size, _workload(config), config.inference.transport
-    transports = (wanted,) if wanted != "auto" else ("peer", "hybrid", "p2p") if device.type == "cuda" else ("p2p",)
-    paths = [calibration_path(name, n, workload, transport, folder) for transport in transports]
-    return next((path for path in paths if path.is_file()), paths[0])
+    n, transport = config.parallelism.context_parallel_size, config.inference.transport
+    return find_calibration(name, n, _workload(config), transport, folder)
 
 
 def known_figures(config: Config, device: torch.device, folder: Path | None = None) -> Figures:
@@ -61,17 +58,7 @@ def agreed_figures(config: Config, device: torch.device) -> Figures:
     Raises:
         ValueError: as `known_figures`, on all ranks.
     """
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [known_figures(config, device)]
-        except ValueError as error:
-            answer = [error]
-    dist.broadcast_object_list(answer, src=0, device=device)
-    if isinstance(answer[0], ValueError):
-        raise answer[0]
-    figures: Figures = answer[0]
-    return figures
+    return on_rank_0(lambda: known_figures(config, device))
 
 
 def _workload(config: Config) -> Workload:

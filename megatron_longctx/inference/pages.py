@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class PagePool:
+class BlockPool:
     """Pages of one rank and how many sessions hold each; a page that nobody holds is free.
 
     Neighbouring pages are preferred, so that a session's tokens lie in few runs.

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from ..errors import refuse
+from .cache_manager import CacheFull
 from .engine import Generation, LongContextEngine, Session
-from .ledger import CacheFull
 from .prefixes import Prefix, common, longest, usable
 from .sampling import Sampling
 from .session import check_ids
@@ -148,9 +148,9 @@ class Scheduler:
         self._stuck = False  # all that wait have been looked at, and nothing has changed since
         settings = self.engine.settings = replace(self.engine.settings, evict=False)
         self._exact_chunk = settings.prefill_chunk if settings.exact else None
-        ledger, model = self.engine.ledger, self.engine.model
-        # Of a session's pages some are for what ranks may differ by (`CacheLedger.most_pages`).
-        self.bounds = Bounds((ledger.slots_per_rank - 2) * ledger.n, model.max_positions, model.vocab_size)
+        manager, model = self.engine.cache_manager, self.engine.model
+        # Of a session's pages some are for what ranks may differ by (`CacheManager.most_pages`).
+        self.bounds = Bounds((manager.slots_per_rank - 2) * manager.n, model.max_positions, model.vocab_size)
 
     @property
     def busy(self) -> bool:
@@ -231,7 +231,7 @@ class Scheduler:
             return False
         session = self._begin(prompt, found)
         pages = self._most_pages(session, request.tokens)
-        if pages > self.engine.ledger.pages_per_rank:  # a fork may be less even than a session of its own
+        if pages > self.engine.cache_manager.pages_per_rank:  # a fork may be less even than a session of its own
             self._drop(session)
             session = self.engine.open()
             pages = self._most_pages(session, request.tokens)
@@ -247,7 +247,7 @@ class Scheduler:
 
     def _is_coming(self, request: Request, cached: int) -> bool:
         """Whether a beginning of the prompt that is longer by a page a rank is being computed for another request."""
-        worth = cached + self.engine.ledger.page_tokens * self.engine.ledger.n
+        worth = cached + self.engine.cache_manager.page_tokens * self.engine.cache_manager.n
         for active in self._active.values():
             if active.left and active.request.salt == request.salt:
                 shared = min(common(request.prompt, active.request.prompt), len(request.prompt) - 1)
@@ -282,16 +282,16 @@ class Scheduler:
             session.close()
 
     def _most_pages(self, session: Session, tokens: int) -> int:
-        return self.engine.ledger.most_pages(session.number, tokens - session.cached_tokens)
+        return self.engine.cache_manager.most_pages(session.number, tokens - session.cached_tokens)
 
     def _fits(self, session: Session, pages: int) -> bool:
         """Whether all that are under way, and this one, can grow to their most; what they share is counted once."""
-        ledger = self.engine.ledger
+        manager = self.engine.cache_manager
         most = {active.session.number: active.pages for active in self._active.values()} | {session.number: pages}
         return all(
-            ledger.held_pages(most, rank) + sum(p - ledger.num_pages(s, rank) for s, p in most.items())
-            <= ledger.pages_per_rank
-            for rank in range(ledger.n)
+            manager.held_pages(most, rank) + sum(p - manager.num_pages(s, rank) for s, p in most.items())
+            <= manager.pages_per_rank
+            for rank in range(manager.n)
         )
 
     def _prefill(self) -> None:

@@ -36,7 +36,7 @@ class Session:
 
     @property
     def cached_tokens(self) -> int:
-        return 0 if self.closed else self._engine.ledger.length(self.number)
+        return 0 if self.closed else self._engine.cache_manager.length(self.number)
 
     @property
     def exact_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""How the new tokens of a turn are cut into shares, one for every rank."""
+"""How the new tokens of a chunk are cut into shares, one for every rank."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 from .sampling import Sampling
@@ -22,14 +23,11 @@ def run_prompts(engine: LongContextEngine, most: int) -> None:
     for length in _LENGTHS:
         if length + 1 > most:
             return
-        session = engine.open()
-        try:
+        with closing(engine.open()) as session:
             session.append([0] * length)
             generation = engine.start(session, Sampling(max_new_tokens=2))
             for _ in range(2):
                 engine.step([generation])
-        finally:
-            session.close()
 
 
 def meet_rows(engine: LongContextEngine, sizes: Sequence[int], most: int) -> None:
@@ -42,11 +40,8 @@ def meet_rows(engine: LongContextEngine, sizes: Sequence[int], most: int) -> Non
         length = min(size, most)
         if length <= before:
             return
-        session = engine.open()
-        try:
+        with closing(engine.open()) as session:
             session.append([0] * length)
-        finally:
-            session.close()
 
 
 def meet_batches(engine: LongContextEngine, sizes: Sequence[int], pages: int) -> None:
@@ -58,9 +53,6 @@ def meet_batches(engine: LongContextEngine, sizes: Sequence[int], pages: int) ->
     for size in sizes:
         if size > pages:
             return
-        sessions = [engine.open() for _ in range(size)]
-        try:
+        with ExitStack() as opened:
+            sessions = [opened.enter_context(closing(engine.open())) for _ in range(size)]
             engine.append({session: [0] for session in sessions})
-        finally:
-            for session in sessions:
-                session.close()

@@ -6,18 +6,18 @@ all peers are read at once.
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_longctx.kernels.fused import fused
 from megatron_longctx.kernels.no_grad import no_grad
 
-logger = logging.getLogger(__name__)
+_fused = partial(fused, "batched_copy", "attention's copies, one by one,")
 
 MOST_BASES = 16
 """Different memories of one launch: what a kernel's arguments hold."""
@@ -73,14 +73,14 @@ class BatchedCopy:
     @no_grad
     def copy(self, key: Hashable, pairs: Sequence[Pair]) -> None:
         """Copy, on the caller's stream. No tensor of a launch is written and read by two of the copies."""
-        fused = _fused() if len(pairs) > 1 and pairs[0][0].is_cuda else None
-        if fused is None:
+        twin = _fused() if len(pairs) > 1 and pairs[0][0].is_cuda else None
+        if twin is None:
             for into, source in pairs:
                 copy(into, source)
             return
         plan = self._plan(key, pairs)
         for launch, table in plan.launches:
-            fused(launch, table, [pairs[lead // 2][lead % 2].data_ptr() for lead in launch.leads])
+            twin.copy_triton(launch, table, [pairs[lead // 2][lead % 2].data_ptr() for lead in launch.leads])
         for number in plan.left:
             copy(*pairs[number])
 
@@ -224,13 +224,3 @@ def _holds(tensor: Tensor, word: torch.dtype) -> bool:
     if last != 1 or tensor.data_ptr() % word.itemsize:
         return False
     return math.gcd(tensor.shape[-1], tensor.storage_offset(), *strides) % (word.itemsize // tensor.element_size()) == 0
-
-
-@functools.cache
-def _fused() -> Callable[[Launch, Tensor, Sequence[int]], None] | None:
-    try:
-        from megatron_longctx.kernels.batched_copy_triton import copy_triton
-    except ImportError as error:
-        logger.warning("attention's copies are made one by one, which is slower: triton cannot be imported (%s)", error)
-        return None
-    return copy_triton

@@ -4,6 +4,7 @@ fp16 and bf16, fewer KV heads natively, lse `(b, h, s, 1)` fp32; full calls and 
 every new shape, which takes tens of milliseconds or more: for few distinct shapes, and with a warm-up before timing.
 """
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +35,6 @@ class CudnnKernel(AttentionKernel):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        self._no_seed: dict[torch.device, Tensor] = {}
         # ATen's own selection passes cuDNN over for a single key and, in some versions on some GPUs, refuses a single
         # query.
         self._of_one = FlashKernel(deterministic=deterministic)
@@ -77,7 +77,7 @@ class CudnnKernel(AttentionKernel):
     def _backward(self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
         if _of_one(inputs):
             return self._of_one._backward(inputs, grad_out, out, lse)
-        no_seed = self._seed(inputs.q.device)
+        no_seed = _no_seed(inputs.q.device)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             # ATen looks up a cached plan by the layout of q, k and v alone (seen in torch 2.11; later sources add the
             # rest), so out, grad_out and lse always come in one layout: any other is read with the wrong strides.
@@ -100,14 +100,12 @@ class CudnnKernel(AttentionKernel):
         )
         return token_first(dq), token_first(dk), token_first(dv)
 
-    def _seed(self, device: torch.device) -> Tensor:
-        """Dropout's seed (and offset), which the op's arguments require and nothing reads without dropout.
 
-        A merged lse belongs to no single forward call, so there is none to pass on; made once per device.
-        """
-        if device not in self._no_seed:
-            self._no_seed[device] = torch.zeros((), dtype=torch.int64, device=device)
-        return self._no_seed[device]
+@functools.cache
+def _no_seed(device: torch.device) -> Tensor:
+    """Dropout's seed (and offset), which the op's arguments require and nothing reads without dropout: a merged lse
+    belongs to no single forward call, so there is none to pass on."""
+    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _of_one(inputs: BlockInputs) -> bool:

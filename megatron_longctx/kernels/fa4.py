@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_longctx.kernels.interface import BlockInputs, KernelRequest
 from megatron_longctx.kernels.limits import first_reason, on_rocm, too_old_gpu, wrong_device, wrong_dtype
 from megatron_longctx.kernels.packed import PackedKernel, Segments
+from megatron_longctx.schedules.calibration import cache_folder
 from megatron_longctx.schedules.kernel_calls import KernelCall
 from megatron_longctx.schedules.mask import FAR
 
@@ -141,4 +142,4 @@ def _interface() -> ModuleType:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_longctx" / "fa4"
+    return cache_folder() / "fa4"

@@ -3,6 +3,7 @@
 fp16 and bf16, fewer KV heads natively, packed segments, windows. About 60% of cuDNN's speed on Hopper.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -31,10 +32,6 @@ class FlashKernel(PackedKernel):
 
     name: ClassVar[str] = "flash"
     speed: ClassVar[dict[str, int]] = {"cuda": 20}
-
-    def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)
-        self._no_seed: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def why_not(self, request: KernelRequest) -> str | None:
         return first_reason(
@@ -69,20 +66,17 @@ class FlashKernel(PackedKernel):
         with _strictly(self.deterministic):
             found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
                 grad_out, inputs.q, inputs.k, inputs.v, out, lse, *_lengths(inputs, packed), 0.0, inputs.call.causal,
-                *self._seed(inputs.q.device), scale=inputs.scale, **_window(inputs.call),
+                *_no_seed(inputs.q.device), scale=inputs.scale, **_window(inputs.call),
             )  # fmt: skip
         return found
 
-    def _seed(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Dropout's generator state, which the op's arguments require and nothing reads without dropout.
 
-        A merged lse belongs to no single forward call, so there is none to pass on; made once per device.
-        """
-        if device not in self._no_seed:
-            state = torch.zeros(2, dtype=torch.int64, device=device).view(torch.uint64)
-            offset = torch.zeros((), dtype=torch.int64, device=device).view(torch.uint64)
-            self._no_seed[device] = (state, offset)
-        return self._no_seed[device]
+@functools.cache
+def _no_seed(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Dropout's generator state, which the op's arguments require and nothing reads without dropout: a merged lse
+    belongs to no single forward call, so there is none to pass on."""
+    state = torch.zeros(2, dtype=torch.int64, device=device).view(torch.uint64)
+    return state, torch.zeros((), dtype=torch.int64, device=device).view(torch.uint64)
 
 
 def _window(call: KernelCall) -> dict[str, Any]:

@@ -8,19 +8,18 @@ other tables. Results are partial: over the keys in these pages alone, to be mer
 
 from __future__ import annotations
 
-import functools
-import logging
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from megatron_longctx.kernels.fused import fused
 from megatron_longctx.kernels.interface import lse_dtype
 from megatron_longctx.kernels.quantize_kv import SCALE_BYTES, unpack_kv
 
-logger = logging.getLogger(__name__)
+_fused = partial(fused, "paged", "decoding")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the fused kernels take."""
@@ -99,21 +98,21 @@ def attend_pages(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packed
     """
     _check(q, cache, pages)
     found = PackedPartials.like(q)
-    fused = _fused() if q.is_cuda and q.dtype in DTYPES else None
+    twin = _fused() if q.is_cuda and q.dtype in DTYPES else None
     if q.numel():
-        (fused.attend_pages_triton if fused else attend_pages_torch)(q, cache, pages, scale, found)
+        (twin.attend_pages_triton if twin else attend_pages_torch)(q, cache, pages, scale, found)
     return found
 
 
 @torch.no_grad()
 def attend_shares(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
     """`attend_pages` before shares of the keys are merged: `[splits, B, h, d]` and `[splits, B, h]`."""
-    fused = _fused() if q.is_cuda and q.dtype in DTYPES and q.numel() else None
-    if fused is None:
+    twin = _fused() if q.is_cuda and q.dtype in DTYPES and q.numel() else None
+    if twin is None:
         found = attend_pages(q, cache, pages, scale)
         return PackedPartials(found.flat[None], *q.shape)
     _check(q, cache, pages)
-    return fused.attend_shares_triton(q, cache, pages, scale)  # type: ignore[no-any-return]
+    return twin.attend_shares_triton(q, cache, pages, scale)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -124,9 +123,9 @@ def merge_ranks(found: PackedPartials, out: Tensor) -> Tensor:
         found: of shapes `[n, B, h, d]` and `[n, B, h]`.
         out: `[B, h, d]` contiguous, any float dtype: is written and returned. 0 where no rank has keys.
     """
-    fused = _fused() if out.is_cuda and found.flat.dtype == torch.float32 else None
+    twin = _fused() if out.is_cuda and found.flat.dtype == torch.float32 else None
     if out.numel():
-        (fused.merge_ranks_triton if fused else merge_ranks_torch)(found, out)
+        (twin.merge_ranks_triton if twin else merge_ranks_torch)(found, out)
     return out
 
 
@@ -198,13 +197,3 @@ def _check(q: Tensor, cache: Tensor, pages: Pages) -> None:
             f"q is {q.dtype} with strides {q.stride()}, the cache {cache.dtype} with {cache.stride()}: expected one "
             "dtype, and heads whose elements lie side by side."
         )
-
-
-@functools.cache
-def _fused() -> ModuleType | None:
-    try:
-        from megatron_longctx.kernels import paged_triton
-    except ImportError as error:
-        logger.warning("decoding attends in plain PyTorch, which is slower: triton cannot be imported (%s)", error)
-        return None
-    return paged_triton

@@ -6,20 +6,20 @@ registers, and only the result is written.
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from megatron_longctx.kernels.fused import fused
 from megatron_longctx.kernels.no_grad import no_grad
 from megatron_longctx.kernels.strides import few_rows
 from megatron_longctx.schedules.totals import MOST_PARTIALS
 
-logger = logging.getLogger(__name__)
+_fused = partial(fused, "partials", "merging attention")
 
 
 class Partial(NamedTuple):
@@ -55,9 +55,9 @@ def merge_partials(partials: Sequence[Partial], out: Tensor, lse: Tensor) -> Non
     _check(partials)
     if out.numel() == 0:
         return
-    fused = _fused() if _fusable(partials, out) and lse.dtype == torch.float32 else None
-    if fused is not None:
-        fused(partials, out, lse)
+    twin = _fused() if _fusable(partials, out) and lse.dtype == torch.float32 else None
+    if twin is not None:
+        twin.combine_triton(partials, out, lse)
         return
     total = torch.zeros(out.shape, dtype=lse.dtype, device=out.device)
     total_lse = torch.full(lse.shape, -torch.inf, dtype=lse.dtype, device=lse.device)
@@ -82,9 +82,9 @@ def sum_partials(partials: Sequence[Partial], out: Tensor) -> None:
     _check(partials)
     if out.numel() == 0:
         return
-    fused = _fused() if _fusable(partials, out) else None
-    if fused is not None:
-        fused(partials, out, None)
+    twin = _fused() if _fusable(partials, out) else None
+    if twin is not None:
+        twin.combine_triton(partials, out, None)
         return
     double = out.dtype == torch.float64 or any(part.value.dtype == torch.float64 for part in partials)
     total = torch.zeros(out.shape, dtype=torch.float64 if double else torch.float32, device=out.device)
@@ -115,13 +115,3 @@ def _fusable(partials: Sequence[Partial], out: Tensor) -> bool:
     """CUDA, up to fp32, heads whose elements lie side by side, heads of tokens counted in 32 bits."""
     tensors = (out, *(part.value for part in partials))
     return few_rows(out) and all(x.is_cuda and x.stride(-1) == 1 and x.dtype != torch.float64 for x in tensors)
-
-
-@functools.cache
-def _fused() -> Callable[[Sequence[Partial], Tensor, Tensor | None], None] | None:
-    try:
-        from megatron_longctx.kernels.partials_triton import combine_triton
-    except ImportError as error:
-        logger.warning("merging attention in plain PyTorch, which is slower: triton cannot be imported (%s)", error)
-        return None
-    return combine_triton

@@ -16,16 +16,16 @@ so does one whose sum passes the largest number of `range_dtype`.
 
 from __future__ import annotations
 
-import functools
-import logging
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-logger = logging.getLogger(__name__)
+from megatron_longctx.kernels.fused import fused
+
+_fused = partial(fused, "quantize", "quantizing")
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -118,9 +118,9 @@ def quantize(x: Tensor, num_chunks: int, chunk: int, form: QuantFormat) -> Tenso
             f"most {num_chunks} x {chunk} elements in bf16, fp16 or fp32. Flatten, copy or convert it."
         )
     packed = torch.empty(num_chunks, form.message_bytes(chunk), dtype=torch.uint8, device=x.device)
-    fused = _fused(packed)
+    twin = _fused() if packed.is_cuda else None
     if packed.numel():
-        (fused.quantize if fused else _quantize_torch)(x, chunk, form, packed)
+        (twin.quantize if twin else _quantize_torch)(x, chunk, form, packed)
     return packed
 
 
@@ -133,9 +133,9 @@ def dequantize(packed: Tensor, chunk: int, form: QuantFormat, out: Tensor) -> Te
         out: `[N]` contiguous, N <= n * chunk, bf16, fp16 or fp32: is written and returned.
     """
     _check(packed, chunk, form)
-    fused = _fused(packed)
+    twin = _fused() if packed.is_cuda else None
     if out.numel():
-        (fused.dequantize if fused else _dequantize_torch)(packed, chunk, form, out)
+        (twin.dequantize if twin else _dequantize_torch)(packed, chunk, form, out)
     return out
 
 
@@ -148,9 +148,9 @@ def sum_quantized(packed: Tensor, chunk: int, form: QuantFormat, out: Tensor) ->
         out: `[chunk]` contiguous, bf16, fp16 or fp32: is written and returned.
     """
     _check(packed, chunk, form)
-    fused = _fused(packed)
+    twin = _fused() if packed.is_cuda else None
     if out.numel():
-        (fused.sum_quantized if fused else _sum_torch)(packed, chunk, form, out)
+        (twin.sum_quantized if twin else _sum_torch)(packed, chunk, form, out)
     return out
 
 
@@ -169,8 +169,8 @@ def requantize_sum(packed: Tensor, chunk: int, form: QuantFormat, to: QuantForma
     if (to.group_size, to.symmetric, to.range_dtype) != (form.group_size, form.symmetric, form.range_dtype):
         raise ValueError(f"to={to}: expected {form} with other bits at most. Change it to that.")
     summed = torch.empty(1, to.message_bytes(chunk), dtype=torch.uint8, device=packed.device)
-    if fused := _fused(packed):
-        fused.requantize_sum(packed, chunk, (form, to), summed)
+    if packed.is_cuda and (twin := _fused()):
+        twin.requantize_sum(packed, chunk, (form, to), summed)
     elif chunk:
         total = torch.empty(chunk, device=packed.device)
         _quantize_torch(_sum_torch(packed, chunk, form, total), chunk, to, summed)
@@ -286,17 +286,3 @@ def _sum_torch(packed: Tensor, chunk: int, form: QuantFormat, out: Tensor) -> Te
     for row in range(1, len(packed)):  # one after another, as the fused kernel does
         total += _unpacked(packed[row : row + 1], chunk, form)
     return out.copy_(total[0, :chunk])
-
-
-def _fused(tensor: Tensor) -> ModuleType | None:
-    return _triton_kernels() if tensor.is_cuda else None
-
-
-@functools.cache
-def _triton_kernels() -> ModuleType | None:
-    try:
-        from megatron_longctx.kernels import quantize_triton
-    except ImportError as error:
-        logger.warning("quantizing in plain PyTorch, which is slower: triton cannot be imported (%s)", error)
-        return None
-    return quantize_triton

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-from types import ModuleType
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from megatron_longctx.kernels.fused import fused
 from megatron_longctx.kernels.no_grad import no_grad
 
-logger = logging.getLogger(__name__)
+_fused = partial(fused, "quantize_kv", "packing keys and values")
 
 _LEVELS = 127
 SCALE_BYTES = torch.float32.itemsize
@@ -45,9 +44,9 @@ def pack_kv(k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
     if d % SCALE_BYTES:
         raise ValueError(f"head dimension {d}: expected a multiple of {SCALE_BYTES} for 8-bit keys and values.")
     packed = torch.empty(packed_shape(k), dtype=torch.uint8, device=k.device) if out is None else out
-    fused = _fused(packed)
+    twin = _fused() if packed.is_cuda else None
     if packed.numel():
-        (fused.pack_kv if fused else _pack_torch)(k, v, packed)
+        (twin.pack_kv if twin else _pack_torch)(k, v, packed)
     return packed
 
 
@@ -55,9 +54,9 @@ def pack_kv(k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
 def unpack_kv(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The keys and values of `pack_kv`, each `[t, b, g, d]` in `dtype`."""
     out = torch.empty(*packed.shape[:-1], packed.shape[-1] - SCALE_BYTES, dtype=dtype, device=packed.device)
-    fused = _fused(packed)
+    twin = _fused() if packed.is_cuda else None
     if out.numel():
-        (fused.unpack_kv if fused else _unpack_torch)(packed, out)
+        (twin.unpack_kv if twin else _unpack_torch)(packed, out)
     k, v = out.unbind(1)
     return k, v
 
@@ -77,17 +76,3 @@ def _pack_torch(k: Tensor, v: Tensor, packed: Tensor) -> None:
 def _unpack_torch(packed: Tensor, out: Tensor) -> None:
     d = out.shape[-1]
     out.copy_(packed[..., :d].view(torch.int8) * packed[..., d:].view(torch.float32))
-
-
-def _fused(tensor: Tensor) -> ModuleType | None:
-    return _triton_kernels() if tensor.is_cuda else None
-
-
-@functools.cache
-def _triton_kernels() -> ModuleType | None:
-    try:
-        from megatron_longctx.kernels import quantize_kv_triton
-    except ImportError as error:
-        logger.warning("packing keys and values in plain PyTorch, slowly: triton cannot be imported (%s)", error)
-        return None
-    return quantize_kv_triton

@@ -32,24 +32,10 @@ def _place(num_rows, batch, heads, ROWS: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=["packed"])  # type: ignore[untyped-decorator]
 def _pack_kernel(  # type: ignore[no-untyped-def]
-    k,
-    v,
-    packed,
-    num_rows,
-    batch,
-    heads,
-    k_t,
-    k_b,
-    k_h,
-    k_d,
-    v_t,
-    v_b,
-    v_h,
-    v_d,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
+    k, v, packed, num_rows, batch, heads,
+    k_t, k_b, k_h, k_d, v_t, v_b, v_h, v_d,
+    D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     _, inside, t, b, h = _place(num_rows, batch, heads, ROWS)
     col = tl.arange(0, COLS)[None, :]
     mask = inside[:, None] & (col < D)
@@ -72,19 +58,9 @@ def _pack_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=["packed"])  # type: ignore[untyped-decorator]
 def _unpack_kernel(  # type: ignore[no-untyped-def]
-    packed,
-    out,
-    num_rows,
-    batch,
-    heads,
-    packed_t,
-    packed_second,
-    packed_b,
-    packed_h,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
+    packed, out, num_rows, batch, heads, packed_t, packed_second, packed_b, packed_h,
+    D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     _, inside, t, b, h = _place(num_rows, batch, heads, ROWS)
     col = tl.arange(0, COLS)[None, :]
     mask = inside[:, None] & (col < D)

@@ -53,18 +53,9 @@ def _store_end(at, end, inside, SHORT: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit  # type: ignore[untyped-decorator]
 def unpack_add(  # type: ignore[no-untyped-def]
-    a,
-    b,
-    values,
-    ends,
-    group,
-    groups,
-    inside,
-    BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    SHORT: tl.constexpr,
-    HALF: tl.constexpr,
-):
+    a, b, values, ends, group, groups, inside,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     """Add what the groups `group` of one message hold to the two halves a and b, `[ROWS, HALF]` fp32."""
     LEVELS: tl.constexpr = 2**BITS - 2 if SYMMETRIC else 2**BITS - 1
     ZERO: tl.constexpr = LEVELS // 2 if SYMMETRIC else 0
@@ -140,17 +131,9 @@ def quantized(a, b, in_a, in_b, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHO
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_quantized(  # type: ignore[no-untyped-def]
-    packed,
-    values,
-    ends,
-    group,
-    groups,
-    inside,
-    BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    SHORT: tl.constexpr,
-    HALF: tl.constexpr,
-):
+    packed, values, ends, group, groups, inside,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     """Store what `quantized` gave into groups of one message each."""
     first, second, low, high = packed
     if BITS == 8:
@@ -170,21 +153,9 @@ def store_quantized(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def _quantize_kernel(  # type: ignore[no-untyped-def]
-    x,
-    values,
-    ends,
-    numel,
-    num_chunks,
-    chunk,
-    groups,
-    value_row,
-    end_row,
-    BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    SHORT: tl.constexpr,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    x, values, ends, numel, num_chunks, chunk, groups, value_row, end_row,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # 32 bits are divided faster, places need 64
     row = (index // groups).to(tl.int64)
     group = (index % groups).to(tl.int64)
@@ -203,22 +174,9 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def _unpack_kernel(  # type: ignore[no-untyped-def]
-    values,
-    ends,
-    out,
-    numel,
-    num_chunks,
-    chunk,
-    groups,
-    value_row,
-    end_row,
-    count,
-    BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    SHORT: tl.constexpr,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    values, ends, out, numel, num_chunks, chunk, groups, value_row, end_row, count,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Chunk r of out is the sum of the `count` messages from r on."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # 32 bits are divided faster, places need 64
     row = (index // groups).to(tl.int64)
@@ -240,22 +198,10 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def _requantize_kernel(  # type: ignore[no-untyped-def]
-    values,
-    ends,
-    to_values,
-    to_ends,
-    chunk,
-    groups,
-    value_row,
-    end_row,
-    count,
-    BITS: tl.constexpr,
-    TO_BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    SHORT: tl.constexpr,
-    HALF: tl.constexpr,
+    values, ends, to_values, to_ends, chunk, groups, value_row, end_row, count,
+    BITS: tl.constexpr, TO_BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SHORT: tl.constexpr, HALF: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = group < groups
     a = tl.zeros([ROWS, HALF], tl.float32)

@@ -4,18 +4,17 @@ Plain operations read and write their tensors several times over, and what `torc
 shape: prompts have a new one every time.
 """
 
-import functools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from megatron_longctx.kernels.fused import fused
 
-_FUSED = (torch.float32, torch.bfloat16, torch.float16)
+_fused = partial(fused, "rotate", "RoPE")
 
-Rotate = Callable[[Sequence[Tensor], Tensor, Tensor, bool, bool], list[Tensor]]
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
@@ -36,8 +35,9 @@ def rotate(
         rounded once.
     """
     x = tensors[0]
-    fused = _fused_rotate() if x.is_cuda and _fusable(tensors, cos, sin) else None
-    return (fused or rotate_torch)(tensors, cos, sin, interleaved, inverse)
+    twin = _fused() if x.is_cuda and _fusable(tensors, cos, sin) else None
+    turned: list[Tensor] = (twin.rotate_triton if twin else rotate_torch)(tensors, cos, sin, interleaved, inverse)
+    return turned
 
 
 def rotate_torch(tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> list[Tensor]:
@@ -61,14 +61,4 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def _fusable(tensors: Sequence[Tensor], cos: Tensor, sin: Tensor) -> bool:
     """What the fused kernel takes."""
     angles = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
-    return angles and all(x.dtype in _FUSED and x.stride(-1) == 1 and x.numel() for x in tensors)
-
-
-@functools.cache
-def _fused_rotate() -> Rotate | None:
-    try:
-        from megatron_longctx.kernels.rotate_triton import rotate_triton
-    except ImportError as error:
-        logger.warning("RoPE in plain PyTorch, which is slower: triton cannot be imported (%s)", error)
-        return None
-    return rotate_triton
+    return angles and all(x.dtype in _DTYPES and x.stride(-1) == 1 and x.numel() for x in tensors)

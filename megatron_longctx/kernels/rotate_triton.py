@@ -15,22 +15,10 @@ _HEADS = 16
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn_heads(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    first,
-    heads,
-    group,
-    group_stride,
-    head_stride,
-    head_dim,
-    half,
-    c,
-    s,
-    INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    x, out, first, heads, group, group_stride, head_stride,
+    head_dim, half, c, s,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     head = first + tl.arange(0, HEADS)
     there = head < heads
     of_group = (head // group).to(tl.int64) * group_stride
@@ -55,33 +43,11 @@ def _turn_heads(  # type: ignore[no-untyped-def]
 # Not compiled anew for the batch, which no vector load needs to be a multiple of 16.
 @triton.jit(do_not_specialize=["batch"])  # type: ignore[untyped-decorator]
 def _rotate_kernel(  # type: ignore[no-untyped-def]
-    x,
-    x_out,
-    x_heads,
-    x_group,
-    x_s,
-    x_b,
-    x_g,
-    x_h,
-    y,
-    y_out,
-    y_heads,
-    y_group,
-    y_s,
-    y_b,
-    y_g,
-    y_h,
-    cos,
-    sin,
-    batch,
-    head_dim,
-    half,
-    INVERSE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    x, x_out, x_heads, x_group, x_s, x_b, x_g, x_h,
+    y, y_out, y_heads, y_group, y_s, y_b, y_g, y_h,
+    cos, sin, batch, head_dim, half,
+    INVERSE: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     # 64-bit, because a million tokens of many heads pass 2**31 elements.
     row = tl.program_id(0).to(tl.int64)
     token = (tl.program_id(0) // batch).to(tl.int64)

@@ -33,12 +33,13 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ..comm import from_all, on_rank_0
 from . import checkpoint_digests, checkpoint_folder, checkpoint_optimizer, checkpoint_reader
 from .checkpoint_check import REMEDY, Damaged, examine, reason, with_remedy
 from .checkpoint_folder import TRACKER, iteration_directory, latest
 from .checkpoint_writer import InProcessSaveStrategy
 
-__all__ = ("TRACKER", "Loaded", "Saved", "TrainingState", "check", "latest", "load", "on_rank_zero", "save")
+__all__ = ("TRACKER", "Loaded", "Saved", "TrainingState", "check", "latest", "load", "save")
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
@@ -113,14 +114,14 @@ def save(
     extra, fingerprint = _jsonable("extra", extra), _jsonable("fingerprint", state.fingerprint)
     final = iteration_directory(directory, iteration)
     partial = final.with_name(final.name + ".partial")
-    on_rank_zero(lambda: checkpoint_folder.start(partial))
+    on_rank_0(lambda: checkpoint_folder.start(partial))
     _finish_parameter_gather(state.models)
     sharded = _sharded_state_dict(state, is_loading=False, with_rng=True)
     sharded |= {"iteration": iteration, "extra": extra}
     content = {"fingerprint": fingerprint, "layout": _layout(), "optimizer": checkpoint_optimizer.kind(state.optimizer)}
     try:
         digests = _write(partial, sharded, content)
-        on_rank_zero(lambda: checkpoint_folder.publish(partial, final, digests, keep))
+        on_rank_0(lambda: checkpoint_folder.publish(partial, final, digests, keep))
     except BaseException:
         if dist.get_rank() == 0:  # it takes room that a full disk does not have
             shutil.rmtree(partial, ignore_errors=True)
@@ -195,13 +196,13 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None)
 
 def _examine_together(directory: Path, iteration: int | None) -> tuple[Path, dict[str, Any]]:
     """See that a checkpoint is whole, each rank a part of its files; its directory, and its content without tensors."""
-    number = on_rank_zero(lambda: latest(directory)) if iteration is None else iteration
+    number = on_rank_0(lambda: latest(directory)) if iteration is None else iteration
     if number is None:
         raise ValueError(f"{directory} has no {TRACKER}, expected a checkpoint: give the directory of a finished save")
     try:
-        path, common = examine(directory, number, on_rank_zero, _damage)
+        path, common = examine(directory, number, on_rank_0, _damage)
     except Damaged as error:
-        raise with_remedy(error, directory, number, on_rank_zero, _damage) from error
+        raise with_remedy(error, directory, number, on_rank_0, _damage) from error
     if dist.get_rank() == 0 and not checkpoint_digests.exist(path):
         _logger.warning("%s was saved without digests: damage to it may go unnoticed", path)
     return path, common
@@ -275,24 +276,6 @@ def _set_rng(states: Mapping[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(states["tracker"])
 
 
-def on_rank_zero(work: Callable[[], _T]) -> _T:
-    """Do file work on rank 0 and give its result, or its failure, to every rank: none is left waiting."""
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = work()
-        except (ValueError, OSError) as error:
-            outcome[1] = error
-        except Exception as error:
-            # Only exceptions that survive pickling may travel.
-            outcome[1] = RuntimeError(f"on rank 0: {error!r}")
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    result: _T = outcome[0]
-    return result
-
-
 def _on_every_rank(work: Callable[[], _T]) -> list[_T]:
     """What every rank's ``work`` gives, by rank, or the first failure of reading or writing, to every rank."""
     mine: Any
@@ -300,8 +283,7 @@ def _on_every_rank(work: Callable[[], _T]) -> list[_T]:
         mine = work()
     except OSError as error:
         mine = error
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found = from_all(dist.group.WORLD, mine)
     for outcome in found:
         if isinstance(outcome, OSError):
             raise outcome

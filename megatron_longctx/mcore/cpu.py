@@ -179,55 +179,40 @@ def _adjust_moe() -> None:
         _replace(moe_utils, "te_general_gemm", None)
 
 
-class _CpuStream:
-    """A stream on which everything has already happened, since CPU operations return when they are done."""
+class _Done:
+    """What has happened already, since CPU operations return when they are done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        self._seconds = time.perf_counter()
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait(self, other: Any = None) -> None:
         """Nothing to wait for."""
 
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    synchronize = wait
 
     def query(self) -> bool:
-        """Always done."""
         return True
+
+
+class _CpuEvent(_Done):
+    """Remembers the wall-clock time of its recording."""
+
+    def record(self, stream: Any = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end_event: _CpuEvent) -> float:
+        """Milliseconds from this event to ``end_event``."""
+        return (end_event._seconds - self._seconds) * 1000.0
+
+
+class _CpuStream(_Done):
+    wait_stream = wait_event = _Done.wait
 
     def record_event(self, event: _CpuEvent | None = None) -> _CpuEvent:
         """The given or a new event, recorded now."""
         event = event or _CpuEvent()
         event.record()
         return event
-
-
-class _CpuEvent:
-    """An event that remembers the wall-clock time of its recording."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._seconds = time.perf_counter()
-
-    def record(self, stream: Any = None) -> None:
-        """Record now."""
-        self._seconds = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """Always done."""
-        return True
-
-    def elapsed_time(self, end_event: _CpuEvent) -> float:
-        """Milliseconds from this event to ``end_event``."""
-        return (end_event._seconds - self._seconds) * 1000.0
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:

@@ -23,12 +23,12 @@ from ..comm.crossover import Crossover
 from ..comm.reduction import ReductionPolicy
 from ..config import Config, ParallelismConfig, RecomputeConfig
 from ..errors import refuse
+from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CachedAttention, CacheShape
 from ..inference.choice import Chooser
 from ..inference.decode import DecodeSettings
 from ..inference.engine import EngineSettings, LongContextEngine
 from ..inference.figures import agreed_figures
-from ..inference.ledger import CacheLedger
 from . import checkpoint
 from .direct import Attend, DirectLayer, why_not_direct
 from .model import build_model, fingerprint, padded_vocab_size, transformer_config
@@ -220,16 +220,16 @@ def build_engine(
         state = checkpoint.TrainingState([gpt], fingerprint=fingerprint(config, vocab_size))
         checkpoint.load(checkpoints, state, iteration=iteration)
     model, inference, n = config.model, config.inference, groups.cp.size()
-    ledger = CacheLedger(n, pages_per_rank(config), inference.page_tokens)
+    manager = CacheManager(n, pages_per_rank(config), inference.page_tokens)
     attention = CachedAttention(
-        groups.cp, _cache_shape(config), ledger.slots_per_rank, device, config.attention.kernel, inference.transport
+        groups.cp, _cache_shape(config), manager.slots_per_rank, device, config.attention.kernel, inference.transport
     )
     learned = model.position_embedding == "learned"
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)
     chooser = Chooser(agreed_figures(config, device), inference.mode, inference.rule if n > 1 else "bytes")
     decode = DecodeSettings(inference.decode, inference.cuda_graphs)
     settings = EngineSettings(inference.prefill_chunk, inference.evict, inference.exact_reuse, decode)
-    return LongContextEngine(cached, ledger, chooser, settings), tokenizer
+    return LongContextEngine(cached, manager, chooser, settings), tokenizer
 
 
 def check_cache(config: Config, capacity: int) -> None:

@@ -11,11 +11,17 @@ from torch import Tensor
 from ..attention import AttentionResult
 
 
-class Kept(Protocol):
-    """A result that waits."""
+class Kept:
+    """A result that waits where it is."""
+
+    def __init__(self, result: AttentionResult) -> None:
+        self._here: AttentionResult | None = result
 
     def take(self) -> AttentionResult:
         """The result, ready for the current stream. Once only."""
+        result, self._here = self._here, None
+        assert result is not None, "a result is taken once"
+        return result
 
 
 class Store(Protocol):
@@ -29,7 +35,7 @@ class DeviceStore:
     """Leaves results where they are."""
 
     def keep(self, result: AttentionResult) -> Kept:
-        return _Held(result)
+        return Kept(result)
 
 
 class HostStore:
@@ -61,26 +67,16 @@ class HostStore:
         return self._streams[device]
 
 
-class _Held:
-    def __init__(self, result: AttentionResult) -> None:
-        self._result: AttentionResult | None = result
-
-    def take(self) -> AttentionResult:
-        result, self._result = self._result, None
-        assert result is not None, "a result is taken once"
-        return result
-
-
-class _OnHost:
+class _OnHost(Kept):
     """A result on its way to the host, there, or on its way back."""
 
     def __init__(
         self, result: AttentionResult, stream: torch.cuda.Stream | None, before: weakref.ref[_OnHost] | None
     ) -> None:
+        super().__init__(result)
         self._device = result.out.device
         self._stream = stream
         self._before = before
-        self._here: AttentionResult | None = result
         self._arrived: torch.cuda.Event | None = None
         self._host = AttentionResult(*self._copied(result, to_host=True))
 
@@ -94,9 +90,7 @@ class _OnHost:
             before._fetch()
         if self._arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arrived)
-        result, self._here = self._here, None
-        assert result is not None, "a result is taken once"
-        return result
+        return super().take()
 
     def _fetch(self) -> None:
         if self._here is None:

@@ -41,6 +41,13 @@ def calibration_path(device: str, ranks: int, workload: Workload, transport: str
     return (folder or cache_folder()) / f"{name}-{ranks}ranks-{transport}-{shape}.json"
 
 
+def find_calibration(device: str, ranks: int, workload: Workload, transport: str, folder: Path | None = None) -> Path:
+    """As `calibration_path`, of a transport as it is configured: for `auto` on GPUs the first file that there is."""
+    names = (transport,) if transport != "auto" else ("p2p",) if device == "cpu" else ("peer", "hybrid", "p2p")
+    paths = [calibration_path(device, ranks, workload, name, folder) for name in names]
+    return next((path for path in paths if path.is_file()), paths[0])
+
+
 def save_calibration(calibration: Calibration, path: Path) -> None:
     """Write it; a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,7 @@
 - `cluster`: a `Cluster` says how ranks are wired; `Cluster.route(a, b)` says which shared resources a message from a to
   b occupies, at what rate and latency. `load_cluster` reads one from YAML, `save_cluster` writes one.
 - `hamiltonian`, `latin`, `rainbow`: complete digraphs cut into edge-disjoint Hamiltonian cycles and paths.
-- `multi_node`: the rings of u nodes of m ranks; `choose`: the rings that suit a cluster, with the reason.
-- `routing`: which block a rank holds at which step of a ring.
+- `rings`: the rings of u nodes of m ranks, and those that suit a cluster.
 - `measured`, `measure`: a running process group turned into a `Cluster`. Only `measure` knows torch; import it by name.
 
 To add a cluster: write `recipes/cluster/NAME.yaml` after one that stands there (every key is a field of the dataclasses
@@ -12,7 +11,6 @@ in `cluster.py`; say in a comment where each figure comes from), or measure one.
 direction as a message of tens of MiB gets them, latencies are seconds per message, software included.
 """
 
-from .choose import RingChoice, choose_rings, rings_for, seconds_per_gib
 from .cluster import (
     Cluster,
     Device,
@@ -29,8 +27,7 @@ from .cluster import (
 from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
 from .latin import row_complete_latin_square
 from .measured import Measured, Ping, Sample, to_cluster
-from .multi_node import multi_node_rings
-from .routing import Ring, Rings, Routing, held, holder, predecessors, successors
+from .rings import Rings, multi_node_rings, rings_for, seconds_per_gib
 
 __all__ = [
     "Cluster",
@@ -40,27 +37,19 @@ __all__ = [
     "Network",
     "Ping",
     "Resource",
-    "Ring",
-    "RingChoice",
     "Rings",
     "Route",
-    "Routing",
     "Sample",
     "Switch",
     "as_data",
-    "choose_rings",
     "cluster_from",
     "hamiltonian_cycles",
     "hamiltonian_paths",
-    "held",
-    "holder",
     "load_cluster",
     "multi_node_rings",
-    "predecessors",
     "rings_for",
     "row_complete_latin_square",
     "save_cluster",
     "seconds_per_gib",
-    "successors",
     "to_cluster",
 ]

@@ -10,7 +10,7 @@ from ..config import Config, ParallelismConfig, mode_options, token_unit, worklo
 from ..errors import refuse
 from ..metrics.environment import environment
 from ..schedules import Costs, Takes, Target
-from ..schedules.calibration import calibration_path, load_calibration
+from ..schedules.calibration import find_calibration, load_calibration
 from ..schedules.mask import causal
 from ..schedules.select import Problem, select, table
 from ..topology import Cluster, load_cluster
@@ -65,16 +65,9 @@ def settled(config: Config, folder: Path | None = None) -> Config:
 
 def _figures(config: Config, folder: Path | None) -> tuple[Cluster, Costs | None, str]:
     par = config.parallelism
-    on_cpu = device_type(config) == "cpu"
-    device = "cpu" if on_cpu else str(environment()["device"])
-    wanted = config.attention.transport
-    transports = ("peer", "hybrid", "p2p") if wanted == "auto" else (wanted,)
-    if on_cpu:
-        transports = ("p2p",)
-    paths = [
-        calibration_path(device, par.context_parallel_size, workload_of(config), name, folder) for name in transports
-    ]
-    path = next((path for path in paths if path.is_file()), paths[0])
+    device = "cpu" if device_type(config) == "cpu" else str(environment()["device"])
+    n, transport = par.context_parallel_size, config.attention.transport
+    path = find_calibration(device, n, workload_of(config), transport, folder)
     if path.is_file():
         calibration = load_calibration(path)
         return calibration.cluster, calibration.costs, str(path)

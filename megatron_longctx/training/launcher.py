@@ -24,6 +24,7 @@ from ..comm.local_ranks import stopped_ranks, with_cause
 from ..comm.rendezvous import Placement
 from ..compose import compose_config, config_of
 from ..config import Config
+from ..errors import JobFailed
 from . import worker
 from .run_folder import RunFolder
 from .run_lock import RunLock
@@ -37,19 +38,14 @@ _KILL_AFTER_S = 5.0
 _LET_RANK_ZERO_SPEAK_S = 3.0
 
 
-class JobFailed(RuntimeError):
-    """A rank failed; the message is that rank's own."""
-
-
 def placement(env: dict[str, str]) -> Placement | None:
     """Who this process is under torchrun or inside a Slurm step of several tasks; None when it has to start the ranks.
 
     Raises:
         ValueError: a Slurm step without MASTER_ADDR and MASTER_PORT.
     """
-    if "RANK" in env and "WORLD_SIZE" in env:
-        world, here = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", "1"))
-        return Placement(int(env["RANK"]), world, int(env.get("LOCAL_RANK", "0")), here, one_host=here == world)
+    if (started := Placement.of_torchrun(env)) is not None:
+        return started
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in env:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import names
+from ..comm import on_rank_0
 from ..config import Config
 from ..mcore import checkpoint, groups, model, optimizer
 from ..mcore.data import TrainingData, micro_batches
@@ -62,7 +63,7 @@ class Trainer:
         tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
         self.vocab_size = model.padded_vocab_size(config.model, tokenizer.vocab_size)
         self.data = TrainingData(config, tokenizer, self.vocab_size)
-        self.identity = checkpoint.on_rank_zero(lambda: identity(config, tokenizer))
+        self.identity = on_rank_0(lambda: identity(config, tokenizer))
         self.sequence = build_sequence(config, self.groups.cp)
         self._build()
         dp_size = self.groups.dp.size()
@@ -112,23 +113,10 @@ class Trainer:
             overlap_grad_reduce=par.overlap_grad_reduce,
             overlap_param_gather=par.overlap_param_gather,
         )
-        optim = config.optim
-        settings = optimizer.OptimizerSettings(
-            lr=optim.lr,
-            min_lr=optim.min_lr,
-            warmup_steps=optim.warmup_steps,
-            decay_steps=optim.decay_steps or config.train.steps,
-            decay_style=optim.decay_style,
-            weight_decay=optim.weight_decay,
-            beta1=optim.beta1,
-            beta2=optim.beta2,
-            eps=optim.eps,
-            clip_grad=optim.clip_grad,
-            distributed=optim.distributed,
-            bf16=config.train.precision == "bf16",
+        self.optimizer = optimizer.build_optimizer(self.models, config.optim, self.groups)
+        self.scheduler = optimizer.build_scheduler(
+            self.optimizer, config.optim, config.train.steps, config.train.global_batch_size
         )
-        self.optimizer = optimizer.build_optimizer(self.models, settings, self.groups)
-        self.scheduler = optimizer.build_scheduler(self.optimizer, settings, config.train.global_batch_size)
         optimizer.connect(megatron, self.models, self.optimizer)
 
     def _one_step(self) -> StepResult:

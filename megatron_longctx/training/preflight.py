@@ -99,7 +99,7 @@ def check(config: Config, world_size: int) -> int | None:
     return resumed.iteration
 
 
-def _host_bytes(world_size: int) -> int:
+def host_bytes(world_size: int) -> int:
     """Memory of this host for each of its ranks."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
@@ -107,7 +107,7 @@ def _host_bytes(world_size: int) -> int:
 
 def _check_host(config: Config, world_size: int) -> None:
     """Refuse more ranks, or larger batches of samples, than this host's memory can hold."""
-    train, host = config.train, _host_bytes(world_size)
+    train, host = config.train, host_bytes(world_size)
     if host < _RANK_BYTES:
         expected = f"ranks of at least {_RANK_BYTES >> 20} MiB each on this host, which has {host >> 20} for each"
         raise refuse("world size", world_size, expected, "Lower the parallelism sizes or train.num_processes.")
@@ -138,11 +138,11 @@ def _check_memory(config: Config, world_size: int, vocab_size: int, device: str)
     on_gpus = device == "cuda"
     job = memory.Job(config, vocab_size, data_parallel_size(config, world_size), fused=on_gpus)
     if on_gpus:
-        host = _host_bytes(min(world_size, torch.cuda.device_count()))
+        host = host_bytes(min(world_size, torch.cuda.device_count()))
         logger.info(memory.summary(job))
         warning = memory.check(job, torch.cuda.get_device_properties(0).total_memory, host)
     else:
-        warning = memory.check(job, _host_bytes(world_size))
+        warning = memory.check(job, host_bytes(world_size))
     if warning:
         logger.warning(warning)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 from collections.abc import Callable
@@ -14,8 +13,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
 from ..comm.local_ranks import run_ranks
-from ..errors import refuse
-from .launcher import JobFailed
+from ..comm.rendezvous import Placement, join
+from ..errors import JobFailed, refuse
 
 _TIMEOUT_S = 1800.0
 
@@ -39,8 +38,8 @@ class Where:
         if device == "cuda" and not cuda:
             raise refuse("device", device, "a CUDA device here; torch sees none", "Use CPUs.")
         gpus = torch.cuda.device_count() if cuda else 0
-        started = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else None
-        count = started or ranks or gpus or 2
+        started = Placement.of_torchrun(os.environ)
+        count = started.world_size if started else ranks or gpus or 2
         if count < least:
             raise refuse("ranks", count, f"{least} or more", "What is measured needs so many.")
         if cuda and started is None and count > gpus:
@@ -67,9 +66,10 @@ def start(where: Where, fn: Callable[..., Any], *args: Any) -> Any:
         ValueError: what a rank refused.
         JobFailed: a rank failed otherwise.
     """
+    place = Placement.of_torchrun(os.environ)
+    if place is not None:
+        return _joined(place, where, fn, *args)
     backend = "nccl" if where.device == "cuda" else "gloo"
-    if _under_torchrun():
-        return _joined(backend, fn, *args)
     if where.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
@@ -83,18 +83,11 @@ def start(where: Where, fn: Callable[..., Any], *args: Any) -> Any:
         raise JobFailed(str(error)) from error
 
 
-def _under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def _joined(backend: str, fn: Callable[..., Any], *args: Any) -> Any:
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=_TIMEOUT_S))
-    rank = dist.get_rank()
-    result = fn(rank, *args)
+def _joined(place: Placement, where: Where, fn: Callable[..., Any], *args: Any) -> Any:
+    join(place, None, _TIMEOUT_S, cuda=where.device == "cuda")
+    result = fn(place.rank, *args)
     dist.barrier()
     dist.destroy_process_group()
-    if rank:
+    if place.rank:
         sys.exit(0)
     return result

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx.schedules.cost import Workload
-from megatron_longctx.testing.jobs import PATIENCE_S
 from megatron_longctx.topology import Cluster, Mesh, Network, Switch
+from tests.shared.jobs import PATIENCE_S
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 emulate = importlib.import_module("analysis.network.emulate")

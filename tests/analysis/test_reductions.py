@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.testing.jobs import PATIENCE_S
 from megatron_longctx.topology import Cluster, Mesh, Network
+from tests.shared.jobs import PATIENCE_S
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 emulate = importlib.import_module("analysis.network.emulate")

@@ -8,7 +8,7 @@ import yaml
 
 from analysis.training_cases import main, read_cases
 from megatron_longctx.files import bundled
-from megatron_longctx.testing.training import tiny_corpus
+from tests.shared.training import tiny_corpus
 
 FILES = sorted((bundled("analysis") / "cases").glob("*.yaml"))
 

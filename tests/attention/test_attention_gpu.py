@@ -24,9 +24,9 @@ from megatron_longctx.layout import Layout
 from megatron_longctx.schedules import MODES, Mask, ModeOptions, Target
 from megatron_longctx.schedules.mask import documents
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.plans import helper_plan
 from megatron_longctx.testing.references import dense_attention, random_qkv, shard, visible
 from megatron_longctx.testing.tolerances import assert_as_good_as
+from tests.shared.plans import helper_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

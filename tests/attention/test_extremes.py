@@ -14,8 +14,8 @@ from megatron_longctx.kernels.paged import PackedPartials, merge_ranks
 from megatron_longctx.kernels.partials import Partial, merge_partials
 from megatron_longctx.schedules import MODES, ModeOptions, build_plan
 from megatron_longctx.testing.references import dense_attention, kernel_attention, random_qkv
-from megatron_longctx.testing.threads import Inputs, attend
 from megatron_longctx.testing.tolerances import assert_as_good_as, lse_rounding, relative_error
+from tests.shared.threads import Inputs, attend
 
 LENGTH, HEADS, DIM = 128, 4, 16
 OFFSETS = (0.0, 1e2, 1e3)

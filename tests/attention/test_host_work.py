@@ -18,7 +18,7 @@ from megatron_longctx.attention.function import shapes_of
 from megatron_longctx.attention.run import Run
 from megatron_longctx.comm import BufferPool, Exchange
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.ledger import CacheLedger
+from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.kernels import AttentionKernel
 from megatron_longctx.kernels.batched_copy import BatchedCopy
 from megatron_longctx.schedules import (
@@ -229,10 +229,10 @@ PREFILLS = {
 @pytest.mark.parametrize("case", PREFILLS, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_a_layer_of_a_prefill_is_few_operations(case: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     name, n = case
-    ledger = CacheLedger(n, 512, 16)
-    session = ledger.open()
-    ledger.append({session: 1024})
-    layer = Layer(Batch(n, ledger.slots_per_rank, ledger.append({session: 256})).plan(name), 1)
+    manager = CacheManager(n, 512, 16)
+    session = manager.open()
+    manager.append({session: 1024})
+    layer = Layer(Batch(n, manager.slots_per_rank, manager.append({session: 256})).plan(name), 1)
     found = counted(lambda: layer.forward().result(Kind.OUT), monkeypatch)
     merges, launches, views = PREFILLS[case]
     assert found.merges <= merges and found.launches <= launches and found.views <= views, found
@@ -339,10 +339,10 @@ def test_what_is_kept_is_every_pass_s_own() -> None:
 
 def test_ranks_meet_once_for_a_batch_over_peer_memory() -> None:
     """All its layers go by what was agreed on for the first."""
-    ledger = CacheLedger(4, 512, 16)
-    session, engine, channels = ledger.open(), None, 0
+    manager = CacheManager(4, 512, 16)
+    session, engine, channels = manager.open(), None, 0
     for number in range(1, 4):
-        plan = Batch(4, ledger.slots_per_rank, ledger.append({session: 100 * number})).plan("pass_q")
+        plan = Batch(4, manager.slots_per_rank, manager.append({session: 100 * number})).plan("pass_q")
         layer = Layer(plan, 1, True, engine)
         for _ in range(3):
             layer.forward()

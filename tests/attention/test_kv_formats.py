@@ -18,8 +18,8 @@ from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_k
 from megatron_longctx.schedules import MODES, ModeOptions, build_plan
 from megatron_longctx.schedules.mask import Mask, causal, documents, full
 from megatron_longctx.testing.references import dense_attention, random_qkv, visible
-from megatron_longctx.testing.threads import Inputs, attend
 from megatron_longctx.testing.tolerances import relative_error
+from tests.shared.threads import Inputs, attend
 
 LENGTH = 52
 SAID: dict[str, Any] = {"lengths": [30, 22], "window": (17, None)}

@@ -37,10 +37,10 @@ from megatron_longctx.schedules import (
 )
 from megatron_longctx.schedules.mask import FAR, documents
 from megatron_longctx.schedules.modes import outer_modes
-from megatron_longctx.testing.plans import helper_plan, one_sided_plan, tangled_plan
 from megatron_longctx.testing.references import dense_attention, random_qkv, visible
-from megatron_longctx.testing.threads import Inputs, attend
 from megatron_longctx.testing.tolerances import relative_error
+from tests.shared.plans import helper_plan, one_sided_plan, tangled_plan
+from tests.shared.threads import Inputs, attend
 
 LONG = settings.get_current_profile_name() == "long"
 EXAMPLES = 3000 if LONG else 45

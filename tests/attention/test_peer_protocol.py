@@ -46,8 +46,8 @@ from megatron_longctx.schedules.program import (
     Space,
     Wait,
 )
-from megatron_longctx.testing.plans import one_sided_plan, tangled_plan
 from tests.attention.streams import Bytes, Far, Flags, Stream, on, run_all
+from tests.shared.plans import one_sided_plan, tangled_plan
 
 WORK = Workload(num_heads=60, num_kv_heads=60, head_dim=2, element_bytes=2)  # 60: whatever shares the heads here
 TAKES = Takes(packed=True, rectangles=True, windows=True)
@@ -303,7 +303,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "torch", fake)
     monkeypatch.setattr(peer, "FlagOperations", Flags)
     monkeypatch.setattr(peer, "_seen_as", lambda views, i, tensor: views[i])
-    monkeypatch.setattr(peer, "dist", SimpleNamespace(all_gather_object=lambda *_, **__: None))
+    monkeypatch.setattr(peer, "from_all", lambda _, value: [value])
     ops = {Copy: Pass.copied, Compute: Pass.computed, Merge: Pass.merged, Send: Pass.sent, Wait: Pass.waited}
     monkeypatch.setattr(run, "_DO", {**run._DO, **ops, Acquire: Pass.acquire})
 

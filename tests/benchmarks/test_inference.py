@@ -14,8 +14,8 @@ from benchmarks.inference_ranks import Decoded, FirstToken, Sweep, measure
 from benchmarks.inference_report import percentiles, tables
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import workload_of
+from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.figures import calibration_file
-from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.mcore.inference import for_inference
 from megatron_longctx.schedules import Costs
 from megatron_longctx.schedules.calibration import Calibration, save_calibration
@@ -101,12 +101,12 @@ def test_percentiles_are_measured_values() -> None:
 def test_a_sweep_fits_into_the_pages_it_asks_for(n: int, page: int) -> None:
     sweep = Sweep((50, 9), (0.5, 0.001, 1.0), (3, 1), 1, 5)
     assert sweep.turns(50) == [(0, 50), (25, 25), (48, 2)]
-    ledger = CacheLedger(n, sweep.pages(n, page), page)
-    sessions = [ledger.open() for _ in range(3)]
+    manager = CacheManager(n, sweep.pages(n, page), page)
+    sessions = [manager.open() for _ in range(3)]
     for session in sessions:
-        ledger.append({session: 50})
+        manager.append({session: 50})
     for _ in range(8):  # 3 to warm up
-        ledger.append(dict.fromkeys(sessions, 1))
+        manager.append(dict.fromkeys(sessions, 1))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from megatron_longctx.calibrate.kernels import Place
 from megatron_longctx.calibrate.messages import Messages
 from megatron_longctx.schedules import Workload
-from megatron_longctx.testing.threads import ThreadedRanks
+from tests.shared.threads import ThreadedRanks
 
 
 class _Group:

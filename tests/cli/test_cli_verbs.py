@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx import __version__, cli
-from megatron_longctx.testing.jobs import CLI, PATIENCE_S, clean_environment, started
+from tests.shared.jobs import CLI, PATIENCE_S, clean_environment, started
 
 VERBS = ("train", "plan", "generate", "serve", "data", "calibrate", "doctor", "demo")
 
@@ -145,10 +145,11 @@ def test_wrong_settings_of_a_job_do_not_wait_for_megatron() -> None:
 
 
 def test_a_failed_rank_is_exit_code_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_longctx.errors import JobFailed
     from megatron_longctx.training import launcher
 
     def fail(settings: object) -> None:
-        raise launcher.JobFailed("rank 1 failed: of itself")
+        raise JobFailed("rank 1 failed: of itself")
 
     monkeypatch.setattr(launcher, "train", fail)
     assert run(capsys, "train") == (1, "", "megatron-longctx train: rank 1 failed: of itself\n")

@@ -33,4 +33,6 @@ def test_peer_memory_where_there_is_none_is_refused_by_all() -> None:
 
 def test_an_unknown_name_is_refused() -> None:
     (said,) = run_distributed(_chosen, 1, "pigeon")
-    assert said == "attention.transport=pigeon: expected one of auto, peer, p2p. Choose one of these."
+    assert (
+        said == "attention.transport=pigeon: expected one of auto, peer, p2p. Set attention.transport to one of these."
+    )

@@ -21,7 +21,7 @@ from megatron_longctx.comm.quantized import all_reduce, formats, reduce_scatter
 from megatron_longctx.comm.reduction import Reducer, ReductionPolicy
 from megatron_longctx.kernels.quantize import dequantize, quantize, requantize_sum, sum_quantized
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.jobs import PATIENCE_S
+from tests.shared.jobs import PATIENCE_S
 
 BITS = (8, 6, 4, None)
 FORMS = list(itertools.product(BITS, (32, 128), (False, True), (torch.bfloat16, torch.float16, torch.float32)))[::2]

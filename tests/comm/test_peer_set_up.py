@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.comm import PeerMemoryError, PeerTransport, peer, symmetric
+from megatron_longctx.comm.all_or_none import all_or_none
 from megatron_longctx.comm.hosts import Hosts
-from megatron_longctx.comm.together import together
 from megatron_longctx.testing.distributed import run_distributed
 
 CPU = torch.device("cpu")
@@ -62,8 +62,8 @@ def _together(rank: int) -> list[Any]:
             raise MemoryError("all is full\nindeed")
         return rank
 
-    said = _error(lambda: together(_world(), work, "packing", "Take less."))
-    return [said, together(_world(), lambda: 10 * rank, "packing", "Take less.")]
+    said = _error(lambda: all_or_none(_world(), work, "packing", "Take less."))
+    return [said, all_or_none(_world(), lambda: 10 * rank, "packing", "Take less.")]
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_work_goes_on() -> None:

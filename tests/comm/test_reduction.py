@@ -207,7 +207,7 @@ def test_files_of_different_cases_differ(tmp_path: Path) -> None:
 
 def test_policies_that_are_not_offered() -> None:
     for settings, said in (
-        ({"mode": "int5"}, r"mode=int5: expected one of none, int8, int6, int4, auto"),
+        ({"mode": "int5"}, r"output_projection=int5: expected one of none, int8, int6, int4, auto"),
         ({"group_size": 16}, r"group_size=16: expected one of 32, 64, 128"),
         ({"min_kib": -1}, r"min_kib=-1: expected at least 0"),
         ({"min_kib": float("nan")}, r"min_kib=nan: expected at least 0"),

@@ -18,7 +18,7 @@ from megatron_longctx.cli import parse
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
 from megatron_longctx.inference_job import split_words
-from megatron_longctx.testing.jobs import PATIENCE_S
+from tests.shared.jobs import PATIENCE_S
 from tests.test_import_law import PACKAGE, ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.mcore.model import build_model, fingerprint, padded_vocab_size, transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.testing.training import changed
+from tests.shared.training import changed
 
 
 @dataclass
@@ -58,7 +58,7 @@ def converse(rank: int, config: Config, checkpoints: Path | None) -> list[Record
     for session, record in zip(sessions, records, strict=True):
         record.tokens = list(session.tokens)
         session.close()
-    assert engine.ledger.used_pages() == 0
+    assert engine.cache_manager.used_pages() == 0
     engine.release()
     groups.destroy()
     return records

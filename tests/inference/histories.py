@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.ledger import CacheLedger
+from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.shares import FEW
 
 
@@ -14,13 +14,13 @@ def batch_with_past(
     n: int, pasts: Sequence[Sequence[int]], new: Sequence[int], page: int = 3, pages: int = 60, few: int = FEW
 ) -> Batch:
     """Sequence i has had turns of `pasts[i]` tokens, taken by turns with the others; `new[i]` tokens come now."""
-    ledger = CacheLedger(n, pages, page, few)
-    sessions = [ledger.open() for _ in pasts]
+    manager = CacheManager(n, pages, page, few)
+    sessions = [manager.open() for _ in pasts]
     for turn in range(max(map(len, pasts), default=0)):
         counts = {s: past[turn] for s, past in zip(sessions, pasts, strict=True) if turn < len(past)}
-        ledger.append(counts)
-    turns = ledger.append({s: count for s, count in zip(sessions, new, strict=True) if count})
-    return Batch(n, ledger.slots_per_rank, turns)
+        manager.append(counts)
+    turns = manager.append({s: count for s, count in zip(sessions, new, strict=True) if count})
+    return Batch(n, manager.slots_per_rank, turns)
 
 
 def random_batch(seed: int) -> Batch:
@@ -40,12 +40,12 @@ def random_family(seed: int) -> Batch:
     """Up to 5 sequences, each a fork of another at any place, that have gone on apart; up to 4 go on together now."""
     source = random.Random(seed)
     n = source.randint(1, 5)
-    ledger = CacheLedger(n, 300, source.randint(1, 5), source.choice((0, 3, FEW)))
-    family = [ledger.open()]
-    ledger.append({family[0]: source.randint(1, 60)})
+    manager = CacheManager(n, 300, source.randint(1, 5), source.choice((0, 3, FEW)))
+    family = [manager.open()]
+    manager.append({family[0]: source.randint(1, 60)})
     for _ in range(source.randint(1, 4)):
         parent = source.choice(family)
-        family.append(ledger.fork(parent, source.randint(1, ledger.length(parent))).session)
-        ledger.append({session: source.choice((1, 1, 3, 20)) for session in source.sample(family, len(family) // 2)})
+        family.append(manager.fork(parent, source.randint(1, manager.length(parent))).session)
+        manager.append({session: source.choice((1, 1, 3, 20)) for session in source.sample(family, len(family) // 2)})
     going = source.sample(family, source.randint(2, min(4, len(family))))
-    return Batch(n, ledger.slots_per_rank, ledger.append({s: source.choice((1, 1, 5, 30)) for s in going}))
+    return Batch(n, manager.slots_per_rank, manager.append({s: source.choice((1, 1, 5, 30)) for s in going}))

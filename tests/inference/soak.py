@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.config import Config
+from megatron_longctx.inference.cache_manager import CacheFull, slots_of
 from megatron_longctx.inference.engine import LongContextEngine, Session
-from megatron_longctx.inference.ledger import CacheFull, slots_of
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Limits, Request, Scheduler
 from megatron_longctx.mcore import groups
@@ -52,14 +52,14 @@ class Soak:
                 self._take_sample()
         for session in self._sessions:
             session.close()
-        assert self.engine.ledger.used_pages() == 0 and not self.engine.ledger.sessions
+        assert self.engine.cache_manager.used_pages() == 0 and not self.engine.cache_manager.sessions
 
     def _once(self) -> None:
         operation = self._source.choice(OPERATIONS)
         if operation == "open" or not self._sessions:
             operation = "open"
             self._sessions.append(self.engine.open())
-        ledger, some = self.engine.ledger, self._some()
+        manager, some = self.engine.cache_manager, self._some()
         before = self._books()
         try:
             getattr(self, f"_{operation}")(some)
@@ -73,14 +73,14 @@ class Soak:
             assert operation == "bad" and "expected" in str(error)
             assert self._books() == before
             self.seen["refused"] += 1
-        assert ledger.sessions == tuple(sorted(session.number for session in self._sessions))
+        assert manager.sessions == tuple(sorted(session.number for session in self._sessions))
 
     def _books(self) -> tuple[object, ...]:
-        ledger = self.engine.ledger
+        manager = self.engine.cache_manager
         sessions = [(s.number, list(s.tokens), s.cached_tokens if s.ready else None) for s in self._sessions]
         # A fork may have given up its last token, to be computed again.
         certain = all(s.ready for s in self._sessions)
-        return sessions, [ledger.free_pages(rank) for rank in range(ledger.n)] if certain else None
+        return sessions, [manager.free_pages(rank) for rank in range(manager.n)] if certain else None
 
     def _some(self) -> list[Session]:
         """Of those that are not too long."""
@@ -125,7 +125,7 @@ class Soak:
 
     def _evict(self, some: list[Session]) -> None:
         for session in some[:1]:
-            self.engine.ledger.evict(session.number)
+            self.engine.cache_manager.evict(session.number)
 
     def _bad(self, some: list[Session]) -> None:
         good = self._source.choice(self._sessions)
@@ -151,23 +151,23 @@ class Soak:
     def _contents(self, session: Session) -> Tensor:
         """This rank's cached keys and values of a session, in the order of their positions: `[layers, tokens, ...]`."""
         attention = self.engine.model.attention
-        slots = slots_of(self.engine.ledger.slots(session.number, attention.rank))
+        slots = slots_of(self.engine.cache_manager.slots(session.number, attention.rank))
         return torch.stack([layer[slots] for layer in attention._layers])
 
     def _watch(self) -> None:
         """What a session has cached never changes until it is forgotten as a whole, and no page is lost."""
-        ledger = self.engine.ledger
+        manager = self.engine.cache_manager
         kept: dict[Session, tuple[object, Tensor]] = {}
         for session in self._sessions:
-            books, now = ledger._shards(session.number), self._contents(session)
+            books, now = manager._shards(session.number), self._contents(session)
             before, old = self._cached.get(session, (None, now))
             if books is before:  # neither evicted nor shortened since
                 assert now.shape[1] >= old.shape[1] and torch.equal(now[:, : old.shape[1]], old), "a cache has changed"
                 self.seen["watched"] += 1
             kept[session] = (books, now)
         self._cached = kept
-        used = sum(ledger.held_pages(ledger.sessions, rank) for rank in range(ledger.n))
-        assert ledger.used_pages() == used, "pages have leaked"
+        used = sum(manager.held_pages(manager.sessions, rank) for rank in range(manager.n))
+        assert manager.used_pages() == used, "pages have leaked"
 
     def _take_sample(self) -> None:
         session = self._source.choice(self._sessions)
@@ -217,7 +217,7 @@ def serve(engine: LongContextEngine, seed: int, requests: int) -> tuple[list[Ser
                 seen[event.finish_reason] += 1
                 seen["reused"] += event.cached_tokens > 0
     scheduler.close()
-    assert engine.ledger.used_pages() == 0 and not engine.ledger.sessions
+    assert engine.cache_manager.used_pages() == 0 and not engine.cache_manager.sessions
     assert sum(seen[reason] for reason in ("length", "cancelled", "error")) == requests
     greedy = [number for number, request in asked.items() if request.sampling.temperature == 0 and answers[number]]
     return [Served(asked[number].prompt, answers[number]) for number in greedy], seen

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.ledger import CacheLedger
+from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.shares import FEW
 from megatron_longctx.schedules import Kind, Lowering, Plan, Takes, Target, Workload, places, verify
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
@@ -42,7 +42,7 @@ def seen(batch: Batch, plan: Plan) -> dict[tuple[int, int], int]:
 def visible(batch: Batch, window: int | None = None) -> dict[tuple[int, int], int]:
     """The same from what the cache's books say alone: which token of which sequence lies where."""
     found, first = {}, 0
-    for turn in batch.turns:
+    for turn in batch.chunks:
         places: dict[int, int] = {}  # by position
         for rank in range(batch.n):
             new = [turn.cached + i for span in turn.new_spans(rank) for i in span]
@@ -65,7 +65,7 @@ def test_every_mode_computes_attention_whatever_the_past(
     mode: str, seed: int, shared: bool, window: int | None
 ) -> None:
     batch = (random_family if shared else random_batch)(seed)
-    batch = Batch(batch.n, batch.slots, batch.turns, window)
+    batch = Batch(batch.n, batch.slots, batch.chunks, window)
     plan = batch.plan(mode)
     verify(plan)
     assert seen(batch, plan) == visible(batch, window)
@@ -73,15 +73,15 @@ def test_every_mode_computes_attention_whatever_the_past(
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_shared_keys_travel_once(n: int) -> None:
-    ledger = CacheLedger(n, 200, 4)
-    first = ledger.open()
-    ledger.append({first: 40 * n})
-    forks = [ledger.fork(first, 40 * n).session for _ in range(3)]
+    manager = CacheManager(n, 200, 4)
+    first = manager.open()
+    manager.append({first: 40 * n})
+    forks = [manager.fork(first, 40 * n).session for _ in range(3)]
 
     def moved(*sessions: int) -> int:
-        turns = ledger.append({session: 1 for session in sessions})
-        plan = Batch(n, ledger.slots_per_rank, turns).plan("pass_kv")
-        ledger.undo(turns)
+        turns = manager.append({session: 1 for session in sessions})
+        plan = Batch(n, manager.slots_per_rank, turns).plan("pass_kv")
+        manager.undo(turns)
         verify(plan)
         return sum(moved_tokens(plan, rank).get(Kind.KV, (0, 0))[0] for rank in range(n))
 
@@ -94,12 +94,12 @@ def test_joined_calls_do_not_depend_on_where_tokens_lie(mode: str, monkeypatch: 
     monkeypatch.setattr(places, "LONG_RUN", 32)
 
     def calls(joined: bool, gaps: bool) -> list[object]:
-        ledger = CacheLedger(2, 12, 64)
-        sessions = [ledger.open() for _ in range(3)]
+        manager = CacheManager(2, 12, 64)
+        sessions = [manager.open() for _ in range(3)]
         for _ in range(3):
-            ledger.append({session: 128 for session in (sessions if gaps else sessions[:1])})
-        turns = ledger.append({sessions[0]: 3})
-        lowering = Lowering(Batch(2, ledger.slots_per_rank, turns).plan(mode), Target(HEADS, PACKED, None, joined))
+            manager.append({session: 128 for session in (sessions if gaps else sessions[:1])})
+        turns = manager.append({sessions[0]: 3})
+        lowering = Lowering(Batch(2, manager.slots_per_rank, turns).plan(mode), Target(HEADS, PACKED, None, joined))
         ops = [op for rank in range(2) for op in lowering.program(rank).ops]
         return [op.call for op in ops if isinstance(op, Compute)]
 
@@ -127,7 +127,7 @@ def test_what_moves_is_not_padded() -> None:
 
 
 def test_a_window_leaves_keys_at_home() -> None:
-    whole, near = (Batch(b.n, b.slots, b.turns, w) for b in [batch_with_past(4, [(400,)], (8,))] for w in (None, 16))
+    whole, near = (Batch(b.n, b.slots, b.chunks, w) for b in [batch_with_past(4, [(400,)], (8,))] for w in (None, 16))
     kv = [
         sum(moved_tokens(b.plan("pass_kv"), rank).get(Kind.KV, (0, 0))[0] for rank in range(4)) for b in (whole, near)
     ]
@@ -162,7 +162,7 @@ def test_few_new_tokens_take_few_operations_and_hardly_more_work(mode: str) -> N
 def test_long_runs_are_read_in_place(joined: bool) -> None:
     long = places.LONG_RUN
     batch = batch_with_past(1, [(long, 5, long), (3, 1, 1)], (1, 1), page=long, pages=9)
-    assert len(batch.turns[0].cached_runs[0]) > 1
+    assert len(batch.chunks[0].cached_runs[0]) > 1
     program = Lowering(batch.plan("pass_q"), Target(HEADS, PACKED, None, joined)).program(0)
     copies = [rows for op in program.ops if isinstance(op, Copy) for rows, _ in op.pairs if rows.kind is Kind.KV]
     assert (max((rows.tokens for rows in copies), default=0) >= long) == joined

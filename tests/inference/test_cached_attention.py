@@ -14,15 +14,15 @@ from torch import Tensor
 from megatron_longctx.comm import PeerMemoryError, PeerTransport
 from megatron_longctx.inference import cached_attention
 from megatron_longctx.inference.batch import Batch
+from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
-from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.kernels import KernelRequest, choose, dense_call
 from megatron_longctx.schedules import verify
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
-from megatron_longctx.testing.threads import ThreadedRanks
 from megatron_longctx.testing.tolerances import assert_as_good_as
+from tests.shared.threads import ThreadedRanks
 
 CPU = torch.device("cpu")
 LAYERS = 2
@@ -70,8 +70,8 @@ class Case:
         return random_qkv(length, 1, *self.heads, self.head_dim, self.dtype, self.device, seed)
 
 
-def slots_of(n: int) -> CacheLedger:
-    return CacheLedger(n, 80 // n + 6, 4, few=3)  # some turns are contiguous, some zigzag
+def slots_of(n: int) -> CacheManager:
+    return CacheManager(n, 80 // n + 6, 4, few=3)  # some turns are contiguous, some zigzag
 
 
 def attention_of(case: Case, group: dist.ProcessGroup | None, transport: str) -> CachedAttention:
@@ -92,9 +92,9 @@ def chat(attention: CachedAttention, mode: str, case: Case) -> None:
     n, rank = attention.world, attention.rank
     rounds = history(n)
     lengths = [sum(counts[i] for counts in rounds) for i in range(3)]
-    ledger = slots_of(n)
+    manager = slots_of(n)
     chats = [
-        Chat(ledger.open(), [case.tensors(length, 10 * i + layer) for layer in range(LAYERS)])
+        Chat(manager.open(), [case.tensors(length, 10 * i + layer) for layer in range(LAYERS)])
         for i, length in enumerate(lengths)
     ]
     truths = [[dense_attention(*qkv, causal=True) for qkv in chat.layers] for chat in chats]
@@ -106,8 +106,8 @@ def chat(attention: CachedAttention, mode: str, case: Case) -> None:
     seen: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = [([], [], []) for _ in range(LAYERS)]
     for counts in rounds:
         active = [(i, count) for i, count in enumerate(counts) if count]
-        turns = ledger.append({chats[i].session: count for i, count in active})
-        batch = Batch(n, ledger.slots_per_rank, turns)
+        turns = manager.append({chats[i].session: count for i, count in active})
+        batch = Batch(n, manager.slots_per_rank, turns)
         verify(batch.plan(mode))
         attention.begin(batch, mode)
         places = [
@@ -167,13 +167,13 @@ def test_every_turn_equals_dense_attention_on_gpus(n: int, transport: str) -> No
 
 
 def test_shapes_that_do_not_fit_the_plan_are_refused() -> None:
-    ledger = CacheLedger(1, 4, 4)
-    attention = CachedAttention(None, CacheShape(1, 2, 1, 8, torch.float32), ledger.slots_per_rank, CPU)
-    attention.begin(Batch(1, ledger.slots_per_rank, ledger.append({ledger.open(): 3})), "pass_kv")
+    manager = CacheManager(1, 4, 4)
+    attention = CachedAttention(None, CacheShape(1, 2, 1, 8, torch.float32), manager.slots_per_rank, CPU)
+    attention.begin(Batch(1, manager.slots_per_rank, manager.append({manager.open(): 3})), "pass_kv")
     with pytest.raises(ValueError, match=r"q has shape \(2, 1, 2, 8\): expected \[3, 1, 2, 8\]"):
         attention(0, torch.zeros(2, 1, 2, 8), torch.zeros(2, 1, 1, 8), torch.zeros(2, 1, 1, 8))
     with pytest.raises(ValueError, match="batch=of 2 ranks: expected one of 1"):
-        other = CacheLedger(2, 4, 4)
+        other = CacheManager(2, 4, 4)
         attention.begin(Batch(2, other.slots_per_rank, other.append({other.open(): 3})), "pass_kv")
 
 
@@ -185,17 +185,19 @@ def test_the_caches_size_is_what_its_shape_says() -> None:
 
 def test_new_tokens_are_stored_side_by_side_or_apart() -> None:
     """Passes whose tokens fill one run of slots, and others, in turn."""
-    ledger, case = CacheLedger(1, 12, 4), Case(HEADS[0])
-    attention = CachedAttention(None, CacheShape(1, *case.heads, case.head_dim, case.dtype), ledger.slots_per_rank, CPU)
-    sessions = [ledger.open(), ledger.open()]
+    manager, case = CacheManager(1, 12, 4), Case(HEADS[0])
+    attention = CachedAttention(
+        None, CacheShape(1, *case.heads, case.head_dim, case.dtype), manager.slots_per_rank, CPU
+    )
+    sessions = [manager.open(), manager.open()]
     given = [case.tensors(16, seed) for seed in (1, 2)]
     truths = [dense_attention(*qkv, causal=True)["out"] for qkv in given]
     done, together = [0, 0], []
     for counts in ((5, 0), (3, 6), (0, 1), (4, 0), (1, 1)):
-        turns = ledger.append({sessions[i]: count for i, count in enumerate(counts) if count})
+        turns = manager.append({sessions[i]: count for i, count in enumerate(counts) if count})
         slots = [slot for turn in turns for run in turn.new_runs[0] for slot in run]
         together.append(slots == list(range(slots[0], slots[0] + len(slots))))
-        attention.begin(Batch(1, ledger.slots_per_rank, turns), "pass_kv")
+        attention.begin(Batch(1, manager.slots_per_rank, turns), "pass_kv")
         at = [slice(start, start + count) for start, count in zip(done, counts, strict=True)]
         q, k, v = (torch.cat([given[i][x][at[i]] for i in range(2)]) for x in range(3))
         wanted = torch.cat([truths[i][at[i]] for i in range(2)])

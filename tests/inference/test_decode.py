@@ -11,18 +11,18 @@ import torch
 
 from megatron_longctx.config import Config, InferenceConfig
 from megatron_longctx.inference import decode
+from megatron_longctx.inference.cache_manager import CacheFull, CacheManager, slots_of
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.inference.choice import Chooser, Figures
 from megatron_longctx.inference.decode import Decoder, DecodeSettings
 from megatron_longctx.inference.engine import EngineSettings, LongContextEngine
-from megatron_longctx.inference.ledger import CacheFull, CacheLedger, slots_of
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.schedules import Workload
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import changed, tiny_config
 from tests.inference.conversations import converse, parallel
+from tests.shared.training import changed, tiny_config
 
 
 class Recorder(Decoder):
@@ -43,7 +43,7 @@ class Recorder(Decoder):
 
 def recorded(engine: LongContextEngine, how: str) -> Recorder:
     """The engine's decoder from now on."""
-    engine._decoder = decoder = Recorder(engine.model, engine.ledger, DecodeSettings(how), "auto")
+    engine._decoder = decoder = Recorder(engine.model, engine.cache_manager, DecodeSettings(how), "auto")
     return decoder
 
 
@@ -119,21 +119,21 @@ def both_ways(rank: int, config: Config) -> None:
         learned = config.model.position_embedding == "learned"  # at most 128 tokens
         sizes = {*range(16, 129, 16)} | (set() if learned else {160, 192, 224, 256, 320, 384, 448, 512})
         assert set(steps.of_prompts) == (set() if engine.settings.exact else sizes)
-        assert engine.ledger.used_pages() == 0
+        assert engine.cache_manager.used_pages() == 0
 
     # So are the graphs of batches, where there are any, as far as there are pages.
     for how, sequences, expected in (("graphs", 12, {1, 2, 4, 8, 16}), ("graphs", 1, {1}), ("none", 12, {1})):
         steps = recorded(engine, "replicated")
         steps._graphs = how == "graphs"
         engine.warm_up(sequences=sequences)
-        assert set(steps.sizes) == expected and engine.ledger.used_pages() == 0
-    ledger, steps = engine.ledger, recorded(engine, "replicated")
-    steps._graphs, other = True, ledger.open()
-    ledger.append({other: (min(map(ledger.free_pages, range(ledger.n))) - 3) * ledger.n * ledger.page_tokens})
+        assert set(steps.sizes) == expected and engine.cache_manager.used_pages() == 0
+    manager, steps = engine.cache_manager, recorded(engine, "replicated")
+    steps._graphs, other = True, manager.open()
+    manager.append({other: (min(map(manager.free_pages, range(manager.n))) - 3) * manager.n * manager.page_tokens})
     engine.warm_up(sequences=12)
     assert max(steps.sizes) == 2, "3 pages are free on every rank"
     assert set(steps.of_prompts.values()) == {1}, "no size twice, however many do not fit"
-    ledger.close(other)
+    manager.close(other)
 
     bad_values_stay_with_their_sequence(engine, prompts[1])
 
@@ -168,7 +168,7 @@ def in_chunks(engine: LongContextEngine, prompts: list[list[int]]) -> torch.Tens
     engine.append(dict(zip(sessions, prompts[:3], strict=True)))
     sessions += [sessions[1].fork(11), sessions[1].fork()]
     engine.append({sessions[0]: prompts[3], sessions[3]: [1, 2, 3], sessions[4]: [4]})
-    engine.ledger.evict(sessions[1].number)
+    engine.cache_manager.evict(sessions[1].number)
     found = engine.next_logits(sessions)
     for session in sessions:
         session.close()
@@ -178,12 +178,12 @@ def in_chunks(engine: LongContextEngine, prompts: list[list[int]]) -> torch.Tens
 
 def bad_values_stay_with_their_sequence(engine: LongContextEngine, text: list[int]) -> None:
     """Every rank hears of them, whether tokens are drawn or the likeliest; what free slots hold is never read."""
-    attention, ledger = engine.model.attention, engine.ledger
+    attention, manager = engine.model.attention, engine.cache_manager
     for temperature in (0.0, 1.0):
         steps = recorded(engine, "replicated")
         bad, good, fresh = (engine.open() for _ in range(3))
         bad.append(text[:10])
-        slots = slots_of(ledger.slots(bad.number, attention.rank))
+        slots = slots_of(manager.slots(bad.number, attention.rank))
         for layer in attention._layers:
             layer[slots] = torch.nan
         engine.append({bad: [1, 2, 3], good: text})
@@ -193,7 +193,7 @@ def bad_values_stay_with_their_sequence(engine: LongContextEngine, text: list[in
         assert expected.isfinite().all()
         bad.close()
         free = torch.ones(attention.nowhere + 1, dtype=torch.bool)
-        free[slots_of(ledger.slots(good.number, attention.rank))] = False
+        free[slots_of(manager.slots(good.number, attention.rank))] = False
         for storage in attention._storage:
             storage[free] = torch.nan
         fresh.append(text)
@@ -228,22 +228,22 @@ class NoModel:
 
 
 def decoder(how: DecodeSettings, mode: str = "auto") -> Decoder:
-    ledger = CacheLedger(1, 4, 4)
+    manager = CacheManager(1, 4, 4)
     attention = CachedAttention(None, CacheShape(1, 2, 1, 8, torch.float32), 16, torch.device("cpu"))
-    return Decoder(NoModel(attention), ledger, how, mode)  # type: ignore[arg-type]
+    return Decoder(NoModel(attention), manager, how, mode)  # type: ignore[arg-type]
 
 
 def test_what_is_taken_is_what_the_settings_say() -> None:
-    ledger = CacheLedger(1, 800, 4)
-    sessions = [ledger.open() for _ in range(129)]
-    one, two = ledger.append({sessions[0]: 1}), ledger.append({sessions[1]: 2})
-    most, more = ledger.append(dict.fromkeys(sessions[1:], 1)), ledger.append(dict.fromkeys(sessions, 1))
+    manager = CacheManager(1, 800, 4)
+    sessions = [manager.open() for _ in range(129)]
+    one, two = manager.append({sessions[0]: 1}), manager.append({sessions[1]: 2})
+    most, more = manager.append(dict.fromkeys(sessions[1:], 1)), manager.append(dict.fromkeys(sessions, 1))
     automatic = decoder(DecodeSettings())
     assert automatic.takes(one) and not automatic.takes((*one, *two))
     assert automatic.takes(most) and not automatic.takes(more)
     assert decoder(DecodeSettings("replicated"), "pass_q").takes(more)
     # Prompts are taken where their rows, in sixteens, fit into a step. Without graphs only if that is asked for.
-    prompts = {count: ledger.append({sessions[2]: count}) for count in (2, 512, 513)}
+    prompts = {count: manager.append({sessions[2]: count}) for count in (2, 512, 513)}
     replicated, plan = decoder(DecodeSettings("replicated")), decoder(DecodeSettings("plan"))
     assert [replicated.takes(prompts[count]) for count in prompts] == [True, True, False]
     assert replicated.takes((*prompts[2], *one)) and not replicated.takes((*prompts[512], *one))
@@ -263,7 +263,7 @@ def agree(rank: int) -> list[str]:
     found = []
     for graphs in ("auto", "true"):
         try:
-            how = Decoder(model, CacheLedger(2, 4, 4), DecodeSettings(cuda_graphs=graphs), "auto")  # type: ignore[arg-type]
+            how = Decoder(model, CacheManager(2, 4, 4), DecodeSettings(cuda_graphs=graphs), "auto")  # type: ignore[arg-type]
             found.append(f"{how.name}, prompts of {how.most_prompt}")
         except ValueError as error:
             found.append(str(error))
@@ -290,14 +290,14 @@ def test_settings_that_cannot_be_are_refused() -> None:
 
 def test_a_batch_does_not_evict_its_own_sessions() -> None:
     """All chunks are placed before any is computed; a sequence that ends in the first is needed until then."""
-    ledger = CacheLedger(1, 4, 4)
+    manager = CacheManager(1, 4, 4)
     attention = CachedAttention(None, CacheShape(1, 2, 1, 8, torch.float32), 16, torch.device("cpu"))
     chooser = Chooser(Figures(Workload(2, 1, 8)), rule="bytes")
-    engine = LongContextEngine(NoModel(attention), ledger, chooser, EngineSettings(4, evict=True))  # type: ignore[arg-type]
+    engine = LongContextEngine(NoModel(attention), manager, chooser, EngineSettings(4, evict=True))  # type: ignore[arg-type]
     short, long = engine.open(), engine.open()
     with pytest.raises(CacheFull):
         engine.append({short: [1] * 4, long: [1] * 16})
-    assert ledger.used_pages() == 0
+    assert manager.used_pages() == 0
 
 
 def converse_with(rank: int, configs: list[Config]) -> list[list[tuple[list[int], torch.Tensor]]]:

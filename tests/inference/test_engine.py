@@ -11,8 +11,8 @@ from megatron_longctx.config import Config
 from megatron_longctx.schedules.cache_modes import CACHE_MODES as MODES
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.tolerances import error
-from megatron_longctx.testing.training import changed
 from tests.inference.conversations import Model, Record, Truth, converse_in, parallel, truths
+from tests.shared.training import changed
 
 OTHER_SHAPES = (
     {"model.num_kv_heads": 1, "model.tie_embeddings": True},

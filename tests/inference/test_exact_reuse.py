@@ -15,8 +15,8 @@ from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import tiny_config
 from tests.inference.conversations import parallel
+from tests.shared.training import tiny_config
 
 CHUNK = 8
 LENGTHS = (CHUNK + 1, 45)
@@ -56,7 +56,7 @@ def cold_and_reused(engine: LongContextEngine, length: int) -> tuple[Tensor, lis
     # The same beginning, then something else: in pages apart, on ranks counted from another one, with others around.
     others = crowd(engine, length)
     source = engine.open()
-    assert engine.ledger.n == 1 or (source.number - cold.number) % engine.ledger.n
+    assert engine.cache_manager.n == 1 or (source.number - cold.number) % engine.cache_manager.n
     engine.append({others[0]: [5] * 11, source: [*prompt[: length - 1], 0, 1, 2], others[1]: [6]})
     source.generate(Sampling(max_new_tokens=3))
     found = []
@@ -71,7 +71,7 @@ def cold_and_reused(engine: LongContextEngine, length: int) -> tuple[Tensor, lis
         fork.close()
     for session in (cold, source, *others):
         session.close()
-    assert engine.ledger.used_pages() == 0
+    assert engine.cache_manager.used_pages() == 0
     return truth, found
 
 

@@ -16,7 +16,7 @@ import pytest
 from megatron_longctx import cli
 from megatron_longctx.config import Config
 from megatron_longctx.testing.distributed import start_context
-from megatron_longctx.testing.jobs import CLI, PATIENCE_S, clean_environment
+from tests.shared.jobs import CLI, PATIENCE_S, clean_environment
 
 SUMMARY = r"(\d+) tokens, (\d+) of them cached before this turn; first token after [\d.]+ s; [\d.]+ ms per token; cache"
 

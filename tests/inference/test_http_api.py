@@ -25,12 +25,12 @@ from megatron_longctx.config import ServeConfig
 from megatron_longctx.http_api import app, server
 from megatron_longctx.http_api.access import API_KEY, Access, access_of
 from megatron_longctx.http_api.app import Api
-from megatron_longctx.http_api.requests import ApiError, Model, checked
+from megatron_longctx.http_api.inbox import Inbox
+from megatron_longctx.http_api.parsing import ApiError, Model, checked
 from megatron_longctx.http_api.server import server_of
 from megatron_longctx.inference.scheduler import Bounds, Event, Request
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.serve import Inbox
-from megatron_longctx.testing.jobs import PATIENCE_S
+from tests.shared.jobs import PATIENCE_S
 
 BODY = {"prompt": "ab", "max_tokens": 9}
 BOUNDS = Bounds(tokens=10**4, positions=None, vocab_size=1000)

@@ -14,10 +14,10 @@ from megatron_longctx.attention.kv_format import Int8KV
 from megatron_longctx.comm import P2PTransport
 from megatron_longctx.config import Config
 from megatron_longctx.inference.batch import Batch
+from megatron_longctx.inference.cache_manager import CacheManager, slots_of
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape, Rows
 from megatron_longctx.inference.choice import Figures, bytes_rule
 from megatron_longctx.inference.figures import known_figures
-from megatron_longctx.inference.ledger import CacheLedger, slots_of
 from megatron_longctx.kernels.paged import Pages
 from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
 from megatron_longctx.mcore import groups
@@ -27,8 +27,8 @@ from megatron_longctx.schedules.cache_modes import CACHE_MODES as MODES
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import relative_error
-from megatron_longctx.testing.training import tiny_config
 from tests.inference.conversations import parallel
+from tests.shared.training import tiny_config
 
 CPU, LAYERS = torch.device("cpu"), 2
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -62,18 +62,18 @@ def over_the_cache(rank: int) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {}
     shape = CacheShape(LAYERS, HEADS, KV_HEADS, DIM, torch.float32, int8=True)
     for mode in (*MODES, "rows"):
-        ledger = CacheLedger(n, 80 // n + 6, 4, few=3)
-        attention = CachedAttention(dist.group.WORLD, shape, ledger.slots_per_rank, CPU)
-        assert attention.num_bytes == ledger.slots_per_rank * shape.token_bytes
-        session = ledger.open()
+        manager = CacheManager(n, 80 // n + 6, 4, few=3)
+        attention = CachedAttention(dist.group.WORLD, shape, manager.slots_per_rank, CPU)
+        assert attention.num_bytes == manager.slots_per_rank * shape.token_bytes
+        session = manager.open()
         for count in counts:
-            (turn,) = ledger.append({session: count})
-            batch, planned = Batch(n, ledger.slots_per_rank, (turn,)), mode if mode in MODES else "pass_kv"
+            (turn,) = manager.append({session: count})
+            batch, planned = Batch(n, manager.slots_per_rank, (turn,)), mode if mode in MODES else "pass_kv"
             with watched() as sent:
                 if mode == "rows" and count == 1:
-                    mine, numbers = [turn.cached], torch.tensor([ledger.pages(session, rank)], dtype=torch.int32)
+                    mine, numbers = [turn.cached], torch.tensor([manager.pages(session, rank)], dtype=torch.int32)
                     slots = slots_of(turn.new_runs[rank]) or [attention.nowhere]
-                    held = torch.tensor([ledger.num_tokens(session, rank)])
+                    held = torch.tensor([manager.num_tokens(session, rank)])
                     attention.begin_rows(Rows(Pages(numbers, held, 4), torch.tensor(slots)))
                 else:
                     mine = [turn.cached + p for span in turn.new_spans(rank) for p in span]

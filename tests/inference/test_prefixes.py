@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from megatron_longctx.config import Config
+from megatron_longctx.inference.cache_manager import CacheFull
 from megatron_longctx.inference.engine import LongContextEngine
-from megatron_longctx.inference.ledger import CacheFull
 from megatron_longctx.inference.prefixes import common
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Event, Limits, Request, Scheduler
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import tiny_config
 from tests.inference.conversations import parallel
 from tests.inference.test_scheduler import finish, tokens_of
+from tests.shared.training import tiny_config
 
 DOCUMENT = tuple(random.Random(3).randrange(256) for _ in range(120))
 GREEDY = Sampling(max_new_tokens=4)
@@ -29,9 +29,9 @@ GREEDY = Sampling(max_new_tokens=4)
 def forks_go_their_own_ways(engine: LongContextEngine) -> None:
     source = engine.open()
     source.append(DOCUMENT)
-    pages = engine.ledger.used_pages()
+    pages = engine.cache_manager.used_pages()
     forks = [source.fork() for _ in range(3)] + [source.fork(77), source.fork(1)]
-    assert engine.ledger.used_pages() <= pages + len(forks) * engine.ledger.n
+    assert engine.cache_manager.used_pages() <= pages + len(forks) * engine.cache_manager.n
     assert torch.equal(engine.next_logits([source]), engine.next_logits(forks[:1]))
     texts = {fork: [i, 2 * i, 3] for i, fork in enumerate(forks[:4])} | {source: [9]}
     engine.append(texts)  # in one batch: they share slots
@@ -50,7 +50,7 @@ def forks_go_their_own_ways(engine: LongContextEngine) -> None:
     assert torch.allclose(engine.next_logits(forks), before, atol=1e-5)
     for session in (*forks, filler):
         session.close()
-    assert engine.ledger.used_pages() == 0
+    assert engine.cache_manager.used_pages() == 0
 
 
 def what_cannot_be_forked_harms_nothing(engine: LongContextEngine) -> None:
@@ -62,13 +62,17 @@ def what_cannot_be_forked_harms_nothing(engine: LongContextEngine) -> None:
         source.fork(-1)
     with pytest.raises(ValueError, match="tokens=3: expected a session to take them from"):
         engine.open(tokens=3)
-    room = min(engine.ledger.free_pages(rank) for rank in range(engine.ledger.n))
+    room = min(engine.cache_manager.free_pages(rank) for rank in range(engine.cache_manager.n))
     filler = engine.open()
-    filler.append([7] * (engine.ledger.n * room * engine.ledger.page_tokens))
-    before, held, count = engine.next_logits([source]), engine.ledger.used_pages(), len(engine.ledger.sessions)
+    filler.append([7] * (engine.cache_manager.n * room * engine.cache_manager.page_tokens))
+    before, held, count = (
+        engine.next_logits([source]),
+        engine.cache_manager.used_pages(),
+        len(engine.cache_manager.sessions),
+    )
     with pytest.raises(CacheFull, match="a fork needs 1 page on rank"):
         source.fork()
-    assert (engine.ledger.used_pages(), len(engine.ledger.sessions)) == (held, count)
+    assert (engine.cache_manager.used_pages(), len(engine.cache_manager.sessions)) == (held, count)
     assert torch.equal(engine.next_logits([source]), before)
     source.close()
     with pytest.raises(ValueError, match="expected an open session"):
@@ -88,20 +92,20 @@ def questions_about_one_document(engine: LongContextEngine) -> list[list[int]]:
     while scheduler.busy:
         for event in scheduler.advance():
             events.setdefault(event.number, []).append(event)
-        most, rounds = max(most, engine.ledger.used_pages()), rounds + 1
+        most, rounds = max(most, engine.cache_manager.used_pages()), rounds + 1
     assert [tokens_of(events[i]) for i in range(4)] == alone
     assert [events[i][0].cached_tokens for i in range(4)] == [0] + [len(DOCUMENT)] * 3
     # Each on its own would take a document's pages; all together take one's and a few a request.
-    page, n = engine.ledger.page_tokens, engine.ledger.n
+    page, n = engine.cache_manager.page_tokens, engine.cache_manager.n
     assert most <= -(-len(DOCUMENT) // page) + 4 * n * (2 + -(-30 // (page * n)))
     scheduler.close()
-    assert engine.ledger.used_pages() == 0
+    assert engine.cache_manager.used_pages() == 0
     return alone
 
 
 def shared_pages_are_promised_once(engine: LongContextEngine) -> None:
     """Requests that would not fit beside each other do where most of what they need is the same."""
-    room = engine.ledger.n * engine.ledger.slots_per_rank
+    room = engine.cache_manager.n * engine.cache_manager.slots_per_rank
     document = tuple(random.Random(5).randrange(256) for _ in range(room // 2))
     scheduler = Scheduler(engine, Limits(prefill_chunk=10**6))
     for i in range(4):
@@ -111,7 +115,7 @@ def shared_pages_are_promised_once(engine: LongContextEngine) -> None:
     assert scheduler.num_waiting == 0
     assert all(len(tokens_of(events)) >= 6 for events in finish(scheduler).values())
     scheduler.close()
-    assert engine.ledger.used_pages() == 0
+    assert engine.cache_manager.used_pages() == 0
 
 
 def a_short_common_beginning_makes_nobody_wait(engine: LongContextEngine) -> None:
@@ -149,19 +153,19 @@ def whole_chunks_only(engine: LongContextEngine) -> None:
     assert {event.cached_tokens for event in found} == {70 // chunk * chunk}
     assert torch.equal(seen[-1], truth)
     scheduler.close()
-    assert engine.ledger.used_pages() == 0
+    assert engine.cache_manager.used_pages() == 0
 
 
 def a_batch_does_not_evict_its_own(engine: LongContextEngine) -> None:
     """The short sequence is placed before the long one's later chunks find no room."""
     assert engine.settings.evict and engine.settings.prefill_chunk == 8
-    room = engine.ledger.slots_per_rank * engine.ledger.n
+    room = engine.cache_manager.slots_per_rank * engine.cache_manager.n
     idle, short, long = engine.open(), engine.open(), engine.open()
     idle.append([1, 2, 3])
-    pages = engine.ledger.used_pages()
+    pages = engine.cache_manager.used_pages()
     with pytest.raises(CacheFull, match="new tokens need"):
         engine.append({short: [1, 2, 3, 4], long: [5] * (room + 50)})
-    assert (short.cached_tokens, long.cached_tokens, engine.ledger.used_pages()) == (0, 0, pages)
+    assert (short.cached_tokens, long.cached_tokens, engine.cache_manager.used_pages()) == (0, 0, pages)
     assert idle.tokens == [1, 2, 3] and idle.cached_tokens == 3  # what was evicted for it has come back
     short.append([1, 2, 3, 4])
     for session in (idle, short, long):

@@ -14,8 +14,8 @@ from megatron_longctx.inference.scheduler import Event, Limits, Request, Schedul
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import changed, tiny_config
 from tests.inference.conversations import parallel
+from tests.shared.training import changed, tiny_config
 
 
 def finish(scheduler: Scheduler) -> dict[int, list[Event]]:
@@ -56,7 +56,7 @@ def everybody_gets_their_own(engine: LongContextEngine) -> list[list[int]]:
         assert tokens_of(events) == expected
         assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
     scheduler.close()
-    assert engine.ledger.used_pages() == 0
+    assert engine.cache_manager.used_pages() == 0
     return alone
 
 
@@ -99,7 +99,7 @@ def what_was_cancelled_is_found_again(engine: LongContextEngine) -> None:
     events = finish(scheduler)[2]
     assert {event.cached_tokens for event in events} == {23}
     scheduler.close()
-    assert engine.ledger.used_pages() == 0
+    assert engine.cache_manager.used_pages() == 0
     assert tokens_of(events) == engine.generate([second.prompt], second.sampling)[0]
 
 
@@ -123,12 +123,12 @@ def what_cannot_be_served_harms_nobody(engine: LongContextEngine) -> None:
     assert "token=1000000" in failed[5][0].error and failed[5][0].finish_reason == "error"
     assert "prompt and max_tokens=100003: expected at most" in failed[6][0].error
     scheduler.close()
-    assert engine.ledger.used_pages() == 0
+    assert engine.cache_manager.used_pages() == 0
 
 
 def requests_wait_for_room(engine: LongContextEngine) -> None:
     """Together they need three times the cache; kept caches give way."""
-    room = engine.ledger.slots_per_rank * engine.ledger.n
+    room = engine.cache_manager.slots_per_rank * engine.cache_manager.n
     scheduler = Scheduler(engine, Limits(prefill_chunk=10**6))
     for i in range(6):
         scheduler.submit(Request(i, (i + 1,) * (room // 2 - 20), Sampling(max_new_tokens=2)))
@@ -136,12 +136,12 @@ def requests_wait_for_room(engine: LongContextEngine) -> None:
     assert scheduler.num_waiting >= 4
     assert all(len(tokens_of(events)) in (1, 2) for events in finish(scheduler).values())
     scheduler.close()
-    assert engine.ledger.used_pages() == 0
+    assert engine.cache_manager.used_pages() == 0
 
 
 def short_requests_overtake_one_that_waits_for_room(engine: LongContextEngine) -> None:
     """For about as long as itself would take: together they come to fewer tokens than it does."""
-    room = engine.ledger.slots_per_rank * engine.ledger.n
+    room = engine.cache_manager.slots_per_rank * engine.cache_manager.n
     scheduler, size = Scheduler(engine, Limits(max_active=3)), room // 2
     scheduler.submit(Request(0, (1,) * size, Sampling(max_new_tokens=60)))
     scheduler.submit(Request(1, (2,) * size, Sampling(max_new_tokens=2)))  # waits for the first to end
@@ -157,7 +157,7 @@ def short_requests_overtake_one_that_waits_for_room(engine: LongContextEngine) -
     late = [event.number for events in finish(scheduler).values() for event in events if event.finish_reason]
     assert sorted([*ended, *late]) == sorted([0, 1, *range(2, 6), *range(12, 16)])
     scheduler.close()
-    assert engine.ledger.used_pages() == 0
+    assert engine.cache_manager.used_pages() == 0
 
 
 def what_others_have_asked_is_not_found(engine: LongContextEngine) -> None:
@@ -183,7 +183,7 @@ def what_others_have_asked_is_not_found(engine: LongContextEngine) -> None:
 
 def nothing_promised_is_evicted(engine: LongContextEngine) -> None:
     """Two sequences wait behind a long prompt, all that they have shared with one that ended before others."""
-    assert engine.settings.evict and engine.ledger.slots_per_rank * engine.ledger.n == 600
+    assert engine.settings.evict and engine.cache_manager.slots_per_rank * engine.cache_manager.n == 600
     source = random.Random(2)
     document, other, long = (tuple(source.randrange(97, 105) for _ in range(size)) for size in (200, 150, 280))
     prompts = (document, other, long, (*document[:190], 1), (*document[:190], 2))
@@ -197,7 +197,7 @@ def nothing_promised_is_evicted(engine: LongContextEngine) -> None:
     assert [tokens_of(events[i]) for i in range(5)] == alone
     assert events[3][0].cached_tokens == events[4][0].cached_tokens == 190
     scheduler.close()
-    assert engine.ledger.used_pages() == 0
+    assert engine.cache_manager.used_pages() == 0
 
 
 def prompts_that_leave_no_position_are_refused(engine: LongContextEngine) -> None:

@@ -23,8 +23,8 @@ import pytest
 from megatron_longctx import cli, serve
 from megatron_longctx.config import Config
 from megatron_longctx.inference_job import InferenceJob
-from megatron_longctx.testing.jobs import CLI, PATIENCE_S, Job, clean_environment, started
-from megatron_longctx.testing.training import changed
+from tests.shared.jobs import CLI, PATIENCE_S, Job, clean_environment, started
+from tests.shared.training import changed
 
 KEY = "a-secret"
 

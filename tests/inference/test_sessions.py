@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.config import Config
+from megatron_longctx.inference.cache_manager import CacheFull, ScheduledChunk
 from megatron_longctx.inference.engine import LongContextEngine, Session
-from megatron_longctx.inference.ledger import CacheFull, Turn
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import changed, tiny_config
 from tests.inference.conversations import parallel
+from tests.shared.training import changed, tiny_config
 
 PROMPTS = ([104, 101, 108, 108, 111], [97], [98, 99] * 9)
 
@@ -41,7 +41,7 @@ def batches_do_not_matter(engine: LongContextEngine) -> list[list[int]]:
     greedy = engine.generate(PROMPTS, Sampling(max_new_tokens=6))
     for prompt, tokens in zip(PROMPTS, greedy, strict=True):
         assert engine.generate([prompt], Sampling(max_new_tokens=6)) == [tokens]
-    assert engine.ledger.used_pages() == 0 and not engine.ledger.sessions
+    assert engine.cache_manager.used_pages() == 0 and not engine.cache_manager.sessions
     return [*together, *greedy]
 
 
@@ -71,7 +71,7 @@ def errors_harm_nothing(engine: LongContextEngine) -> None:
     good, closed = engine.open(), engine.open()
     closed.close()
     good.append(PROMPTS[2])
-    before, pages, logits = list(good.tokens), engine.ledger.used_pages(), engine.next_logits([good])
+    before, pages, logits = list(good.tokens), engine.cache_manager.used_pages(), engine.next_logits([good])
     refused(lambda: closed.append([1]), "expected an open session")
     refused(lambda: closed.generate(), "expected an open session")
     refused(lambda: good.append([]), "expected 1 or more")
@@ -88,7 +88,7 @@ def errors_harm_nothing(engine: LongContextEngine) -> None:
     refused(lambda: engine.append({empty: [97] * 5000}), "new tokens need")
     refused(lambda: good.generate(Sampling(max_new_tokens=5000)), "new tokens need")
     refused(lambda: engine.append({empty: [97] * 100, good: [97] * 5000}), "new tokens need")
-    assert good.tokens == before and empty.tokens == [] and engine.ledger.used_pages() == pages
+    assert good.tokens == before and empty.tokens == [] and engine.cache_manager.used_pages() == pages
     assert torch.equal(engine.next_logits([good]), logits)
     for ids in (numpy.array([97, 98]), torch.tensor([99]), range(100, 102)):
         empty.append(ids)  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def random_operations(engine: LongContextEngine, seed: int) -> None:
             elif operation == "generate":
                 engine.continue_all(some, Sampling(max_new_tokens=source.randint(1, 3), temperature=1.0, seed=step))
             elif operation == "evict":
-                engine.ledger.evict(some[0].number)
+                engine.cache_manager.evict(some[0].number)
             else:
                 some[0].close()
                 sessions.remove(some[0])
@@ -136,7 +136,7 @@ def random_operations(engine: LongContextEngine, seed: int) -> None:
             assert_as_fresh(engine, source.choice(sessions))
     for session in sessions:
         session.close()
-    assert engine.ledger.used_pages() == 0
+    assert engine.cache_manager.used_pages() == 0
 
 
 def assert_as_fresh(engine: LongContextEngine, session: Session) -> None:
@@ -151,7 +151,7 @@ def eviction_computes_again(engine: LongContextEngine) -> None:
     old = engine.open()
     old.append(PROMPTS[2])
     logits = engine.next_logits([old])
-    room = engine.ledger.n * engine.ledger.slots_per_rank
+    room = engine.cache_manager.n * engine.cache_manager.slots_per_rank
     new = engine.open()
     new.append([97] * (room - 8))
     assert old.cached_tokens == 0
@@ -164,11 +164,11 @@ def eviction_computes_again(engine: LongContextEngine) -> None:
 
 def evicted_for_nothing(engine: LongContextEngine, room: int) -> None:
     """What can never fit costs nobody a cache, however it is asked for, and in however many passes."""
-    own, ledger = engine.settings, engine.ledger
+    own, manager = engine.settings, engine.cache_manager
     idle = [engine.open() for _ in range(3)]
     engine.append(dict(zip(idle, PROMPTS, strict=True)))
     idle.append(idle[2].fork(9))  # shares pages
-    logits, pages = engine.next_logits(idle), ledger.used_pages()
+    logits, pages = engine.next_logits(idle), manager.used_pages()
     cached = [session.cached_tokens for session in idle]
     for chunk in (None, room // 3):  # all at once; the last of several passes does not fit, nor what others share
         engine.settings = replace(own, prefill_chunk=chunk)
@@ -180,7 +180,7 @@ def evicted_for_nothing(engine: LongContextEngine, room: int) -> None:
         ):
             with pytest.raises(CacheFull):
                 ask()
-            assert [session.cached_tokens for session in idle] == cached and ledger.used_pages() == pages
+            assert [session.cached_tokens for session in idle] == cached and manager.used_pages() == pages
         fresh.close()
     engine.settings = own
     assert torch.equal(engine.next_logits(idle), logits)
@@ -188,7 +188,7 @@ def evicted_for_nothing(engine: LongContextEngine, room: int) -> None:
         session.append([97])
         assert_as_fresh(engine, session)
         session.close()
-    assert ledger.used_pages() == 0
+    assert manager.used_pages() == 0
 
 
 def warming_up_computes_and_leaves_nothing(engine: LongContextEngine) -> None:
@@ -204,24 +204,24 @@ def warming_up_computes_and_leaves_nothing(engine: LongContextEngine) -> None:
         del engine.model.logits
         del engine.model.attention.begin
     assert len({count for count in computed if count > 1}) == 2
-    assert modes == (set(engine._chooser.candidates) if engine.ledger.n > 1 else {"pass_kv"})
-    assert engine.ledger.used_pages() == 0 and not engine.ledger.sessions
+    assert modes == (set(engine._chooser.candidates) if engine.cache_manager.n > 1 else {"pass_kv"})
+    assert engine.cache_manager.used_pages() == 0 and not engine.cache_manager.sessions
 
 
 def warming_up_leaves_open_sessions_alone(engine: LongContextEngine) -> None:
     """However much of the cache they hold, and where the engine may evict them."""
-    own, ledger = engine.settings, engine.ledger
+    own, manager = engine.settings, engine.cache_manager
     session = engine.open()
     engine.settings = replace(own, evict=True)
     try:
         for pages in (1, 24, 2):
             session.append(
-                [97] * (min(map(ledger.free_pages, range(ledger.n))) - pages) * ledger.n * ledger.page_tokens
+                [97] * (min(map(manager.free_pages, range(manager.n))) - pages) * manager.n * manager.page_tokens
             )
-            before = ledger.used_pages()
+            before = manager.used_pages()
             engine.warm_up()
-            assert session.cached_tokens == len(session.tokens) > 0 and ledger.used_pages() == before
-            ledger.evict(session.number)
+            assert session.cached_tokens == len(session.tokens) > 0 and manager.used_pages() == before
+            manager.evict(session.number)
             session.tokens.clear()
     finally:
         engine.settings = own
@@ -230,7 +230,7 @@ def warming_up_leaves_open_sessions_alone(engine: LongContextEngine) -> None:
 
 def a_pass_takes_as_many_tokens_as_fit(engine: LongContextEngine, each: int) -> None:
     """Of all sequences together, so that activations are bounded however long prompts are and however many."""
-    own, most = engine.settings, each * engine.ledger.n
+    own, most = engine.settings, each * engine.cache_manager.n
     texts = [PROMPTS[0] * 6, PROMPTS[1], PROMPTS[2], PROMPTS[2] * 2]
     for chunk in (None, 7):
         engine.settings = replace(own, prefill_chunk=chunk)
@@ -249,7 +249,7 @@ def passes(engine: LongContextEngine, texts: list[list[int]]) -> tuple[list[int]
     computed: list[int] = []
     forward = engine._forward
 
-    def counted(sessions: list[Session], turns: tuple[Turn, ...], *rest: object, **how: object) -> object:
+    def counted(sessions: list[Session], turns: tuple[ScheduledChunk, ...], *rest: object, **how: object) -> object:
         computed.append(sum(turn.new for turn in turns))
         return forward(sessions, turns, *rest, **how)  # type: ignore[arg-type]
 
@@ -294,7 +294,7 @@ def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
     logits = engine.next_logits([session])
     groups.destroy()
     collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
-    forgetful, _ = build_engine(for_inference(parallel(config, engine.ledger.n, evict=True)), collection, None)
+    forgetful, _ = build_engine(for_inference(parallel(config, engine.cache_manager.n, evict=True)), collection, None)
     eviction_computes_again(forgetful)
     random_operations(forgetful, 4)
     groups.destroy()

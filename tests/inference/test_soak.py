@@ -9,9 +9,9 @@ import torch
 
 from megatron_longctx.config import Config
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import tiny_config
 from tests.inference.conversations import parallel
 from tests.inference.soak import Found, dense_texts, soak
+from tests.shared.training import tiny_config
 
 SETTINGS = (
     {},

@@ -15,8 +15,8 @@ from megatron_longctx.attention.run import Run
 from megatron_longctx.attention.shapes import Shapes
 from megatron_longctx.comm import BufferPool
 from megatron_longctx.inference.batch import Batch
+from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
-from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.kernels import AttentionKernel, paged, partials
 from megatron_longctx.kernels.interface import BlockInputs
 from megatron_longctx.kernels.paged import PackedPartials, Pages
@@ -24,8 +24,8 @@ from megatron_longctx.kernels.warm_up import compile_decode, compile_merges
 from megatron_longctx.schedules import Kind, Lowering, Takes, Target
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.totals import MOST_PARTIALS
-from megatron_longctx.testing.threads import ThreadedRanks
 from tests.kernels.test_variants import Launches, needs_compiler
+from tests.shared.threads import ThreadedRanks
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -40,7 +40,7 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> Launches:
     launches = Launches(partials_triton._combine_kernel)
     monkeypatch.setattr(partials_triton, "_combine_kernel", launches)
     monkeypatch.setattr(partials, "_fusable", lambda *_: True)
-    monkeypatch.setattr(partials, "_fused", lambda: partials_triton.combine_triton)
+    monkeypatch.setattr(partials, "_fused", lambda: partials_triton)
     return launches
 
 
@@ -66,13 +66,13 @@ def prompts(cases: int) -> None:
     shapes = Shapes(shape.workload, BF16, CPU, shape.kv, shape.kv)
     for case in range(cases):
         n = source.randint(2, 4)
-        ledger = CacheLedger(n, 400, 8)
-        sessions = [ledger.open() for _ in range(source.randint(1, 2))]
+        manager = CacheManager(n, 400, 8)
+        sessions = [manager.open() for _ in range(source.randint(1, 2))]
         for _ in range(source.randint(0, 3)):
-            ledger.append({session: source.randint(1, 300) for session in sessions})
-        turns = ledger.append({session: source.choice((1, 2, source.randint(3, 300))) for session in sessions})
-        batch = Batch(n, ledger.slots_per_rank, turns)
-        cache = torch.empty(ledger.slots_per_rank, 2, 1, KV_HEADS, D, dtype=BF16)
+            manager.append({session: source.randint(1, 300) for session in sessions})
+        turns = manager.append({session: source.choice((1, 2, source.randint(3, 300))) for session in sessions})
+        batch = Batch(n, manager.slots_per_rank, turns)
+        cache = torch.empty(manager.slots_per_rank, 2, 1, KV_HEADS, D, dtype=BF16)
         lowering = Lowering(batch.plan(list(CACHE_MODES)[case % 3]), Target(shape.workload, NoAttention.takes))
         ranks = ThreadedRanks(n)
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_longctx import names
 from megatron_longctx.compose import compose_config, load_config
-from megatron_longctx.testing.jobs import CLI, Job, finished, latest_checkpoint, steps_recorded
+from tests.shared.jobs import CLI, Job, finished, latest_checkpoint, steps_recorded
 
 RUNS = {"demo-cp4": 4, "demo-cp1": 1}
 

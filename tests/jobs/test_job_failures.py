@@ -14,9 +14,9 @@ import torch
 
 from megatron_longctx import cli
 from megatron_longctx.compose import load_config
-from megatron_longctx.testing.jobs import CLI, finished, latest_checkpoint, started, steps_recorded
 from megatron_longctx.training import launcher
 from megatron_longctx.training.run_lock import RunLock
+from tests.shared.jobs import CLI, finished, latest_checkpoint, started, steps_recorded
 
 
 def command(tiny: tuple[str, ...], *more: str) -> list[str]:

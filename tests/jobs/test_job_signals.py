@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_longctx.testing.jobs import (
+from megatron_longctx.training.signals import handled
+from tests.shared.jobs import (
     CLI,
     Job,
     clean_environment,
@@ -23,7 +24,6 @@ from megatron_longctx.testing.jobs import (
     started,
     steps_recorded,
 )
-from megatron_longctx.training.signals import handled
 
 STEPS = 40_000  # so many that a test that is held up for minutes still stops it before the end
 TORCHRUN = (CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.cli")

@@ -16,8 +16,8 @@ import pytest
 from megatron_longctx import cli, inference_job, names
 from megatron_longctx.compose import compose_config, load_config
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.testing.jobs import CLI, Job, finished, latest_checkpoint, started, steps_recorded
 from megatron_longctx.training import launcher
+from tests.shared.jobs import CLI, Job, finished, latest_checkpoint, started, steps_recorded
 
 STEPS = 40
 # Everything a run may print, besides the line of each step.

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_longctx.testing.jobs import PATIENCE_S
+from tests.shared.jobs import PATIENCE_S
 
 
 def run_interpreted(*words: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.testing.jobs import PATIENCE_S
+from tests.shared.jobs import PATIENCE_S
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 SCRIPTS = sorted(p for p in LAUNCH.iterdir() if p.suffix in (".sh", ".sbatch"))

@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch.nn import functional
 
 from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
-from megatron_longctx.testing.sequences import sequence_of
+from tests.shared.sequences import sequence_of
 
 LENGTH, BATCH, HEADS, GROUPS, DIM = 13, 2, 4, 2, 8
 

@@ -15,7 +15,7 @@ import torch
 from megatron_longctx.comm.rendezvous import timeout_of
 from megatron_longctx.mcore import cpu
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.jobs import PATIENCE_S
+from tests.shared.jobs import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

@@ -20,7 +20,7 @@ from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.direct import DirectLayer, why_not_direct
 from megatron_longctx.mcore.inference import CachedGPT, build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import tiny_config
+from tests.shared.training import tiny_config
 
 GPT2 = {
     "model.normalization": "layernorm",

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
 from megatron_longctx.mcore.norms import RMSNorm
 from megatron_longctx.mcore.spec import block_spec, require_transformer_engine, with_context_parallel
-from megatron_longctx.testing.sequences import sequence_of
+from tests.shared.sequences import sequence_of
 
 
 @pytest.mark.parametrize("qk_layernorm", [False, True])

@@ -28,8 +28,8 @@ from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.spec import block_spec
 from megatron_longctx.recompute import DeviceStore
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.sequences import sequence_of
-from megatron_longctx.testing.training import tiny_config
+from tests.shared.sequences import sequence_of
+from tests.shared.training import tiny_config
 
 MODES = ("none", "layer", "attention_output", "attention_output+offload")
 LAYERS, MICRO_BATCHES, VOCABULARY = 2, 2, 64

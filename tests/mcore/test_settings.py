@@ -18,8 +18,8 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.inference.batch import Batch
+from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
-from megatron_longctx.inference.ledger import CacheLedger
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
 from megatron_longctx.mcore.inference import CachedGPT
@@ -28,8 +28,8 @@ from megatron_longctx.mcore.sequence import ShardedSequence
 from megatron_longctx.mcore.settings import REFUSED
 from megatron_longctx.mcore.spec import with_context_parallel
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.sequences import sequence_of
 from tests.mcore.tiny_gpt import DenseAttention, Layout, model_config
+from tests.shared.sequences import sequence_of
 
 VOCABULARY, LENGTH = 64, 23
 OTHER: dict[str, Any] = {
@@ -202,11 +202,11 @@ def _ours(rank: int, path: Path) -> None:
         logits = gpt(batch["tokens"], batch["positions"], None)[0]
     torch.testing.assert_close(logits, expected[mine], rtol=2e-5, atol=2e-5)
 
-    ledger, shape = CacheLedger(world, 8, 4), CacheShape(3, 4, 2, 8, torch.float32)
-    attention = CachedAttention(collection.cp, shape, ledger.slots_per_rank, torch.device("cpu"))
+    manager, shape = CacheManager(world, 8, 4), CacheShape(3, 4, 2, 8, torch.float32)
+    attention = CachedAttention(collection.cp, shape, manager.slots_per_rank, torch.device("cpu"))
     cached = CachedGPT(gpt, attention, VOCABULARY, None)
-    turns = ledger.append({ledger.open(): LENGTH})
-    attention.begin(Batch(world, ledger.slots_per_rank, turns), "pass_kv")
+    turns = manager.append({manager.open(): LENGTH})
+    attention.begin(Batch(world, manager.slots_per_rank, turns), "pass_kv")
     mine = torch.tensor([position for span in turns[0].new_spans(rank) for position in span])
     logits = cached.logits(tokens[0, mine], mine, torch.arange(len(mine)))
     torch.testing.assert_close(logits, expected[mine], rtol=2e-5, atol=2e-5)

@@ -10,8 +10,8 @@ import torch
 
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.schedules import ModeOptions, build_plan
-from megatron_longctx.testing.sequences import sequence_of
-from megatron_longctx.testing.training import tiny_config
+from tests.shared.sequences import sequence_of
+from tests.shared.training import tiny_config
 
 ZIGZAG = [
     (8, 1, [[0, 1, 6, 7], [2, 3, 4, 5]]),

@@ -10,7 +10,7 @@ import torch
 
 from megatron_longctx.mcore import groups
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import Job, RecordingTrainer, tiny_config, tiny_corpus
+from tests.shared.training import Job, RecordingTrainer, tiny_config, tiny_corpus
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

@@ -27,7 +27,7 @@ from megatron_longctx.mcore.data import (
 )
 from megatron_longctx.mcore.identity import tokenizer_digest
 from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
-from megatron_longctx.testing.training import changed, tiny_config, tiny_corpus
+from tests.shared.training import changed, tiny_config, tiny_corpus
 
 TOKENIZER = build_tokenizer("byte-level")
 

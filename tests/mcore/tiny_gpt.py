@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch.nn import functional
 
+from megatron_longctx.config import OptimConfig
 from megatron_longctx.mcore import checkpoint, groups, norms
 from megatron_longctx.mcore import optimizer as optim
 
@@ -110,14 +111,7 @@ class Trainer:
     def __init__(self, layout: Layout, **config_overrides: Any) -> None:
         self.groups = groups.initialize(tensor=layout.tensor, context=layout.context, pipeline=layout.pipeline, seed=7)
         self.config = model_config(layout, **config_overrides)
-        settings = optim.OptimizerSettings(
-            lr=2e-2,
-            min_lr=1e-3,
-            warmup_steps=1,
-            decay_steps=10,
-            distributed=layout.distributed,
-            bf16=layout.bf16,
-        )
+        settings = OptimConfig(lr=2e-2, min_lr=1e-3, warmup_steps=1, decay_steps=10)
         self.models = optim.wrap_ddp(
             [build_model(self.config, self.groups, tied=layout.tied)],
             self.config,
@@ -127,7 +121,7 @@ class Trainer:
             overlap_param_gather=layout.overlap and layout.distributed,
         )
         self.optimizer = optim.build_optimizer(self.models, settings, self.groups)
-        self.scheduler = optim.build_scheduler(self.optimizer, settings, BATCH)
+        self.scheduler = optim.build_scheduler(self.optimizer, settings, 10, BATCH)
         self.gradient_norms: list[float] = []
         optim.connect(self.config, self.models, self.optimizer)
 

@@ -23,7 +23,7 @@ from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.memory import Job, predict
 from megatron_longctx.memory.shapes import layer_bytes, stage_parameters
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import tiny_config
+from tests.shared.training import tiny_config
 
 CP, TP = "parallelism.context_parallel_size", "parallelism.tensor_parallel_size"
 MODE, CHUNK, TILE = "recompute.mode", "recompute.head_chunk_tokens", "recompute.mlp_tile_tokens"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.testing.jobs import PATIENCE_S
+from tests.shared.jobs import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,9 +8,9 @@ from megatron_longctx.schedules import Takes, Target, Workload, build_plan, keep
 from megatron_longctx.schedules.describe import describe
 from megatron_longctx.schedules.draw import draw
 from megatron_longctx.schedules.mask import documents, full
-from megatron_longctx.testing.plans import helper_plan
 from tests.schedules.follow import calls_of
 from tests.schedules.masks import pairs_of, tokens_of
+from tests.shared.plans import helper_plan
 
 ZIGZAG_2_8 = """\
 zigzag forward: 2 ranks, 8 tokens (zigzag), causal mask, 2 steps, 0.0% of rank-time idle

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from megatron_longctx.schedules import MODES, RESULTS, Block, Kind, Mask, Plan, backward_plan, build_plan, keeping
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.liveness import assign, live_ranges
-from megatron_longctx.testing.plans import tangled_plan
 from tests.schedules.masks import Cache, cache_of, caches, masks
+from tests.shared.plans import tangled_plan
 
 
 def last_use(plan: Plan, rank: int, block: Block, arrived: int) -> int:

@@ -30,10 +30,10 @@ from megatron_longctx.schedules.mask import causal, documents, full
 from megatron_longctx.schedules.program import Acquire, Compute, Copy, Merge, Release, Send, Space, Wait
 from megatron_longctx.schedules.send_layout import Batch, place
 from megatron_longctx.schedules.totals import MOST_PARTIALS
-from megatron_longctx.testing.plans import helper_plan, one_sided_plan, tangled_plan
 from tests.schedules.follow import parts_of
 from tests.schedules.interpret import interpret
 from tests.schedules.masks import Cache, cache_of, caches, masks
+from tests.shared.plans import helper_plan, one_sided_plan, tangled_plan
 
 WORK = Workload(num_heads=4, num_kv_heads=4, head_dim=64, element_bytes=4)
 PACKED = Takes(packed=True, rectangles=True, windows=True)

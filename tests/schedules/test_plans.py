@@ -36,10 +36,10 @@ from megatron_longctx.schedules.modes import outer_modes
 from megatron_longctx.schedules.modes.all_gather import AllGather
 from megatron_longctx.schedules.modes.ring import ring
 from megatron_longctx.schedules.visibility import Visibility
-from megatron_longctx.testing.plans import helper_plan, one_sided_plan, tangled_plan
 from tests.schedules.follow import calls_of, follow
 from tests.schedules.interpret import interpret
 from tests.schedules.masks import masks
+from tests.shared.plans import helper_plan, one_sided_plan, tangled_plan
 
 MASKS = [causal, full]
 

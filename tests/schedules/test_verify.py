@@ -19,7 +19,7 @@ from megatron_longctx.schedules import (
     verify,
 )
 from megatron_longctx.schedules.mask import documents, full
-from megatron_longctx.testing.plans import attend, helper_plan, kv, queries, tangled_plan
+from tests.shared.plans import attend, helper_plan, kv, queries, tangled_plan
 
 
 def ring() -> Plan:

@@ -13,7 +13,7 @@ from megatron.core.utils import unwrap_model
 from megatron_longctx.config import Config, keys_of
 from megatron_longctx.config.bounds import Number
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import Job, RecordingTrainer, tiny_config, tiny_corpus
+from tests.shared.training import Job, RecordingTrainer, tiny_config, tiny_corpus
 
 BOUNDS = {key.name: key.bounds for keys in keys_of(Config).values() for key in keys}
 # Floats and whatever else leaves the model small: both ends. A second step would meet the weights of the first.

@@ -12,9 +12,9 @@ import pytest
 
 from megatron_longctx.mcore import checkpoint
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import Job, Record, changed, run_jobs, tiny_config, tiny_corpus
 from megatron_longctx.training import preflight
 from megatron_longctx.training.loop import Trainer
+from tests.shared.training import Job, Record, changed, run_jobs, tiny_config, tiny_corpus
 
 STEPS = 10
 RUN: dict[str, Any] = {

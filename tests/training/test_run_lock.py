@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.testing.jobs import clean_environment
 from megatron_longctx.training.run_lock import RunLock
+from tests.shared.jobs import clean_environment
 
 HOLD = """
 import sys

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx import names
+from megatron_longctx.errors import JobFailed
 from megatron_longctx.mcore import checkpoint
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.training import Job, Record, run_jobs, tiny_config, tiny_corpus
 from megatron_longctx.training import launcher
 from megatron_longctx.training.loop import Trainer
+from tests.shared.training import Job, Record, run_jobs, tiny_config, tiny_corpus
 
 SAVED = {"train.steps": 6, "train.save": True, "train.save_interval": 2}
 CP2 = {"parallelism.context_parallel_size": 2}
@@ -161,9 +162,7 @@ def test_a_failing_job_ends_with_the_ranks_message(tmp_path: Path, monkeypatch: 
         *("optim.decay_style=constant", "optim.warmup_steps=0"),
         *(f"data.prefix={tmp_path / 'corpus'}", f"run.root={tmp_path}", "run.name=diverged", "logging.wandb=disabled"),
     ]
-    with pytest.raises(
-        launcher.JobFailed, match=r"(?s)rank \d failed: NonFiniteError: .* in step \d.*its traceback"
-    ) as caught:
+    with pytest.raises(JobFailed, match=r"(?s)rank \d failed: NonFiniteError: .* in step \d.*its traceback") as caught:
         launcher.train(settings)
     (step,) = re.findall(r"in step (\d)", str(caught.value))
     assert len(_metrics(tmp_path / "diverged")) == int(step) - 1 > 0

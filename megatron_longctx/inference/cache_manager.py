@@ -11,7 +11,7 @@ from itertools import chain
 
 from ..errors import refuse
 from ..layout import Layout
-from .pages import PagePool
+from .pages import BlockPool
 from .shares import FEW, shares_of
 
 
@@ -127,7 +127,7 @@ class Evicted:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ScheduledChunk:
     """New tokens of one session, given their places.
 
     Attributes:
@@ -156,7 +156,7 @@ class Turn:
         return sum(map(len, self.new_spans(rank)))
 
 
-class CacheLedger:
+class CacheManager:
     """Pages of all sessions on all ranks.
 
     New tokens are cut into shares (`shares_of`); the larger ones go to the ranks that hold less of the session, and
@@ -166,8 +166,8 @@ class CacheLedger:
     Sessions with a common beginning share its pages (`fork`), which are counted once and freed by the last that holds
     them. Only full pages are shared and only the sole holder writes into a page: of each rank's last page a fork gets
     a copy. A fork goes on as its source would have, so places depend on the history of the tokens alone. Forked within
-    a turn of T tokens it may be uneven by `ceil(T / 2n)` tokens more than before (`ceil(T / n)` where shares are single
-    stretches); later turns never add to that.
+    a chunk of T tokens it may be uneven by `ceil(T / 2n)` tokens more than before (`ceil(T / n)` where shares are
+    single stretches); later chunks never add to that.
 
     Args:
         n: ranks of the context-parallel group.
@@ -183,7 +183,7 @@ class CacheLedger:
         self.page_tokens = page_tokens
         self.pages_per_rank = pages_per_rank
         self._few = few
-        self._pools = [PagePool(pages_per_rank) for _ in range(n)]
+        self._pools = [BlockPool(pages_per_rank) for _ in range(n)]
         self._sessions: dict[int, _Session] = {}
         self._opened = 0
 
@@ -267,12 +267,12 @@ class CacheLedger:
         return len(set().union(*(self._shards(session)[rank].pages for session in sessions)))
 
     def most_pages(self, session: int, more: int) -> int:
-        """Pages that the session holds on any rank once it has got so many more tokens, at most, in whatever turns."""
+        """Pages that the session holds on any rank once it has got so many more tokens, at most, in whatever chunks."""
         sizes = [shard.tokens for shard in self._shards(session)]
         spread = max(2, max(sizes) - min(sizes))
         return self._pages(-(-(sum(sizes) + more) // self.n) + spread)
 
-    def append(self, counts: Mapping[int, int]) -> tuple[Turn, ...]:
+    def append(self, counts: Mapping[int, int]) -> tuple[ScheduledChunk, ...]:
         """Give places to `counts[session]` new tokens of every session named: to all of them, or to none.
 
         Raises:
@@ -299,11 +299,11 @@ class CacheLedger:
                 )
         return tuple(self._place(session, count, shares[session]) for session, count in counts.items())
 
-    def undo(self, turns: Sequence[Turn]) -> None:
+    def undo(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Take back the latest `append`, whose tokens were never computed."""
-        for turn in reversed(turns):
-            for rank, shard in enumerate(self._shards(turn.session)):
-                shard.shrink(turn.num_new(rank))
+        for chunk in reversed(chunks):
+            for rank, shard in enumerate(self._shards(chunk.session)):
+                shard.shrink(chunk.num_new(rank))
                 self._trim(rank, shard)
 
     def evict(self, session: int) -> Evicted:
@@ -353,7 +353,7 @@ class CacheLedger:
         share_of = dict(zip(ranks, by_size, strict=True))
         return tuple(share_of[rank] for rank in range(self.n))
 
-    def _place(self, session: int, count: int, shares: tuple[int, ...]) -> Turn:
+    def _place(self, session: int, count: int, shares: tuple[int, ...]) -> ScheduledChunk:
         shards = self._shards(session)
         cached = self.length(session)
         held = [shard.tokens for shard in shards]
@@ -363,7 +363,7 @@ class CacheLedger:
             shard.extend([range(s.start + cached, s.stop + cached) for s in layout.spans[shares[rank]]])
             missing = self._pages(shard.tokens) - len(shard.pages)
             shard.add_pages(self._pools[rank].take(missing, shard.pages[-1] if shard.pages else -1), self.page_tokens)
-        return Turn(
+        return ScheduledChunk(
             session=session,
             cached=cached,
             new=count,

@@ -1,12 +1,12 @@
-"""What the tests of this room share."""
+"""What the tests of all rooms share."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-# Worker functions of these tests are pickled by module name: spawned ranks must find `tests` on their path.
-ROOT = str(Path(__file__).resolve().parents[2])
+# Functions that run in spawned ranks are pickled by module name: the ranks must find `tests` on their path.
+ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
+
+from .collect import from_all
 
 T = TypeVar("T")
 
@@ -14,7 +16,7 @@ class PeerMemoryError(RuntimeError):
     """Peer memory cannot be set up, or can no longer be used."""
 
 
-def together(group: dist.ProcessGroup, work: Callable[[], T], what: str, remedy: str) -> T:
+def all_or_none(group: dist.ProcessGroup, work: Callable[[], T], what: str, remedy: str) -> T:
     """What `work` returns, if it succeeds on every rank of `group`. Collective, and a barrier.
 
     Args:
@@ -29,8 +31,7 @@ def together(group: dist.ProcessGroup, work: Callable[[], T], what: str, remedy:
         found = work()
     except Exception as error:  # whatever it is, the other ranks have to know
         failed = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, failed, group=group)
+    said = from_all(group, failed)
     ranks = [rank for rank, reason in enumerate(said) if reason is not None]
     if ranks:
         named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

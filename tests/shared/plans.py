@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..layout import contiguous
-from ..schedules import Attend, Block, Kind, Move, Plan, Slice, Step
-from ..schedules.mask import FAR, causal, full
+from megatron_longctx.layout import contiguous
+from megatron_longctx.schedules import Attend, Block, Kind, Move, Plan, Slice, Step
+from megatron_longctx.schedules.mask import FAR, causal, full
 
 
 def kv(home: int, start: int, stop: int) -> Block:

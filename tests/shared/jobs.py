@@ -16,10 +16,10 @@ from pathlib import Path
 
 import psutil
 
-from .. import names
+from megatron_longctx import names
+from megatron_longctx.testing.distributed import PATIENCE_S
 
 CLI = (sys.executable, "-m", "megatron_longctx.cli")
-PATIENCE_S = 1800.0  # for what takes seconds on an idle machine: what is not there by then hangs
 _ROOT = Path(__file__).resolve().parents[2]
 # What would make a process take itself for a rank of somebody else's job, or change what it prints.
 _STRANGERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONWARNINGS")

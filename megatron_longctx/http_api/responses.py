@@ -8,7 +8,7 @@ from typing import Any
 
 from ..chat import TextStream
 from ..inference.scheduler import Event
-from .requests import ApiError, Asked, Model
+from .parsing import ApiError, Asked, Model
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..attention import ContextParallelAttention
-from ..mcore.sequence import ShardedSequence
+from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.mcore.sequence import ShardedSequence
 
 
 def sequence_of(

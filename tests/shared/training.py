@@ -16,15 +16,15 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from ..compose import save_config
-from ..config import Config, ParallelismConfig, validate
-from ..mcore import checkpoint, groups, model
-from ..mcore.data import Corpus, write_corpus
-from ..mcore.sequence import build_sequence
-from ..mcore.tokenizer import build_tokenizer
-from ..training.loop import StepResult, Trainer
-from ..training.run_folder import RunFolder
-from ..training.signals import StopRequest
+from megatron_longctx.compose import save_config
+from megatron_longctx.config import Config, ParallelismConfig, validate
+from megatron_longctx.mcore import checkpoint, groups, model
+from megatron_longctx.mcore.data import Corpus, write_corpus
+from megatron_longctx.mcore.sequence import build_sequence
+from megatron_longctx.mcore.tokenizer import build_tokenizer
+from megatron_longctx.training.loop import StepResult, Trainer
+from megatron_longctx.training.run_folder import RunFolder
+from megatron_longctx.training.signals import StopRequest
 
 Gradients = dict[str, Tensor]
 

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..attention.bind import Engine
-from ..attention.function import AttentionFunction, Passes, shapes_of
-from ..attention.kv_format import KVFormat
-from ..comm import BufferPool, Exchange
-from ..kernels import AttentionKernel
-from ..schedules import Plan, Target
-from ..schedules.plan import NUM_FIELDS
-from ..schedules.program import Program
-from .jobs import PATIENCE_S
-from .references import shard, unshard
+from megatron_longctx.attention.bind import Engine
+from megatron_longctx.attention.function import AttentionFunction, Passes, shapes_of
+from megatron_longctx.attention.kv_format import KVFormat
+from megatron_longctx.comm import BufferPool, Exchange
+from megatron_longctx.kernels import AttentionKernel
+from megatron_longctx.schedules import Plan, Target
+from megatron_longctx.schedules.plan import NUM_FIELDS
+from megatron_longctx.schedules.program import Program
+from megatron_longctx.testing.distributed import PATIENCE_S
+from megatron_longctx.testing.references import shard, unshard
 
 T = TypeVar("T")
 
