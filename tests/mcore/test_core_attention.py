@@ -57,8 +57,6 @@ def test_it_is_dense_attention(mask: AttnMaskType, scale: float | None, at_call:
     [
         ({"attention_dropout": 0.1}, {}, "attention_dropout=0.1: expected 0"),
         ({}, {"attention_dropout": 0.2}, "attention_dropout=0.2: expected 0"),
-        ({"window_size": (4, 0)}, {}, "window_size=(4, 0): expected null"),
-        ({"softmax_type": "learnable"}, {}, "softmax_type=learnable: expected vanilla"),
         ({}, {"attention_type": "cross"}, "attention_type=cross: expected self"),
         ({}, {"k_channels": 8, "v_channels": 4}, "v_channels=4: expected k_channels=8"),
         (
@@ -85,7 +83,7 @@ def test_settings_it_can_serve() -> None:
     [
         ({"attention_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)}, "attention_mask=Tensor: expected"),
         ({"attention_bias": torch.zeros(1, 1, LENGTH, LENGTH)}, "attention_bias=Tensor: expected None"),
-        ({"packed_seq_params": PackedSeqParams()}, "packed_seq_params=PackedSeqParams: expected None"),
+        ({"packed_seq_params": PackedSeqParams()}, "packed_seq_params.qkv_format=None: expected thd"),
         ({"attn_mask_type": AttnMaskType.padding}, "expected causal or no_mask"),
         ({"attn_mask_type": AttnMaskType.arbitrary}, "expected causal or no_mask"),
         ({"attn_mask_type": AttnMaskType.padding_causal}, "expected causal or no_mask"),
@@ -100,7 +98,7 @@ def test_calls_it_cannot_serve(arguments: dict[str, Any], words: str) -> None:
 def test_tokens_that_are_not_this_ranks_are_refused_before_they_are_turned(rows: int) -> None:
     """Those of another layout, or the whole sequence: `shard_batch` was forgotten."""
     sequence = sequence_of(rank=1, world=3, length=LENGTH)
-    sequence.rotation = lambda x: x[:0]  # of other tokens
+    sequence.whole.rotation = lambda x: x[:0]  # of other tokens
     q, k, v = (x[:rows] for x in _inputs())
     words = rf"query has {rows} tokens: expected 4, what rank 1 of 3 holds of 13\. Give .*shard_batch"
     with pytest.raises(ValueError, match=words):

@@ -33,8 +33,6 @@ from tests.mcore.tiny_gpt import DenseAttention, Layout, model_config
 
 VOCABULARY, LENGTH = 64, 23
 OTHER: dict[str, Any] = {
-    "window_size": (4, 0),
-    "softmax_type": "learnable",
     "experimental_attention_variant": "dsa",
     "mtp_num_layers": 1,
     "mrope_section": [2, 1, 1],
@@ -43,7 +41,8 @@ OTHER: dict[str, Any] = {
 
 SERVED = """
 attention_dropout context_parallel_size deterministic_mode kv_channels no_rope_freq num_attention_heads
-num_query_groups rotary_interleaved softmax_scale tensor_model_parallel_size
+num_query_groups rotary_interleaved softmax_scale softmax_type tensor_model_parallel_size window_attn_skip_freq
+window_size
 """
 """Core attention, or RoPE, does what they say, or refuses the values that it cannot serve."""
 HARMLESS = {
@@ -62,7 +61,7 @@ HARMLESS = {
         use_te_activation_func use_fused_weighted_squared_relu gradient_accumulation_fusion
         cross_entropy_loss_fusion cross_entropy_fusion_impl""",
     "of what is refused, without meaning alone": """
-        window_attn_skip_freq qk_clip_alpha qk_clip_threshold mtp_loss_scaling_factor mtp_standalone
+        qk_clip_alpha qk_clip_threshold mtp_loss_scaling_factor mtp_standalone
         dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
         linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
         linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
@@ -197,7 +196,7 @@ def _ours(rank: int, path: Path) -> None:
     gpt = _gpt(config, sequence, pg_collection=collection)
     gpt.load_state_dict(state)
     batch = sequence.shard_batch({"tokens": tokens, "positions": torch.arange(LENGTH)[None]})
-    mine = sequence.positions(torch.device("cpu"))
+    mine = sequence.whole.tokens(torch.device("cpu"))
     with torch.no_grad():
         logits = gpt(batch["tokens"], batch["positions"], None)[0]
     torch.testing.assert_close(logits, expected[mine], rtol=2e-5, atol=2e-5)

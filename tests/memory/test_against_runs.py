@@ -124,8 +124,7 @@ class OneModel:
 
         hidden = torch.randn(self.job.hidden_tokens, 1, self.config.model.hidden_size, requires_grad=True)
         if self.config.model.position_embedding == "rope":
-            self.gpt.rotary_pos_emb(0)
-            rotation = self.sequence.rotation
+            rotation = self.sequence.rotation(self.sequence.whole)
             known |= {x.untyped_storage().data_ptr() for x in (rotation.cos, rotation.sin)}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             output = self.gpt.decoder.layers[0](hidden, attention_mask=None)
