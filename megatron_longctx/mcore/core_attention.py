@@ -113,6 +113,8 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
         """As Megatron's: learnable sinks, sharded by heads."""
+        if not self._parameters:
+            return {}
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
@@ -27,7 +29,7 @@ from megatron_longctx.mcore.step import TrainStep
 from megatron_longctx.metrics.flops import Work
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import visible
-from megatron_longctx.testing.training import tiny_config
+from megatron_longctx.testing.training import relative_error, tiny_config
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -146,7 +148,34 @@ class Sharded:
 
 def _packed(rank: int, root: Path, world: int) -> dict[str, list[Any]]:
     """By case, by step: what the step said, the loss there should be, errors of gradients."""
-    return {name: _steps(root, *case) for name, case in CASES[world].items()}
+    found = {name: _steps(root, *case) for name, case in CASES[world].items()}
+    return found | ({"thd": _in_thd(root)} if world == 3 else {})
+
+
+def _in_thd(root: Path) -> list[float]:
+    """Megatron's own parameters, with padding behind documents, beside a pack without: errors of the gradients, summed
+    over the ranks, that no token of the padding may touch."""
+    config, collection = _config(root, "windows", {CP: 3}), groups.initialize(context=3, seed=9)
+    sequence = build_sequence(config, collection.cp)
+    gpt = build_model(config, transformer_config(config), collection, sequence, VOCABULARY)
+    batch, places = _batch((17, 31, 11)), [*range(17), *range(20, 51), *range(54, 65)]
+    wide = {name: torch.full((1, 66), 5) for name in ("tokens", "labels")} | {"mask": torch.zeros(1, 66)}
+    whole = {"tokens": batch.tokens, "labels": batch.labels, "mask": batch.loss_mask}
+    for name, x in whole.items():
+        wide[name][:, places] = x
+    stops, padded = (torch.tensor(each, dtype=torch.int32) for each in ([0, 17, 48, 59], [0, 20, 54, 66]))
+    params = PackedSeqParams("thd", stops, stops, padded, padded, max_seqlen_q=34, max_seqlen_kv=34)
+    gradients = []
+    for given, text in ((sequence.pack(batch.lengths), whole), (params, wide)):
+        mine = sequence.shard_batch(text, given)
+        gpt.zero_grad()
+        losses = gpt(mine["tokens"], mine["tokens"], None, labels=mine["labels"], packed_seq_params=given)
+        (losses * mine["mask"]).sum().backward()
+        gradients.append([p.grad.clone() for p in gpt.parameters()])
+        for x in gradients[-1]:
+            dist.all_reduce(x, group=collection.cp)
+    groups.destroy()
+    return [relative_error(padded, plain) for plain, padded in zip(*gradients, strict=True)]
 
 
 def _steps(root: Path, model: str, steps: tuple[Any, ...], settings: dict[str, Any]) -> list[Any]:
@@ -206,3 +235,8 @@ def test_packs_train_as_their_documents_alone(world: int, root: Path) -> None:
                 assert found.mean == pytest.approx(loss, rel=1e-5), where
                 assert max(errors.values()) < 1e-5, f"{where}: {errors}"
                 assert found.work == _work(model, steps[number]), f"{where}: padding, or pairs that are not seen"
+
+
+def test_megatrons_own_parameters_give_what_a_pack_gives(root: Path) -> None:
+    for seen in results(3, root):
+        assert len(seen["thd"]) > 20 and max(seen["thd"]) < 1e-5, seen["thd"]

@@ -45,6 +45,7 @@ SAVED: dict[str, dict[str, Any]] = {
     "gpt2 ulysses": {CP: 2, SCHEDULE: "ulysses", KEEP: "true", **GPT2},
     "ulysses, fetched": {CP: 2, SCHEDULE: "ulysses", KEEP: "false"},
     "all_gather, kept": {CP: 2, SCHEDULE: "all_gather", KEEP: "true"},
+    "windows": {CP: 2, SCHEDULE: "ulysses", KEEP: "true", "model.window": 40, "model.sinks": "learnable"},
 }  # fmt: skip
 PEAKS: dict[str, dict[str, Any]] = {
     **{
@@ -63,6 +64,7 @@ PEAKS: dict[str, dict[str, Any]] = {
     "cp2 ulysses": {CP: 2, CHUNK: 64, SCHEDULE: "ulysses", KEEP: "auto"},
     "cp2 ulysses, fetched": {CP: 2, CHUNK: 64, SCHEDULE: "ulysses", KEEP: "false"},
     "cp2 all_gather, kept": {CP: 2, CHUNK: 64, SCHEDULE: "all_gather", KEEP: "true"},
+    "cp2 windows": {CP: 2, CHUNK: 64, SCHEDULE: "all_gather", KEEP: "true", "model.window": 40},
     "tp2": {TP: 2, CHUNK: 64},
     "tiles": {CHUNK: 64, TILE: 128},
     "tiles kept": {CHUNK: 64, TILE: 128, MODE: "attention_output"},
