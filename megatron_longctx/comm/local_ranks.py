@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
@@ -113,6 +114,7 @@ def _rank_main(
     folder: str,
 ) -> None:
     end_with_parent()
+    gc.freeze()  # what is imported stays: no collection need look at it
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     place = Placement.local(rank, int(environment["WORLD_SIZE"]))
