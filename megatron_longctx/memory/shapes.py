@@ -209,8 +209,11 @@ def layer_bytes(job: Job) -> LayerBytes:
     taken, kept = q + kv, job.footprints[0].kept
     reads = job.programs[1][0].reads_own
     if kept and reads.isdisjoint((Kind.Q_GRAD, Kind.KV)):  # in the place of the rank's own, its lse included
-        kept -= per_sequence * (workload.token_bytes(Kind.OUT) - workload.token_bytes(Kind.Q))
         seen = taken = 0
+        if model.sinks == "none":
+            kept -= per_sequence * (workload.token_bytes(Kind.OUT) - workload.token_bytes(Kind.Q))
+        else:  # whose gradient is of the rank's own queries
+            seen = taken = q
     fc1 = e * tokens * _FC1_COLUMNS[model.activation] * model.ffn_hidden_size // tp
     act = e * tokens * model.ffn_hidden_size // tp
     rms = model.normalization == "rmsnorm"
