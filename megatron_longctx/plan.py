@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .config import Config, configured_mode, mode_options, token_unit, workload_of
+from .config import Config, configured_mode, mode_options, planned_mask, token_unit, workload_of
 from .errors import refuse
 from .memory import command
 from .schedules import (
@@ -80,7 +80,7 @@ def compare(config: Config, *, causal: bool, picture: Path | None) -> None:
     par = config.parallelism
     options = replace(mode_options(par), inner_size=None, max_buffer_tokens=None, head_chunks=1)
     n, length = par.context_parallel_size, config.data.seq_length
-    mask = _mask(length, causal)
+    mask = _mask(config, causal)
     problem = Problem(
         n, mask, Target(workload), token_unit(config.parallelism), options, keep_received=config.keep_received
     )
@@ -137,13 +137,13 @@ def _configured(config: Config, causal: bool) -> Plan:
     par = config.parallelism
     _check_heads(config)
     n, length = par.context_parallel_size, config.data.seq_length
-    plan = build_plan(par.schedule, n, _mask(length, causal), mode_options(par), token_unit(config.parallelism))
+    plan = build_plan(par.schedule, n, _mask(config, causal), mode_options(par), token_unit(config.parallelism))
     keep = keeps_received(config.keep_received, par.schedule, n, length, config.train.micro_batch_size)
     return keeping(plan) if keep else plan
 
 
-def _mask(length: int, causal: bool) -> masks.Mask:
-    return masks.causal(length) if causal else masks.full(length)
+def _mask(config: Config, causal: bool) -> masks.Mask:
+    return planned_mask(config) if causal else masks.full(config.data.seq_length)
 
 
 def _price(simulation: Simulation, cluster: Cluster) -> str:

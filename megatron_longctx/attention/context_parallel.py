@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -85,6 +87,8 @@ class ContextParallelAttention:
         self._links: dict[torch.device, _Links] = {}
         self._engines: dict[KernelRequest, Engine] = {}
         self._bound: OrderedDict[tuple[Mask, KernelRequest, Shapes, bool], Passes] = OrderedDict()
+        self._kinds: set[tuple[KernelRequest, Shapes, bool]] = set()  # of calls so far, whatever their masks
+        self._lock = threading.Lock()
         self.plan(0)
 
     def measure_waiting(self) -> None:
@@ -106,6 +110,14 @@ class ContextParallelAttention:
     def plan(self, mask: Mask | int) -> Plan:
         """The forward plan of a mask, or of a causal sequence of so many tokens."""
         return build_plan(self.mode, self.world, mask, unit=self._unit)
+
+    def prepare(self, mask: Mask) -> None:
+        """Plan and lower a mask ahead of its use, for all kinds of calls so far (heads, batch, dtype). From any thread;
+        nothing is exchanged."""
+        self.plan(mask)
+        for request, shapes, keep in tuple(self._kinds):
+            passes = self._bind(mask, request, shapes, keep)
+            _ = passes.forward, passes.backward  # made when they are first asked for
 
     def layout(self, mask: Mask | int) -> Layout:
         """Which rank holds which token."""
@@ -206,24 +218,30 @@ class ContextParallelAttention:
             num_kv_heads=k.shape[2],
             deterministic=self.deterministic,
             v_head_dim=v.shape[3],
-            windows=mask.has_windows,
-            packed=len(mask.slices) > 1,
         )
         shapes = shapes_of(q, k, v, Int8KV(q.shape[3], q.dtype) if int8 else None)
+        return self._bind(mask, request, shapes, keep)
+
+    def _bind(self, mask: Mask, request: KernelRequest, shapes: Shapes, keep: bool) -> Passes:
+        """request: without what the mask says."""
         key = mask, request, shapes, keep
-        found = self._bound.get(key)
-        if found is None:
-            plan = self.plan(mask)
-            engine = self._engine(request, q.device)
-            target = Target(
-                shapes.workload, engine.kernel.takes, None if engine.transport is None else engine.transport.hosts
-            )
-            found = self._bound[key] = Passes(keeping(plan) if keep else plan, target, self.rank, shapes, engine)
+        with self._lock:
+            found = self._bound.get(key)
+            if found is not None:
+                self._bound.move_to_end(key)
+                return found
+        plan = self.plan(mask)
+        wanted = replace(request, windows=mask.has_windows, packed=len(mask.slices) > 1)
+        engine = self._engine(wanted, shapes.device)
+        hosts = None if engine.transport is None else engine.transport.hosts
+        target = Target(shapes.workload, engine.kernel.takes, hosts)
+        made = Passes(keeping(plan) if keep else plan, target, self.rank, shapes, engine)
+        with self._lock:
+            self._kinds.add((request, shapes, keep))
+            found = self._bound.setdefault(key, made)
             if len(self._bound) > _MOST_BOUND:
                 self._bound.popitem(last=False)
-        else:
-            self._bound.move_to_end(key)
-        return found
+            return found
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
         layout = self.layout(mask)

@@ -2,7 +2,7 @@
 
 from .bounds import keys_of
 from .checks import check_value, data_parallel_size, validate
-from .planned import configured_mode, mode_options, token_unit, workload_of
+from .planned import configured_mode, mode_options, planned_mask, token_unit, workload_of
 from .tree import (
     CACHE_RULES,
     CUDA_GRAPHS,
@@ -62,6 +62,7 @@ __all__ = [
     "data_parallel_size",
     "keys_of",
     "mode_options",
+    "planned_mask",
     "token_unit",
     "validate",
     "workload_of",

@@ -38,6 +38,9 @@ def _validate_model(model: ModelConfig) -> None:
     _divides("model.num_kv_heads", model.num_kv_heads, "model.num_attention_heads", model.num_attention_heads)
     if model.position_embedding == "rope" and model.kv_channels % 2:
         raise refuse("model.head_dim", model.kv_channels, "an even head dimension with rope", "Set model.head_dim.")
+    if model.window_pattern is not None and model.window is None:
+        remedy = "Set model.window, or leave window_pattern null: without windows all layers see everything."
+        raise refuse("model.window_pattern", model.window_pattern, "null with model.window=null", remedy)
 
 
 def _validate_parallelism(config: Config) -> None:

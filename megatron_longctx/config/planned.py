@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..schedules import Workload
+from ..schedules import Mask, Workload
+from ..schedules.mask import documents
 from ..schedules.modes import Mode, ModeOptions, find_mode
 from ..topology import load_cluster
 from .tree import Config, ParallelismConfig
@@ -18,6 +19,11 @@ def workload_of(config: Config) -> Workload:
         batch=config.train.micro_batch_size,
         element_bytes=2 if config.train.precision == "bf16" else 4,
     )
+
+
+def planned_mask(config: Config) -> Mask:
+    """What is planned with where no batch is: a whole causal sequence, as the layers that see most see it."""
+    return documents([config.data.seq_length], window=config.model.widest_window)
 
 
 def mode_options(par: ParallelismConfig) -> ModeOptions:

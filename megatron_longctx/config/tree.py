@@ -18,6 +18,7 @@ TRANSPORTS = ("auto", "peer", "p2p")
 RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
 REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
 REDUCTION_TRANSPORTS = ("auto", "peer", "collective")
+SINKS = ("none", "off_by_one", "learnable")
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 DECODES = ("auto", "replicated", "plan")
@@ -51,6 +52,11 @@ class ModelConfig:
     activation: str = choice("swiglu", ("swiglu", "gelu"))
     position_embedding: str = choice("rope", ("rope", "learned"))
     rope_base: float = number(500_000.0, 1, 1e15)
+    # Tokens before itself that a token sees; null: all. Every window_pattern-th layer sees all in any case; null: none.
+    window: int | None = number(None, 1, MOST_TOKENS)
+    window_pattern: int | None = number(None, 2, 10_000)
+    # A logit per head that takes part in every softmax and has no value: none, 0 (off_by_one), or learnable.
+    sinks: str = choice("none", SINKS)
     bias: bool = False
     tie_embeddings: bool = False
     init_std: float = number(0.02, 1e-6, 10)
@@ -60,6 +66,11 @@ class ModelConfig:
     @property
     def kv_channels(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def widest_window(self) -> tuple[int | None, int | None]:
+        """Of the layers that see most."""
+        return (None, None) if self.window is None or self.window_pattern is not None else (self.window, 0)
 
 
 @dataclass(frozen=True)

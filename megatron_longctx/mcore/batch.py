@@ -21,3 +21,8 @@ class Batch:
     loss_mask: Tensor
     position_ids: Tensor
     documents: tuple[int, ...] | None = None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the documents of a row, which is one where it is no pack."""
+        return self.documents or (self.tokens.shape[1],)

@@ -32,6 +32,7 @@ from ..inference.figures import agreed_figures
 from . import checkpoint
 from .direct import Attend, DirectLayer, why_not_direct
 from .model import build_model, fingerprint, padded_vocab_size, transformer_config
+from .pack import UNBOUNDED
 from .rope import Rotation, ShardedRotaryEmbedding
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import build_sequence
@@ -42,14 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 class NewTokens:
-    """Where the new tokens of one forward pass are, as all layers see it. positions: int64 `[s]`."""
+    """Where the new tokens of one forward pass are, as all layers see it. now: int64 `[s]`."""
 
     def __init__(self) -> None:
         self.now = torch.empty(0, dtype=torch.int64)
         self.rotation: Rotation | None = None
-
-    def positions(self, device: torch.device) -> Tensor:
-        return self.now.to(device)
 
 
 class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
@@ -57,6 +55,10 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
 
     def __init__(self, original: Any, attention: CachedAttention, new: NewTokens) -> None:
         super().__init__(config=original.config)
+        for name, plain in (("window", UNBOUNDED), ("softmax_offset", None)):
+            if getattr(original, name) != plain:
+                remedy = "Attention over the cache does not know it yet."
+                raise refuse(name, getattr(original, name), f"{plain} for inference", remedy)
         self.layer = original.layer_number - 1
         self.softmax_scale = original.softmax_scale
         self._rotates = original.rotates
@@ -75,11 +77,17 @@ class CachedRotaryEmbedding(ShardedRotaryEmbedding):
     """Leaves the rotation of the new tokens, whose positions differ in every forward pass, with them."""
 
     def __init__(self, original: RotaryEmbedding, new: NewTokens) -> None:
-        super().__init__(original, new)  # type: ignore[arg-type]
         self._new = new
+        super().__init__(original, new)  # type: ignore[arg-type]
+
+    def _take(self, sequence: Any) -> None:
+        """No sequence turns by it."""
+
+    def of_new(self) -> Rotation:
+        return self.rotation(self._new.now.to(self.inv_freq.device))
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> None:
-        self._new.rotation = self.rotation()
+        self._new.rotation = self.of_new()
 
 
 class CachedGPT:
@@ -151,7 +159,7 @@ class CachedGPT:
         if self._layers is None:
             return gpt(tokens, positions, None)  # type: ignore[no-any-return]
         hidden = gpt.embedding(tokens, positions)
-        rotation = gpt.rotary_pos_emb.rotation() if gpt.position_embedding_type == "rope" else None
+        rotation = gpt.rotary_pos_emb.of_new() if gpt.position_embedding_type == "rope" else None
         for layer, attend in self._layers:
             hidden = layer(hidden, rotation, attend)
         return gpt.decoder.final_layernorm(hidden)  # type: ignore[no-any-return]
@@ -173,6 +181,11 @@ def for_inference(config: Config) -> Config:
         ValueError: sizes that inference does not run at.
     """
     par = config.parallelism
+    for key, unset in (("window", None), ("sinks", "none")):
+        if getattr(config.model, key) != unset:
+            expected = f"{unset or 'null'} for inference"
+            remedy = "Attention over the cache does not know it yet, and would give other numbers than training did."
+            raise refuse(f"model.{key}", getattr(config.model, key), expected, remedy)
     if par.pipeline_parallel_size != 1:
         raise refuse(
             "parallelism.pipeline_parallel_size",

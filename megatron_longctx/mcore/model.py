@@ -22,6 +22,8 @@ from .spec import block_spec
 
 logger = logging.getLogger(__name__)
 
+_SOFTMAX = {"none": "vanilla", "off_by_one": "off-by-one", "learnable": "learnable"}
+
 
 def padded_vocab_size(model: ModelConfig, tokenizer_size: int) -> int:
     """Rows of the embedding: the model's own size, or the tokenizer's rounded up.
@@ -79,6 +81,9 @@ def transformer_config(config: Config) -> TransformerConfig:
         add_bias_linear=model.bias,
         add_qkv_bias=model.bias,
         init_method_std=model.init_std,
+        window_size=None if model.window is None else (model.window, 0),
+        window_attn_skip_freq=model.window_pattern,
+        softmax_type=_SOFTMAX[model.sinks],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=bf16,
@@ -150,7 +155,9 @@ def dist_rank_zero() -> bool:
 def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
     """What a checkpoint must agree on with the model that loads it; nothing about parallel sizes."""
     model = config.model
-    return {
+    # Only where set, so that checkpoints from before these keys load.
+    special = {key: getattr(model, key) for key in ("window", "window_pattern", "sinks")}
+    return {key: value for key, value in special.items() if value not in (None, "none")} | {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import refuse
 from ..kernels.no_grad import first_order
 from ..kernels.rotate import rotate
+from .pack import Pack
 from .sequence import ShardedSequence
 
 
@@ -44,11 +45,12 @@ class Rotation:
 class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
     """Replaces `GPTModel.rotary_pos_emb`, which knows the zigzag layout of even lengths only.
 
-    The model calls it before its layers; it leaves their `Rotation` with the sequence, whose core attention applies it,
-    and returns None, so that Megatron's layers rotate nothing themselves.
+    It tells the sequence how tokens turn, whose core attention turns them; called by the model it returns None, so that
+    Megatron's layers rotate nothing themselves.
 
     Raises:
-        ValueError: an embedding of another kind, whose angles or sizes its own methods say (YaRN, multimodal).
+        ValueError: an embedding of another kind, whose angles or sizes its own methods say (YaRN, multimodal), or a
+            sequence that a model of other angles has.
     """
 
     def __init__(self, original: RotaryEmbedding, sequence: ShardedSequence) -> None:
@@ -58,23 +60,34 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
         self.seq_len_interpolation_factor = original.seq_len_interpolation_factor
         self.inv_freq = original.inv_freq
         self.cp_group = original.cp_group
-        self._sequence = sequence
-        self._made: tuple[int, Rotation] | None = None
+        self._take(sequence)
 
-    def rotation(self) -> Rotation:
-        """Of this rank's tokens; angles in fp64, as at a million tokens those in fp32 are off by 0.03 rad."""
-        positions = self._sequence.positions(self.inv_freq.device).double()
+    def _take(self, sequence: ShardedSequence) -> None:
+        before = sequence.rope
+        if isinstance(before, ShardedRotaryEmbedding) and not (
+            torch.equal(before.inv_freq.cpu(), self.inv_freq.cpu())
+            and before.rotary_interleaved == self.rotary_interleaved
+            and before.seq_len_interpolation_factor == self.seq_len_interpolation_factor
+        ):
+            remedy = "Build a ShardedSequence for each model; they may share their attention."
+            raise refuse("sequence", "of a model whose tokens turn otherwise", "one of this model's", remedy)
+        sequence.rope = self
+
+    def of_pack(self, pack: Pack) -> Rotation:
+        """Of this rank's tokens, by where they lie in their documents."""
+        return self.rotation(pack.positions(self.inv_freq.device))
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Of tokens at these positions, int64 `[s]`; angles in fp64, as at a million tokens those in fp32 are off by
+        0.03 rad."""
+        exact = positions.double()
         if self.seq_len_interpolation_factor is not None:
-            positions *= 1 / self.seq_len_interpolation_factor
-        angles = torch.outer(positions, self.inv_freq.double())
+            exact = exact * (1 / self.seq_len_interpolation_factor)
+        angles = torch.outer(exact, self.inv_freq.double())
         return Rotation(angles.cos().float(), angles.sin().float(), self.rotary_interleaved)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> None:
-        """Leave the rotation with the sequence; computed once per sequence length."""
-        length = self._sequence.length
-        if self._made is None or self._made[0] != length:
-            self._made = (length, self.rotation())
-        self._sequence.rotation = self._made[1]
+        """Nothing to turn by outside of core attention."""
 
 
 def _refuse_other_kinds(original: torch.nn.Module) -> None:

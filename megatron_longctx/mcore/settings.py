@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from ..errors import refuse
+from ..schedules.mask import Window
 
 _NO_HANDLE = "Unset it; no kernel here gives the logits' maxima."
 _NEIGHBOURS = "Unset it: it shifts tokens as Megatron's own zigzag holds them."
 REFUSED: dict[str, tuple[Any, str]] = {
-    "window_size": (None, "Sliding windows have no plan yet; unset it."),
-    "softmax_type": ("vanilla", "Attention sinks are not supported."),
     "multi_latent_attention": (False, "MLA rotates by Megatron's own zigzag; take a spec without it."),
     "experimental_attention_variant": (None, "These are other kinds of attention; unset it."),
     "mtp_num_layers": (None, _NEIGHBOURS),
@@ -49,6 +49,15 @@ def refuse_unless_served(config: TransformerConfig, deterministic: bool) -> None
     if config.deterministic_mode and not deterministic:
         remedy = "Give ContextParallelAttention deterministic=True, too."
         raise refuse("deterministic_mode", True, "False with kernels that need not be deterministic", remedy)
+
+
+def layer_window(config: TransformerConfig, layer_number: int) -> Window:
+    """Tokens that a layer sees before and after each: all, or `window_size`, as `window_attn_skip_freq` says by
+    Megatron's own rule. layer_number: from 1, of all stages. Megatron means all by a number below 0."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None, None
+    before, after = config.window_size
+    return None if before < 0 else before, None if after < 0 else after
 
 
 def skips_rope(config: TransformerConfig, layer_number: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from ..config import Config, mode_options, token_unit, workload_of
+from ..config import Config, mode_options, planned_mask, token_unit, workload_of
 from ..errors import refuse
 from ..schedules import (
     Kind,
@@ -55,13 +55,12 @@ class Job:
 
     @cached_property
     def plan(self) -> Plan:
-        """The forward plan of one attention call."""
+        """The forward plan of one attention call, of a layer that sees most."""
         par = self.config.parallelism
         if par.schedule == "auto":
             raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with plan --compare.")
-        length = self.config.data.seq_length
-        unit = token_unit(par)
-        plan = build_plan(par.schedule, par.context_parallel_size, length, mode_options(par), unit)
+        mask, unit = planned_mask(self.config), token_unit(par)
+        plan = build_plan(par.schedule, par.context_parallel_size, mask, mode_options(par), unit)
         return keeping(plan) if self.keeps_received else plan
 
     @cached_property
@@ -165,6 +164,8 @@ def layer_parameters(job: Job) -> int:
     if model.bias:
         sharded += heads + fc1
         whole += 2 * model.hidden_size
+    if model.sinks == "learnable":
+        sharded += model.num_attention_heads
     return sharded // tp + whole
 
 
@@ -208,8 +209,11 @@ def layer_bytes(job: Job) -> LayerBytes:
     taken, kept = q + kv, job.footprints[0].kept
     reads = job.programs[1][0].reads_own
     if kept and reads.isdisjoint((Kind.Q_GRAD, Kind.KV)):  # in the place of the rank's own, its lse included
-        kept -= per_sequence * (workload.token_bytes(Kind.OUT) - workload.token_bytes(Kind.Q))
         seen = taken = 0
+        if model.sinks == "none":
+            kept -= per_sequence * (workload.token_bytes(Kind.OUT) - workload.token_bytes(Kind.Q))
+        else:  # whose gradient is of the rank's own queries
+            seen = taken = q
     fc1 = e * tokens * _FC1_COLUMNS[model.activation] * model.ffn_hidden_size // tp
     act = e * tokens * model.ffn_hidden_size // tp
     rms = model.normalization == "rmsnorm"

@@ -1,12 +1,14 @@
 """Training FLOPs of a GPT, and what they make of a measured step time.
 
-Forward pass of one step, with T = batch · S tokens (S: sequence length), L layers, hidden size H, h query heads,
-g key/value heads, head dimension d, MLP width F in M matrices (SwiGLU 3, GELU 2) and vocabulary V:
+Forward pass of one step, with T tokens in sequences of S (with packed documents, S is the length of a pack), L layers,
+hidden size H, h query heads, g key/value heads, head dimension d, MLP width F in M matrices (SwiGLU 3, GELU 2),
+vocabulary V, and P visible pairs of a query and a key, summed over layers:
 
     projections  L · 2·T·H·d·(h + 2g)      query, key and value
                  L · 2·T·h·d·H             attention output
     attention    L · 4·T·S·h·d             dense convention: every query times every key (QKᵀ and PV)
-                 L · 2·T·S·h·d             causal convention: half of it, S²/2 pairs for each sequence
+                 4·(P - L·T/2)·h·d         causal convention: visible pairs, a query's own key counted half, so that
+                                           a whole causal sequence has S²/2; documents and windows have fewer
     MLP          L · 2·T·M·H·F
     LM head      2·T·H·V
 
@@ -23,8 +25,9 @@ from megatron_longctx import names
 from megatron_longctx.config import ModelConfig
 
 FORMULA = (
-    "3 * (L*(2*T*H*d*(h + 2*g) + 2*T*h*d*H + A + 2*T*M*H*F) + 2*T*H*V), "
-    "A = 2*T*S*h*d (causal) or 4*T*S*h*d (dense), M = 3 (swiglu) or 2 (gelu); recomputation not counted"
+    "3 * (L*(2*T*H*d*(h + 2*g) + 2*T*h*d*H + 2*T*M*H*F) + A + 2*T*H*V), "
+    "A = 4*(P - L*T/2)*h*d (causal; P visible pairs of all layers, L*T*(S + 1)/2 without documents and windows) "
+    "or 4*L*T*S*h*d (dense), M = 3 (swiglu) or 2 (gelu); recomputation not counted"
 )
 _MLP_MATRICES = {"swiglu": 3, "gelu": 2}
 
@@ -37,34 +40,42 @@ class StepFlops:
     dense: int
 
 
-def training_flops(model: ModelConfig, vocab_size: int, seq_length: int, batch: int) -> StepFlops:
+@dataclass(frozen=True)
+class Work:
+    """What is computed on. tokens: of all sequences. pairs: visible ones of a query and a key, of all sequences and
+    layers. dense_pairs: every query with every key of its sequence, in one layer."""
+
+    tokens: int
+    pairs: int
+    dense_pairs: int
+
+
+def training_flops(model: ModelConfig, vocab_size: int, work: Work) -> StepFlops:
     """FLOPs of one training step (forward and backward); the module's docstring states the formula.
 
     Args:
         model: shape of the GPT.
         vocab_size: rows of the LM head as trained, padding included.
-        seq_length: tokens of one sequence, over all context-parallel ranks.
-        batch: sequences in one step, over all data-parallel ranks.
+        work: of the step, over all context- and data-parallel ranks.
 
     Raises:
         ValueError: a size below 1, or an activation whose MLP is not known.
     """
-    for name, value in (("vocab_size", vocab_size), ("seq_length", seq_length), ("batch", batch)):
+    for name, value in (("vocab_size", vocab_size), ("tokens", work.tokens), ("pairs", work.pairs)):
         if value < 1:
             raise ValueError(f"{name}={value}: expected at least 1. Give the size that is trained.")
     if model.activation not in _MLP_MATRICES:
         known = ", ".join(_MLP_MATRICES)
         raise ValueError(f"model.activation={model.activation}: expected one of {known}. Set model.activation.")
-    tokens, hidden, dim = batch * seq_length, model.hidden_size, model.kv_channels
+    tokens, hidden, dim, layers = work.tokens, model.hidden_size, model.kv_channels, model.num_layers
     heads, kv_heads = model.num_attention_heads, model.num_kv_heads
     projections = 2 * tokens * hidden * dim * (heads + 2 * kv_heads) + 2 * tokens * heads * dim * hidden
     mlp = 2 * tokens * _MLP_MATRICES[model.activation] * hidden * model.ffn_hidden_size
     head = 2 * tokens * hidden * vocab_size
-    attention_half = 2 * tokens * seq_length * heads * dim
-    linear = model.num_layers * (projections + mlp) + head
+    linear = layers * (projections + mlp) + head
     return StepFlops(
-        causal=3 * (linear + model.num_layers * attention_half),
-        dense=3 * (linear + model.num_layers * 2 * attention_half),
+        causal=3 * (linear + 2 * (2 * work.pairs - layers * tokens) * heads * dim),
+        dense=3 * (linear + 4 * layers * work.dense_pairs * heads * dim),
     )
 
 

@@ -6,12 +6,11 @@ import logging
 from dataclasses import fields, replace
 from pathlib import Path
 
-from ..config import Config, ParallelismConfig, mode_options, token_unit, workload_of
+from ..config import Config, ParallelismConfig, mode_options, planned_mask, token_unit, workload_of
 from ..errors import refuse
 from ..metrics.environment import environment
 from ..schedules import Costs, Takes, Target
 from ..schedules.calibration import find_calibration, load_calibration
-from ..schedules.mask import causal
 from ..schedules.select import Problem, select, table
 from ..topology import Cluster, load_cluster
 from .preflight import device_type
@@ -46,7 +45,7 @@ def settled(config: Config, folder: Path | None = None) -> Config:
     )
     problem = Problem(
         n=n,
-        mask=causal(config.data.seq_length),
+        mask=planned_mask(config),
         target=target,
         unit=token_unit(par),
         options=mode_options(par),

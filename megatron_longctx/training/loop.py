@@ -17,6 +17,7 @@ from .. import names
 from ..comm import on_rank_0
 from ..config import Config
 from ..mcore import checkpoint, groups, model, optimizer
+from ..mcore.batch import Batch
 from ..mcore.data import TrainingData, micro_batches
 from ..mcore.identity import identity
 from ..mcore.sequence import build_sequence
@@ -125,7 +126,7 @@ class Trainer:
         for chunk in self.models:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = self.train_step.run(iter(batches))
+        loss = self.train_step.run(Batch(x["tokens"], x["labels"], x["loss_mask"], x["position_ids"]) for x in batches)
         self._require_finite("loss", loss.mean, batches)
         lr = optimizer.learning_rate(self.optimizer)
         _, grad_norm, _ = self.optimizer.step()
@@ -154,13 +155,14 @@ class Trainer:
             return
         config = self.config
         tokens_per_step = config.train.global_batch_size * config.data.seq_length
+        flops = training_flops(config.model, self.vocab_size, result.loss.work)
         record: dict[str, Any] = {
             names.STEP: self.step,
             names.TOKENS: self.step * tokens_per_step,
             names.LOSS: result.loss.mean,
             names.GRAD_NORM: result.grad_norm,
             names.LEARNING_RATE: result.lr,
-            **performance(self._flops, tokens_per_step, seconds, dist.get_world_size(), self._peak),
+            **performance(flops, result.loss.work.tokens, seconds, dist.get_world_size(), self._peak),
             **_memory(),
             names.IMBALANCE_PCT: self._imbalance_pct,
             names.EXPOSED_COMM_S: self.sequence.attention.waited_seconds(),
@@ -170,11 +172,8 @@ class Trainer:
 
     def _open_sinks(self) -> list[Sink]:
         config = self.config
-        self._flops = training_flops(
-            config.model, self.vocab_size, config.data.seq_length, config.train.global_batch_size
-        )
         self._peak = peak_tflops(current_device_name(), config.logging.peak_tflops)
-        plan = self.sequence.attention.plan(self.sequence.length)
+        plan = self.sequence.attention.plan(self.sequence.whole.mask(window=config.model.widest_window))
         pairs = [plan.pairs(rank) for rank in range(plan.n)]
         self._imbalance_pct = 100 * (max(pairs) * plan.n / sum(pairs) - 1)
         self.sequence.attention.measure_waiting()

@@ -161,6 +161,7 @@ def check_kernel(config: Config, device: str) -> None:
         num_heads=model.num_attention_heads // tp,
         num_kv_heads=model.num_kv_heads // tp,
         deterministic=config.attention.deterministic,
+        windows=model.window is not None,
     )
     reasons = dict(
         available(request)

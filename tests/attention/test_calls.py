@@ -3,11 +3,14 @@ masks at most."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.attention import ContextParallelAttention, function
 from megatron_longctx.kernels import KernelRequest, choose, dense_call
+from megatron_longctx.mcore.sequence import ShardedSequence
 from megatron_longctx.schedules import ModeOptions
 from megatron_longctx.schedules.mask import Mask, documents, full
 from megatron_longctx.testing.references import dense_attention, random_qkv
@@ -60,6 +63,31 @@ def test_masks_of_other_lengths_are_refused(mask: Mask | int) -> None:
     q, k, v, _ = random_qkv(5, 1, 4, 2, 8, torch.float32)
     with pytest.raises(ValueError, match=r"q has shape .* holds \d of \d tokens in the zigzag layout"):
         ContextParallelAttention(kernel="reference")(q, k, v, mask=mask)
+
+
+def test_what_is_prepared_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another thread, while the first one makes calls."""
+    attention = ContextParallelAttention(kernel="reference")
+    q, k, v, grad = random_qkv(25, 1, 2, 1, 4, torch.float64)
+    sequence = ShardedSequence(attention, 25)
+    sequence.windows |= {(None, None), (3, 0)}
+    attention(q.requires_grad_(), k, v, mask=25).backward(grad)
+    attention(q[:, :, :1], k, v, mask=25)
+    other = threading.Thread(target=lambda: sequence.prepare([20, 5]))
+    other.start()
+    for length in range(1, 25):
+        attention(q, k, v, mask=documents([length, 25 - length]))
+    other.join()
+    made: list[object] = []
+    monkeypatch.setattr(function, "bind", lambda *_: made.append(_))
+    pack = sequence.pack([20, 5])
+    for heads in (1, 2):
+        for window in sequence.windows:
+            attention(q[:, :, :heads], k, v, mask=pack.mask(window=window)).backward(grad[:, :, :heads])
+    assert not made
+    with pytest.raises(AttributeError):  # what was not prepared
+        attention(q, k, v, mask=documents([2, 3, 20]))
+    assert made
 
 
 def test_what_is_known_of_masks_is_bounded() -> None:

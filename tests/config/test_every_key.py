@@ -47,6 +47,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "optim.decay_steps": {"optim.warmup_steps": 0},
     "train.steps": {"optim.warmup_steps": 0},
     "model.num_layers": {},
+    "model.window_pattern": {"model.window": 4},
     "model.num_attention_heads": {"model.num_kv_heads": 1, "model.head_dim": 2},
     "model.num_kv_heads": {"model.num_attention_heads": 100_000, "model.head_dim": 2},
     "model.hidden_size": {"model.num_attention_heads": 1, "model.num_kv_heads": 1, "model.head_dim": 2},

@@ -159,6 +159,8 @@ def test_the_examples_in_messages_are_accepted() -> None:
             words.append("parallelism.schedule=usp")
         if key in ("optim.decay_steps", "train.steps"):
             words.append("optim.warmup_steps=0")
+        if key == "model.window_pattern":
+            words.append("model.window=4")
         if key == "model.head_dim":
             words.append("model.position_embedding=learned")
         override_config(Config(), words)
@@ -242,6 +244,8 @@ def test_an_interpolation_that_leads_nowhere() -> None:
             "parallelism.head_chunks=2",
             "1, its default, with parallelism.schedule=zigzag",
         ),
+        (["model.window_pattern=2"], "model.window_pattern=2", "null with model.window=null"),
+        (["model.sinks=some"], "model.sinks=some", "one of none, off_by_one, learnable"),
         (["attention.keep_received=always"], "attention.keep_received=always", "one of auto, true, false"),
         (
             ["attention.keep_received=true", "recompute=attention_output"],

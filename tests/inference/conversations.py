@@ -112,10 +112,10 @@ def dense(config: Config, checkpoints: Path | None, texts: Sequence[Sequence[int
     gpt = gpt.double().eval() if fp64 else gpt.eval()
     found = []
     for text in texts:
-        sequence.length = len(text)
-        tokens = torch.tensor([text])
+        tokens, pack = torch.tensor([text]), sequence.pack([len(text)])
         with torch.no_grad():
-            found.append(gpt(tokens, torch.arange(len(text))[None], None)[0, :, : tokenizer.vocab_size])
+            logits = gpt(tokens, torch.arange(len(text))[None], None, packed_seq_params=pack)
+        found.append(logits[0, :, : tokenizer.vocab_size])
     groups.destroy()
     return found
 

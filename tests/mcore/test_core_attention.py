@@ -11,9 +11,11 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn import functional
 
 from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
+from megatron_longctx.testing.references import dense_attention, visible
 from tests.shared.sequences import sequence_of
 
 LENGTH, BATCH, HEADS, GROUPS, DIM = 13, 2, 4, 2, 8
@@ -57,8 +59,6 @@ def test_it_is_dense_attention(mask: AttnMaskType, scale: float | None, at_call:
     [
         ({"attention_dropout": 0.1}, {}, "attention_dropout=0.1: expected 0"),
         ({}, {"attention_dropout": 0.2}, "attention_dropout=0.2: expected 0"),
-        ({"window_size": (4, 0)}, {}, "window_size=(4, 0): expected null"),
-        ({"softmax_type": "learnable"}, {}, "softmax_type=learnable: expected vanilla"),
         ({}, {"attention_type": "cross"}, "attention_type=cross: expected self"),
         ({}, {"k_channels": 8, "v_channels": 4}, "v_channels=4: expected k_channels=8"),
         (
@@ -85,7 +85,7 @@ def test_settings_it_can_serve() -> None:
     [
         ({"attention_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)}, "attention_mask=Tensor: expected"),
         ({"attention_bias": torch.zeros(1, 1, LENGTH, LENGTH)}, "attention_bias=Tensor: expected None"),
-        ({"packed_seq_params": PackedSeqParams()}, "packed_seq_params=PackedSeqParams: expected None"),
+        ({"packed_seq_params": PackedSeqParams()}, "packed_seq_params.qkv_format=None: expected thd"),
         ({"attn_mask_type": AttnMaskType.padding}, "expected causal or no_mask"),
         ({"attn_mask_type": AttnMaskType.arbitrary}, "expected causal or no_mask"),
         ({"attn_mask_type": AttnMaskType.padding_causal}, "expected causal or no_mask"),
@@ -96,11 +96,113 @@ def test_calls_it_cannot_serve(arguments: dict[str, Any], words: str) -> None:
         _core()(*_inputs(), **({"attention_mask": None} | arguments))
 
 
+def _packed(stops: list[int], padded: list[int] | None = None, **other: Any) -> PackedSeqParams:
+    sums = torch.tensor(stops, dtype=torch.int32)
+    wide = None if padded is None else torch.tensor(padded, dtype=torch.int32)
+    given = {"cu_seqlens_q": sums, "cu_seqlens_kv": sums.clone(), "cu_seqlens_q_padded": wide}
+    return PackedSeqParams(**({"qkv_format": "thd", "cu_seqlens_kv_padded": wide} | given | other))
+
+
+@pytest.mark.parametrize("mask", [AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.padding])
+def test_megatrons_packed_documents(mask: AttnMaskType) -> None:
+    """As its layers give them: without a batch dimension."""
+    q, k, v = (x[:, 0] for x in _inputs())
+    documents = [slice(0, 4), slice(4, 5), slice(5, LENGTH)]
+    out = _core()(q, k, v, None, attn_mask_type=mask, packed_seq_params=_packed([0, 4, 5, 5, LENGTH]))
+    for rows in documents:
+        alone = _core(sequence_of(length=rows.stop - rows.start))
+        kind = AttnMaskType.no_mask if mask is AttnMaskType.padding else AttnMaskType.causal
+        expected = alone(*(x[rows, None] for x in (q, k, v)), None, attn_mask_type=kind)
+        torch.testing.assert_close(out[rows], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_padding_between_documents_is_seen_by_nothing() -> None:
+    leaves = [x[:, 0].requires_grad_() for x in _inputs()]
+    params = _packed([0, 4, 9], [0, 6, LENGTH])  # tokens 4, 5, 11 and 12 are padding
+    out = _core()(*leaves, None, packed_seq_params=params)[:, 0]
+    pack = sequence_of(length=LENGTH).pack([4, 2, 5, 2])
+    expected = _core()(*(x[:, None] for x in leaves), None, packed_seq_params=pack)[:, 0]
+    assert torch.equal(out, expected) and torch.isfinite(out).all()
+    real = torch.tensor([0, 1, 2, 3, 6, 7, 8, 9, 10])
+    for x in torch.autograd.grad(out[real].sum(), leaves):
+        assert not x[[4, 5, 11, 12]].any() and x[real].any()
+
+
+def test_megatrons_parameters_are_read_once_and_when_they_change() -> None:
+    sequence, params = sequence_of(length=LENGTH), _packed([0, 4, LENGTH])
+    pack = sequence.pack_of(params)
+    assert pack.documents == (4, 9) and sequence.pack_of(params) is pack
+    assert sequence_of(length=LENGTH).pack_of(params) is not pack, "another model's"
+    pack = sequence.pack_of(params)
+    params.cu_seqlens_q[1] = params.cu_seqlens_kv[1] = 6
+    assert sequence.pack_of(params).documents == (6, 7)
+    params.cu_seqlens_q = params.cu_seqlens_kv = torch.tensor([0, 1, LENGTH])
+    assert sequence.pack_of(params).documents == (1, 12)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (_packed([0, 4], qkv_format="sbhd"), "qkv_format=sbhd: expected thd"),
+        (_packed([0, 4], cu_seqlens_kv=torch.tensor([0, 5])), "cu_seqlens_kv=other: expected what cu_seqlens_q says"),
+        (_packed([0, 4], [0, 6], cu_seqlens_kv_padded=torch.tensor([0, 5])), "cu_seqlens_kv_padded=other: expected"),
+        (_packed([0, 4], cu_seqlens_q=None), "cu_seqlens_kv=other: expected what cu_seqlens_q says"),
+        (_packed([0]), "cu_seqlens_q=[0], padded [0]: expected sums of lengths that begin with 0"),
+        (_packed([1, 4]), "cu_seqlens_q=[1, 4], padded [1, 4]: expected sums"),
+        (_packed([0, 4, 2]), "expected lengths from 0 on, each at most its padded one"),
+        (_packed([0, 4, 9], [0, 3, 9]), "expected lengths from 0 on, each at most its padded one"),
+        (_packed([0, 4, 9], [0, 9]), "expected sums of lengths that begin with 0, and padded ones of as many"),
+        (_packed([0, 4], local_cp_size=2), "packed_seq_params.local_cp_size=given: expected None"),
+        (_packed([0, 5, 12]), "query has 13 tokens: expected 12"),
+    ],
+)
+def test_packed_documents_it_cannot_serve(params: PackedSeqParams, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        _core()(*(x[:, 0] for x in _inputs()), None, packed_seq_params=params)
+
+
+@pytest.mark.parametrize("skip", [None, 2, 3, [1, 0, 0, 1, 1, 0]])
+def test_windows_are_of_the_layers_that_megatron_says(skip: Any) -> None:
+    for number in range(1, 7):
+        core = _core(
+            config={"window_size": (3, 0), "window_attn_skip_freq": skip, "num_layers": 6}, layer_number=number
+        )
+        windowed = is_layer_window_attention((3, 0), skip, number)
+        assert core.window == ((3, 0) if windowed else (None, None))
+        out = core(*_inputs(), None)
+        seen = visible([LENGTH], window=core.window)
+        expected = dense_attention(*_inputs(), torch.zeros(LENGTH, BATCH, HEADS, DIM), seen=seen)["out"]
+        torch.testing.assert_close(out, expected.flatten(2), rtol=1e-12, atol=1e-12)
+    assert _core(config={"window_size": (-1, -1)}).window == (None, None)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "off-by-one", "learnable"])
+def test_sinks_are_megatrons(kind: str) -> None:
+    config = {"softmax_type": kind, "use_cpu_initialization": True, "init_method_std": 1.0}
+    torch.manual_seed(3)
+    core = _core(config=config)
+    assert list(core.state_dict()) == (["softmax_offset"] if kind == "learnable" else [])
+    sink = core.softmax_offset
+    assert sink is None if kind == "vanilla" else bool(sink.any()) == (kind == "learnable")
+    truth = dense_attention(*_inputs(), torch.ones(LENGTH, BATCH, HEADS, DIM), sink=sink)
+    out = core(*_inputs(), None)
+    torch.testing.assert_close(out, truth["out"].flatten(2), rtol=1e-6, atol=1e-6)
+    if kind == "learnable":
+        out.sum().backward()
+        torch.testing.assert_close(sink.grad.double(), truth["dsink"], rtol=1e-5, atol=1e-5)
+        for tp, rank in ((2, 0), (2, 1), (4, 3)):
+            torch.manual_seed(3)
+            ranks: Any = SimpleNamespace(size=lambda tp=tp: tp, rank=lambda rank=rank: rank)
+            group: Any = SimpleNamespace(tp=ranks, cp=SimpleNamespace(size=lambda: 1))
+            share = _core(config=config | {"num_query_groups": 4}, pg_collection=group).softmax_offset
+            assert torch.equal(share, sink.chunk(tp)[rank]) and share.tensor_model_parallel
+
+
 @pytest.mark.parametrize("rows", [5, LENGTH])
 def test_tokens_that_are_not_this_ranks_are_refused_before_they_are_turned(rows: int) -> None:
     """Those of another layout, or the whole sequence: `shard_batch` was forgotten."""
     sequence = sequence_of(rank=1, world=3, length=LENGTH)
-    sequence.rotation = lambda x: x[:0]  # of other tokens
+    sequence.whole.rotation = lambda x: x[:0]  # of other tokens
     q, k, v = (x[:rows] for x in _inputs())
     words = rf"query has {rows} tokens: expected 4, what rank 1 of 3 holds of 13\. Give .*shard_batch"
     with pytest.raises(ValueError, match=words):

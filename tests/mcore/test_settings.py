@@ -15,14 +15,16 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
+from megatron_longctx.testing.training import changed
 
 from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.config import Config
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
-from megatron_longctx.mcore.inference import CachedGPT
+from megatron_longctx.mcore.inference import CachedCoreAttention, CachedGPT, for_inference
 from megatron_longctx.mcore.rope import ShardedRotaryEmbedding
 from megatron_longctx.mcore.sequence import ShardedSequence
 from megatron_longctx.mcore.settings import REFUSED
@@ -33,8 +35,6 @@ from tests.shared.sequences import sequence_of
 
 VOCABULARY, LENGTH = 64, 23
 OTHER: dict[str, Any] = {
-    "window_size": (4, 0),
-    "softmax_type": "learnable",
     "experimental_attention_variant": "dsa",
     "mtp_num_layers": 1,
     "mrope_section": [2, 1, 1],
@@ -43,7 +43,8 @@ OTHER: dict[str, Any] = {
 
 SERVED = """
 attention_dropout context_parallel_size deterministic_mode kv_channels no_rope_freq num_attention_heads
-num_query_groups rotary_interleaved softmax_scale tensor_model_parallel_size
+num_query_groups rotary_interleaved softmax_scale softmax_type tensor_model_parallel_size window_attn_skip_freq
+window_size
 """
 """Core attention, or RoPE, does what they say, or refuses the values that it cannot serve."""
 HARMLESS = {
@@ -62,7 +63,7 @@ HARMLESS = {
         use_te_activation_func use_fused_weighted_squared_relu gradient_accumulation_fusion
         cross_entropy_loss_fusion cross_entropy_fusion_impl""",
     "of what is refused, without meaning alone": """
-        window_attn_skip_freq qk_clip_alpha qk_clip_threshold mtp_loss_scaling_factor mtp_standalone
+        qk_clip_alpha qk_clip_threshold mtp_loss_scaling_factor mtp_standalone
         dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
         linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
         linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
@@ -155,6 +156,26 @@ def test_a_spec_of_multi_latent_attention_is_refused() -> None:
         with_context_parallel(get_gpt_layer_local_spec(multi_latent_attention=True), sequence_of())
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("window", 4, "model.window=4: expected null for inference. Attention over the cache does not know it yet"),
+        ("sinks", "learnable", "model.sinks=learnable: expected none for inference"),
+        ("sinks", "off_by_one", "model.sinks=off_by_one: expected none for inference"),
+    ],
+)
+def test_inference_refuses_what_its_attention_would_ignore(key: str, value: Any, words: str) -> None:
+    """Before any rank starts, and for a model that is built otherwise."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        for_inference(changed(Config(), {f"model.{key}": value}))
+    names = {"window": "window_size", "sinks": "softmax_type"}
+    core = _core(
+        {names[key]: (value, 0) if key == "window" else value.replace("_", "-"), "use_cpu_initialization": True}
+    )
+    with pytest.raises(ValueError, match=r"(window|softmax_offset)=.*: expected .* for inference"):
+        CachedCoreAttention(core, None, None)  # type: ignore[arg-type]
+
+
 def _gpt(config: TransformerConfig, sequence: ShardedSequence | None, **settings: Any) -> GPTModel:
     spec = get_gpt_layer_local_spec()
     if sequence is None:
@@ -197,7 +218,7 @@ def _ours(rank: int, path: Path) -> None:
     gpt = _gpt(config, sequence, pg_collection=collection)
     gpt.load_state_dict(state)
     batch = sequence.shard_batch({"tokens": tokens, "positions": torch.arange(LENGTH)[None]})
-    mine = sequence.positions(torch.device("cpu"))
+    mine = sequence.whole.tokens(torch.device("cpu"))
     with torch.no_grad():
         logits = gpt(batch["tokens"], batch["positions"], None)[0]
     torch.testing.assert_close(logits, expected[mine], rtol=2e-5, atol=2e-5)

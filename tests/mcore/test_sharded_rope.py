@@ -55,10 +55,11 @@ def test_tokens_turn_as_in_megatron(schedule: str, world: int, length: int, unit
         rows = []
         for rank in range(world):
             sequence = sequence_of(rank, world, length, schedule, unit)
-            assert ShardedRotaryEmbedding(original, sequence)(length) is None, "Megatron's layers turn nothing"
-            positions = list(sequence.layout.tokens(rank))
+            rope = ShardedRotaryEmbedding(original, sequence)
+            assert rope(length) is None, "Megatron's layers turn nothing"
+            positions = list(sequence.whole.layout.tokens(rank))
             ours = whole[positions].requires_grad_()
-            turned = sequence.rotation(ours)
+            turned = sequence.rotation(sequence.whole)(ours)
             turned.backward(whole.flip(0)[positions])
             torch.testing.assert_close(turned, expected[positions], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(ours.grad, theirs.grad[positions], rtol=1e-5, atol=1e-5)
@@ -68,40 +69,48 @@ def test_tokens_turn_as_in_megatron(schedule: str, world: int, length: int, unit
 
 def test_literal_angles() -> None:
     sequence = sequence_of(rank=1, world=2, length=10)
-    ShardedRotaryEmbedding(_megatron(), sequence)(10)
+    ShardedRotaryEmbedding(_megatron(), sequence)
+    rotation = sequence.rotation(sequence.whole)
     # Pieces of 10 tokens: 0 1 | 2 3 4 | 5 6 | 7 8 9. The fastest angle is the position itself.
     expected = torch.tensor([2.0, 3, 4, 5, 6]).cos()
-    assert torch.equal(sequence.rotation.cos[:, 0], expected) and sequence.rotation.cos.shape == (5, 8)
+    assert torch.equal(rotation.cos[:, 0], expected) and rotation.cos.shape == (5, 8)
 
 
 def test_bf16_is_rounded_once() -> None:
     sequence = sequence_of(rank=0, world=1, length=64)
-    ShardedRotaryEmbedding(_megatron(), sequence)(64)
+    ShardedRotaryEmbedding(_megatron(), sequence)
+    rotation = sequence.rotation(sequence.whole)
     x = torch.randn(64, 1, 2, 16).bfloat16()
-    assert torch.equal(sequence.rotation(x), sequence.rotation(x.float()).bfloat16())
+    assert torch.equal(rotation(x), rotation(x.float()).bfloat16())
 
 
 def test_angles_are_exact_at_a_million_tokens() -> None:
     sequence = sequence_of(rank=1, world=2, length=2**20, schedule="ring")
     rope = ShardedRotaryEmbedding(_megatron(), sequence)
-    rope(2**20)
     exact = torch.outer(torch.arange(2**19, 2**20).double(), rope.inv_freq.double())
-    torch.testing.assert_close(sequence.rotation.sin.double(), exact.sin(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(sequence.rotation(sequence.whole).sin.double(), exact.sin(), rtol=0, atol=1e-7)
 
 
-def test_the_rotation_follows_the_length() -> None:
+def test_the_rotation_is_its_packs() -> None:
+    """Of positions inside the document."""
     sequence = sequence_of(rank=0, world=2, length=8)
     rope = ShardedRotaryEmbedding(_megatron(), sequence)
-    rope(8)
-    first = sequence.rotation
-    rope(8)
-    assert sequence.rotation is first, "made once"
-    sequence.length = 4
-    rope(4)
-    assert torch.equal(sequence.rotation.cos[:, 0], torch.tensor([0.0, 3]).cos())
-    sequence.length = 8
-    rope(8)
-    assert torch.equal(sequence.rotation.cos, first.cos)
+    first = sequence.rotation(sequence.whole)
+    pack = sequence.pack([3, 1, 2])
+    turned = sequence.rotation(pack)
+    assert sequence.rotation(sequence.whole) is first and sequence.rotation(pack) is turned, "made once"
+    inside = torch.tensor([0, 1, 2, 0, 0, 1])[pack.tokens(torch.device("cpu"))]
+    assert torch.equal(turned.cos, rope.rotation(inside).cos) and len(inside) == pack.num_local_tokens == 3
+    assert torch.equal(pack.positions(torch.device("cpu")), inside)
+
+
+def test_a_sequence_is_not_shared_by_models_of_other_angles() -> None:
+    sequence = sequence_of()
+    ShardedRotaryEmbedding(_megatron(), sequence)
+    ShardedRotaryEmbedding(_megatron(), sequence)
+    for other in VARIANTS[1:]:
+        with pytest.raises(ValueError, match="sequence=of a model whose tokens turn otherwise: expected one of this"):
+            ShardedRotaryEmbedding(_megatron(**other), sequence)  # type: ignore[arg-type]
 
 
 def _rotations(variant: dict[str, object]) -> list[Rotation]:
@@ -109,8 +118,8 @@ def _rotations(variant: dict[str, object]) -> list[Rotation]:
     found = []
     for length in (12, 7, 1, 30, 31, 32, 33, 34):
         sequence = sequence_of(rank=0, world=1, length=length)
-        ShardedRotaryEmbedding(_megatron(**variant), sequence)(length)  # type: ignore[arg-type]
-        found.append(sequence.rotation)
+        ShardedRotaryEmbedding(_megatron(**variant), sequence)  # type: ignore[arg-type]
+        found.append(sequence.rotation(sequence.whole))
     return found
 
 

@@ -45,8 +45,8 @@ def test_literal_shares(schedule: str, length: int, unit: int, expected: list[li
         sequence = sequence_of(rank, len(expected), length, schedule, unit)
         share = sequence.shard_batch(batch)
         assert share.keys() == batch.keys()
-        assert sequence.num_local_tokens == len(positions)
-        assert sequence.positions(torch.device("cpu")).tolist() == positions
+        assert sequence.whole.num_local_tokens == len(positions)
+        assert sequence.whole.tokens(torch.device("cpu")).tolist() == positions
         assert share["tokens"].tolist() == [[100 + p for p in positions], [200 + p for p in positions]]
         assert share["labels"].tolist() == [[101 + p for p in positions], [201 + p for p in positions]]
         assert share["loss_mask"].tolist() == [positions, [length + p for p in positions]]
@@ -61,8 +61,10 @@ def test_one_rank_gets_the_batch() -> None:
 def test_another_length_takes_another_share() -> None:
     sequence = sequence_of(rank=0, world=2, length=8)
     sequence.shard_batch({"tokens": torch.arange(8)[None]})
-    sequence.length = 4
-    assert sequence.shard_batch({"tokens": torch.arange(4)[None]})["tokens"].tolist() == [[0, 3]]
+    pack = sequence.pack([4])
+    assert sequence.shard_batch({"tokens": torch.arange(4)[None]}, pack)["tokens"].tolist() == [[0, 3]]
+    with pytest.raises(AttributeError):  # no state that layers in backward would see
+        sequence.length = 4  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (8,), (1, 2, 8), (8, 2)])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.batch import Batch
 from megatron_longctx.testing.distributed import run_distributed
 from tests.shared.training import Job, RecordingTrainer, tiny_config, tiny_corpus
 
@@ -42,7 +43,7 @@ def _steps_at(root: Path, context: int) -> dict[str, tuple[float, float, float]]
     found = {}
     for name, mask in MASKS.items():
         positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
-        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": positions}
+        batch = Batch(tokens[:, :-1], tokens[:, 1:], mask, positions)
         for model in trainer.models:
             model.zero_grad_buffer()
         trainer.optimizer.zero_grad()

@@ -46,6 +46,7 @@ SAVED: dict[str, dict[str, Any]] = {
     "gpt2 ulysses": {CP: 2, SCHEDULE: "ulysses", KEEP: "true", **GPT2},
     "ulysses, fetched": {CP: 2, SCHEDULE: "ulysses", KEEP: "false"},
     "all_gather, kept": {CP: 2, SCHEDULE: "all_gather", KEEP: "true"},
+    "windows": {CP: 2, SCHEDULE: "ulysses", KEEP: "true", "model.window": 40, "model.sinks": "learnable"},
 }  # fmt: skip
 PEAKS: dict[str, dict[str, Any]] = {
     **{
@@ -64,6 +65,7 @@ PEAKS: dict[str, dict[str, Any]] = {
     "cp2 ulysses": {CP: 2, CHUNK: 64, SCHEDULE: "ulysses", KEEP: "auto"},
     "cp2 ulysses, fetched": {CP: 2, CHUNK: 64, SCHEDULE: "ulysses", KEEP: "false"},
     "cp2 all_gather, kept": {CP: 2, CHUNK: 64, SCHEDULE: "all_gather", KEEP: "true"},
+    "cp2 windows": {CP: 2, CHUNK: 64, SCHEDULE: "all_gather", KEEP: "true", "model.window": 40},
     "tp2": {TP: 2, CHUNK: 64},
     "tiles": {CHUNK: 64, TILE: 128},
     "tiles kept": {CHUNK: 64, TILE: 128, MODE: "attention_output"},
@@ -125,8 +127,7 @@ class OneModel:
 
         hidden = torch.randn(self.job.hidden_tokens, 1, self.config.model.hidden_size, requires_grad=True)
         if self.config.model.position_embedding == "rope":
-            self.gpt.rotary_pos_emb(0)
-            rotation = self.sequence.rotation
+            rotation = self.sequence.rotation(self.sequence.whole)
             known |= {x.untyped_storage().data_ptr() for x in (rotation.cos, rotation.sin)}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             output = self.gpt.decoder.layers[0](hidden, attention_mask=None)

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_longctx import names
 from megatron_longctx.config import ModelConfig
-from megatron_longctx.metrics.flops import StepFlops, performance, training_flops
+from megatron_longctx.metrics.flops import StepFlops, Work, performance, training_flops
 
 LLAMA3_8B = ModelConfig(
     name="llama3_8b",
@@ -19,20 +19,26 @@ LLAMA3_8B = ModelConfig(
 )
 
 
+def _causal(model: ModelConfig, length: int, batch: int) -> Work:
+    """Whole causal sequences."""
+    pairs = model.num_layers * batch * (length * (length + 1) // 2)
+    return Work(batch * length, pairs, batch * length**2)
+
+
 def test_llama3_8b_at_8k_by_hand() -> None:
     # Forward per token and layer: QKV 2*4096*128*48 = 50_331_648, output 2*4096*4096 = 33_554_432,
     # SwiGLU 6*4096*14336 = 352_321_536: together 436_207_616, times 32 layers = 13_958_643_712.
     # LM head 2*4096*128256 = 1_050_673_152. Without attention: 15_009_316_864 per token.
     # Attention per token: 32 layers * 2*8192*32*128 = 2_147_483_648 causal, twice that dense.
     # Step: 3 * 8192 tokens * (15_009_316_864 + attention).
-    flops = training_flops(LLAMA3_8B, 128256, 8192, 1)
+    flops = training_flops(LLAMA3_8B, 128256, _causal(LLAMA3_8B, 8192, 1))
     assert flops == StepFlops(causal=421_645_529_382_912, dense=474_422_087_516_160)
 
 
 def test_linear_part_is_six_times_the_parameters_that_multiply() -> None:
     # 8_030_261_248 parameters, less the embedding (128256*4096) and the norms (65*4096).
     multiplying = 8_030_261_248 - 128_256 * 4096 - 65 * 4096
-    flops = training_flops(LLAMA3_8B, 128256, 4096, 1)
+    flops = training_flops(LLAMA3_8B, 128256, _causal(LLAMA3_8B, 4096, 1))
     attention_dense = 3 * 32 * 4 * 4096 * 4096 * 4096
     assert flops.dense - attention_dense == 6 * multiplying * 4096
     assert flops.dense - flops.causal == attention_dense // 2
@@ -50,26 +56,39 @@ def test_gelu_has_two_matrices_and_head_dim_need_not_follow_the_hidden_size() ->
     )
     # T=6 tokens (batch 2, length 3): QKV 2*6*10*8*4 = 3840, output 2*6*16*10 = 1920, MLP 2*6*2*10*30 = 7200,
     # head 2*6*10*50 = 6000, attention causal 2*6*3*16 = 576.
-    flops = training_flops(model, 50, 3, 2)
+    flops = training_flops(model, 50, _causal(model, 3, 2))
     assert flops == StepFlops(
         causal=3 * (3840 + 1920 + 7200 + 6000 + 576), dense=3 * (3840 + 1920 + 7200 + 6000 + 1152)
     )
 
 
 def test_batch_scales_linearly() -> None:
-    one, four = (training_flops(LLAMA3_8B, 128256, 2048, batch) for batch in (1, 4))
+    one, four = (training_flops(LLAMA3_8B, 128256, _causal(LLAMA3_8B, 2048, batch)) for batch in (1, 4))
     assert (four.causal, four.dense) == (4 * one.causal, 4 * one.dense)
 
 
-@pytest.mark.parametrize("sizes", [(0, 8, 1), (8, 0, 1), (8, 8, 0)])
-def test_sizes_below_one_are_refused(sizes: tuple[int, int, int]) -> None:
+def test_documents_and_windows_count_what_is_seen() -> None:
+    model = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, num_kv_heads=1, ffn_hidden_size=8)
+    # Documents of 3 and 2 tokens: 6 + 3 visible pairs. In the second layer a token sees one before: 5 + 3. In 2 layers
+    # of 5 tokens a query's own key is one of 10 pairs: 17 - 5 = 12, times 4*2*8 = 768; dense 2*25, 3200.
+    packed = training_flops(model, 10, Work(5, 9 + 8, 25))
+    assert packed.dense - packed.causal == 3 * (3200 - 768)
+    # Two documents of equal length have half the pairs of a whole sequence, in this convention.
+    halves = Work(8, 2 * (4 * 5 // 2) * 2, 64)
+    linear = training_flops(model, 10, Work(8, 8, 0)).dense
+    whole = training_flops(model, 10, _causal(model, 8, 1))
+    assert 2 * (training_flops(model, 10, halves).causal - linear) == whole.causal - linear
+
+
+@pytest.mark.parametrize(("vocab_size", "work"), [(0, Work(8, 8, 8)), (8, Work(0, 8, 8)), (8, Work(8, 0, 8))])
+def test_sizes_below_one_are_refused(vocab_size: int, work: Work) -> None:
     with pytest.raises(ValueError, match="expected at least 1"):
-        training_flops(LLAMA3_8B, *sizes)
+        training_flops(LLAMA3_8B, vocab_size, work)
 
 
 def test_unknown_activation_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.activation=relu"):
-        training_flops(ModelConfig(activation="relu"), 128, 128, 1)
+        training_flops(ModelConfig(activation="relu"), 128, Work(1, 1, 1))
 
 
 def test_performance_divides_by_devices_and_seconds() -> None:

@@ -44,6 +44,9 @@ MODELS: dict[str, dict[str, Any]] = {
     # In units of two tokens (TP=2 with sequence parallelism) the zigzag pieces of 102 are 24, 26, 26 and 26.
     "mix": {**SHORT, "data.seq_length": 102, "data.mask_eod_loss": True,
             "train.micro_batch_size": 2, "train.global_batch_size": 8},
+    # As gpt-oss. Sharded sinks are in checkpoints, by which gradients are merged, and in the gradients' norm.
+    "windows": {**SHORT, "data.seq_length": 102, "model.window": 9, "model.window_pattern": 2,
+                "model.sinks": "learnable", "train.micro_batch_size": 2, "train.global_batch_size": 4},
     # The end of document lies in a few ranks' shares, and some ranks hold one or two tokens.
     "few tokens": {**SHORT, "data.seq_length": 19, "train.global_batch_size": 2, "data.mask_eod_loss": True},
 }  # fmt: skip
@@ -82,6 +85,7 @@ CASES = [
     Case("pp2 cp2 attention_output", "mix", 4, {PP: 2, CP: 2, **SHARDED, **OFFLOADED}),
     Case("dp2 cp2 overlap attention_output", "mix", 4, {CP: 2, **SHARDED, **OVERLAP, **KEPT, SCHEDULE: "helper"}),
     Case("gpt2 tp2 cp2 attention_output", "gpt2", 4, {TP: 2, CP: 2, **KEPT}),
+    Case("windows tp2 cp2", "windows", 4, {TP: 2, CP: 2, **SHARDED, **KEPT}),
     Case("few tokens cp8", "few tokens", 8, {CP: 8}),
     Case("tp2 dp2 cp2 unsharded", "mix", 8, {TP: 2, CP: 2, SCHEDULE: "ring", **UNSHARDED}),
     Case("tp2 pp2 cp2", "mix", 8, {TP: 2, PP: 2, CP: 2, **SHARDED}),

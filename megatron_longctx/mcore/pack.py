@@ -1,0 +1,125 @@
+"""One micro-batch's sequence as all layers see it: which documents it is made of, and what this rank has of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from ..attention import ContextParallelAttention
+from ..errors import refuse
+from ..layout import Layout
+from ..schedules import Mask, mask
+from ..schedules.mask import Window
+
+UNBOUNDED: Window = (None, None)
+
+
+class Pack(PackedSeqParams):  # type: ignore[misc]
+    """Documents that lie one after the other and see nothing of each other; `ShardedSequence.pack` makes it.
+
+    Give it to the model as `packed_seq_params`. It belongs to its micro-batch, so that layers which are recomputed in
+    backward, and pipelines with several micro-batches in flight, attend what theirs says. All rows of a batch `[b, S]`
+    have these documents. To Megatron its format is that of any other batch (`sbhd`).
+    """
+
+    def __init__(self, attention: ContextParallelAttention, documents: Sequence[int]) -> None:
+        self.documents = tuple(documents)
+        longest = max(self.documents, default=0)
+        super().__init__(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest)
+        self.rotation: Callable[[Tensor], Tensor] | None = None  # see `ShardedSequence.rotation`
+        self._attention = attention
+        self._masks: dict[tuple[bool, Window], Mask] = {}
+        self._tokens: dict[torch.device, Tensor] = {}
+
+    __eq__ = object.__eq__  # a pack is itself alone: Megatron's class compares fields
+    __hash__ = object.__hash__
+
+    @property
+    def length(self) -> int:
+        """Tokens of all documents, on all ranks."""
+        return self.mask().length
+
+    @property
+    def layout(self) -> Layout:
+        """The one that all layers share: windows do not change it."""
+        return self._attention.layout(self.mask())
+
+    @property
+    def num_local_tokens(self) -> int:
+        return self.layout.num_tokens(self._attention.rank)
+
+    def mask(self, causal: bool = True, window: Window = UNBOUNDED) -> Mask:
+        """What a layer with this window sees."""
+        key = causal, window
+        if key not in self._masks:
+            self._masks[key] = mask.documents(self.documents, causal=causal, window=window)
+        return self._masks[key]
+
+    def tokens(self, device: torch.device) -> Tensor:
+        """Which tokens of the sequence this rank holds, int64 `[s]`, in slot order."""
+        if device not in self._tokens:
+            spans = self.layout.spans[self._attention.rank]
+            ranges = [torch.arange(span.start, span.stop, span.step) for span in spans if len(span)]
+            self._tokens[device] = _moved(torch.cat(ranges or [torch.empty(0, dtype=torch.int64)]), device)
+        return self._tokens[device]
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Where in their documents this rank's tokens lie, int64 `[s]`, in slot order."""
+        tokens, stops = self.tokens(torch.device("cpu")), torch.tensor([*accumulate(self.documents)])
+        starts = stops - torch.tensor(self.documents)
+        return _moved(tokens - starts[torch.bucketize(tokens, stops, right=True)], device)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for what is under way there."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def documents_of(params: PackedSeqParams) -> tuple[int, ...]:
+    """The lengths that Megatron's own parameters mean, read from the device once.
+
+    Tokens between the end of a document and the padded start of the next one are a document of their own.
+
+    Raises:
+        ValueError: another format than thd, keys that are not the queries' own, a context-parallel group of its own, or
+            lengths that are none.
+    """
+    if params.qkv_format != "thd":
+        raise refuse("packed_seq_params.qkv_format", params.qkv_format, "thd", "Give cu_seqlens_q in that format.")
+    for name in ("local_cp_size", "cp_group"):
+        if getattr(params, name) is not None:
+            remedy = "Unset it: all documents are spread over the group that the attention was built with."
+            raise refuse(f"packed_seq_params.{name}", "given", "None", remedy)
+    stops, padded = (_same(params, f"cu_seqlens_q{suffix}", f"cu_seqlens_kv{suffix}") for suffix in ("", "_padded"))
+    padded = padded or stops
+    if len(stops) < 2 or len(padded) != len(stops) or stops[0] != 0 or padded[0] != 0:
+        expected = "sums of lengths that begin with 0, and padded ones of as many documents or None"
+        raise refuse("packed_seq_params.cu_seqlens_q", f"{stops}, padded {padded}", expected, "Correct them.")
+    found = []
+    for (start, stop), (first, last) in zip(pairwise(stops), pairwise(padded), strict=True):
+        if not 0 <= stop - start <= last - first:
+            expected = "lengths from 0 on, each at most its padded one"
+            raise refuse("packed_seq_params.cu_seqlens_q", f"{stops}, padded {padded}", expected, "Correct them.")
+        found += [stop - start, last - first - (stop - start)]
+    return tuple(length for length in found if length)
+
+
+def _same(params: PackedSeqParams, name: str, of_keys: str) -> list[int]:
+    """What both say; empty where neither says anything."""
+    queries, keys = getattr(params, name), getattr(params, of_keys)
+    if queries is None and keys is None:
+        return []
+    if queries is None or keys is None or queries.shape != keys.shape:
+        same = queries is not None and keys is None
+    elif queries is keys:
+        same = True
+    else:
+        same = bool(torch.equal(queries, keys))
+    if not same:
+        remedy = "Keys are those of the same tokens here: give the same sums twice, or leave those of the keys out."
+        raise refuse(f"packed_seq_params.{of_keys}", "other", f"what {name} says", remedy)
+    return [int(stop) for stop in queries.tolist()]

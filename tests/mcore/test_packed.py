@@ -1,0 +1,242 @@
+"""Packed documents train as each of them does alone, through Megatron's own attention and RoPE on one rank.
+
+Two steps of two packs that differ in everything, on the same weights: in pipelines, and where layers are recomputed in
+backward, the packs of both micro-batches are in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron_longctx.testing.training import relative_error, tiny_config
+from torch import Tensor
+
+from megatron_longctx.config import Config
+from megatron_longctx.mcore import groups, optimizer
+from megatron_longctx.mcore.batch import Batch
+from megatron_longctx.mcore.model import build_model, transformer_config
+from megatron_longctx.mcore.sequence import build_sequence
+from megatron_longctx.mcore.spec import block_spec
+from megatron_longctx.mcore.step import TrainStep
+from megatron_longctx.metrics.flops import Work
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.references import visible
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+VOCABULARY = 64
+CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))
+SCHEDULE, RECOMPUTE = "parallelism.schedule", "recompute.mode"
+
+# By step, by micro-batch: documents. Lengths are even where sequence parallelism needs it, else as they come.
+EVEN = (((17, 31, 11, 1), (40, 2, 8)), ((5, 9, 20), (1, 1, 47, 13)))
+ODD = (((17, 31, 11), (40, 2, 7)), ((5, 9, 21, 1, 1), (1, 23)))
+WINDOW = 6
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {"model.num_layers": 2, "model.activation": "gelu"},
+    # As gpt-oss has it: every second layer sees all, and all have sinks.
+    "windows": {"model.num_layers": 4, "model.activation": "gelu", "model.window": WINDOW, "model.window_pattern": 2,
+                "model.sinks": "learnable"},
+    "off by one": {"model.num_layers": 2, "model.activation": "gelu", "model.window": WINDOW,
+                   "model.sinks": "off_by_one"},
+}  # fmt: skip
+CASES: dict[int, dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]] = {
+    3: {
+        "cp3": ("plain", ODD, {CP: 3}),
+        "cp3 ring windows": ("windows", ODD, {CP: 3, SCHEDULE: "ring", RECOMPUTE: "attention_output"}),
+    },
+    4: {
+        "cp4 windows": ("windows", EVEN, {CP: 4}),
+        "cp4 helper": ("windows", ODD, {CP: 4, SCHEDULE: "helper", RECOMPUTE: "layer"}),
+        "cp4 all_gather": ("off by one", ODD, {CP: 4, SCHEDULE: "all_gather"}),
+        "dp2 cp2": ("windows", EVEN, {CP: 2, RECOMPUTE: "attention_output+offload"}),
+        "tp2 cp2": ("windows", EVEN, {TP: 2, CP: 2}),
+        "pp2 cp2": ("plain", ODD, {PP: 2, CP: 2}),
+        "pp2 cp2 layer": ("windows", ODD, {PP: 2, CP: 2, RECOMPUTE: "layer"}),
+        "pp2 cp2 attention_output": ("windows", ODD, {PP: 2, CP: 2, RECOMPUTE: "attention_output"}),
+        "tp2 pp2": ("windows", EVEN, {TP: 2, PP: 2, RECOMPUTE: "attention_output"}),
+    },
+}
+
+
+def _batch(documents: tuple[int, ...]) -> Batch:
+    """Labels are the next tokens of the same document, whose last token counts nothing."""
+    generator = torch.Generator().manual_seed(sum(documents))
+    length = sum(documents)
+    tokens = torch.randint(VOCABULARY, (1, length), generator=generator)
+    last = torch.tensor(documents).cumsum(0) - 1
+    mask = torch.rand(1, length, generator=generator)
+    mask[0, last] = 0
+    places = torch.cat([torch.arange(each) for each in documents])[None]
+    return Batch(tokens, tokens.roll(-1, 1).index_fill(1, last, 0), mask, places, documents)
+
+
+def _config(root: Path, model: str, settings: dict[str, Any]) -> Config:
+    return tiny_config(root, "packed", {**MODELS[model], "data.seq_length": 64, **settings})
+
+
+def _alone(rank: int, root: Path) -> None:
+    """Every document by itself, in Megatron's own layers: the loss and all gradients of each step, and the weights."""
+    for model in MODELS:
+        config = _config(root, model, {})
+        collection = groups.initialize(seed=5)
+        megatron = transformer_config(config)
+        spec = block_spec(megatron, build_sequence(config, collection.cp), transformer_engine=False)
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+        gpt = GPTModel(megatron, spec, VOCABULARY, 64, position_embedding_type="rope", rotary_base=1000,
+                       share_embeddings_and_output_weights=False, pg_collection=collection)  # fmt: skip
+        found: dict[Any, Any] = {"weights": {name: p.detach().clone() for name, p in gpt.named_parameters()}}
+        for steps in (EVEN, ODD):
+            found[steps] = [_alone_step(gpt, [_batch(documents) for documents in step]) for step in steps]
+        torch.save(found, root / model)
+        groups.destroy()
+
+
+def _alone_step(gpt: GPTModel, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
+    gpt.zero_grad()
+    total, count = 0.0, sum(float(batch.loss_mask.double().sum()) for batch in batches)
+    for batch in batches:
+        parts = [x.split(batch.documents, 1) for x in (batch.tokens, batch.labels, batch.loss_mask)]
+        for tokens, labels, mask in zip(*parts, strict=True):
+            places = torch.arange(tokens.shape[1])[None]
+            loss = (gpt(tokens, places, None, labels=labels).float() * mask).sum() / count
+            loss.backward()
+            total += float(loss)
+    return total, {name: p.grad.clone() for name, p in gpt.named_parameters()}
+
+
+class Sharded:
+    """A model's parameters on this rank, and where they lie in the whole ones."""
+
+    def __init__(self, gpt: GPTModel, collection: Any) -> None:
+        self._tp = collection.tp
+        numbers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
+        self.parameters = {}
+        for name, parameter in gpt.named_parameters():
+            words = name.split(".")
+            if words[:2] == ["decoder", "layers"]:
+                words[2] = str(numbers[int(words[2])])
+            self.parameters[".".join(words)] = parameter
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(self._part(weights[name], parameter))
+
+    def errors(self, gradients: dict[str, Tensor]) -> dict[str, float]:
+        """How far this rank's are off, measured by the whole."""
+        found = {}
+        for name, parameter in self.parameters.items():
+            difference = parameter.main_grad.double() - self._part(gradients[name], parameter).double()
+            found[name] = float(difference.norm() / gradients[name].double().norm().clamp_min(1e-30))
+        return found
+
+    def _part(self, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
+        if not getattr(parameter, "tensor_model_parallel", False):
+            return whole
+        return whole.chunk(self._tp.size(), parameter.partition_dim)[self._tp.rank()]
+
+
+def _packed(rank: int, root: Path, world: int) -> dict[str, list[Any]]:
+    """By case, by step: what the step said, the loss there should be, errors of gradients."""
+    found = {name: _steps(root, *case) for name, case in CASES[world].items()}
+    return found | ({"thd": _in_thd(root)} if world == 3 else {})
+
+
+def _in_thd(root: Path) -> list[float]:
+    """Megatron's own parameters, with padding behind documents, beside a pack without: errors of the gradients, summed
+    over the ranks, that no token of the padding may touch."""
+    config, collection = _config(root, "windows", {CP: 3}), groups.initialize(context=3, seed=9)
+    sequence = build_sequence(config, collection.cp)
+    gpt = build_model(config, transformer_config(config), collection, sequence, VOCABULARY)
+    batch, places = _batch((17, 31, 11)), [*range(17), *range(20, 51), *range(54, 65)]
+    wide = {name: torch.full((1, 66), 5) for name in ("tokens", "labels")} | {"mask": torch.zeros(1, 66)}
+    whole = {"tokens": batch.tokens, "labels": batch.labels, "mask": batch.loss_mask}
+    for name, x in whole.items():
+        wide[name][:, places] = x
+    stops, padded = (torch.tensor(each, dtype=torch.int32) for each in ([0, 17, 48, 59], [0, 20, 54, 66]))
+    params = PackedSeqParams("thd", stops, stops, padded, padded, max_seqlen_q=34, max_seqlen_kv=34)
+    gradients = []
+    for given, text in ((sequence.pack(batch.lengths), whole), (params, wide)):
+        mine = sequence.shard_batch(text, given)
+        gpt.zero_grad()
+        losses = gpt(mine["tokens"], mine["tokens"], None, labels=mine["labels"], packed_seq_params=given)
+        (losses * mine["mask"]).sum().backward()
+        gradients.append([p.grad.clone() for p in gpt.parameters()])
+        for x in gradients[-1]:
+            dist.all_reduce(x, group=collection.cp)
+    groups.destroy()
+    return [relative_error(padded, plain) for plain, padded in zip(*gradients, strict=True)]
+
+
+def _steps(root: Path, model: str, steps: tuple[Any, ...], settings: dict[str, Any]) -> list[Any]:
+    config = _config(root, model, settings)
+    par = config.parallelism
+    collection = groups.initialize(
+        tensor=par.tensor_parallel_size, context=par.context_parallel_size, pipeline=par.pipeline_parallel_size, seed=9
+    )
+    megatron, sequence = transformer_config(config), build_sequence(config, collection.cp)
+    gpt = build_model(config, megatron, collection, sequence, VOCABULARY)
+    models = optimizer.wrap_ddp([gpt], megatron, collection, distributed=False)
+    megatron.finalize_model_grads_func = finalize_model_grads
+    whole, parts = torch.load(root / model, weights_only=False), Sharded(gpt, collection)
+    parts.load(whole["weights"])
+    dp, seen = collection.dp, []
+    step = TrainStep(models, sequence, collection, 1, 2 // dp.size())
+    for documents, (loss, gradients) in zip(steps, whole[steps], strict=True):
+        models[0].zero_grad_buffer()
+        mine = documents[dp.rank() :: dp.size()]
+        seen.append((step.run(iter([_batch(each) for each in mine])), loss, parts.errors(gradients)))
+    groups.destroy()
+    return seen
+
+
+@functools.cache
+def results(world: int, root: Path) -> list[dict[str, list[Any]]]:
+    return run_distributed(_packed, world, root, world)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        run_distributed(_alone, 1, folder)
+    return folder
+
+
+def _work(model: str, step: tuple[tuple[int, ...], ...]) -> Work:
+    """Counted pair by pair."""
+    layers = {
+        "plain": [None, None],
+        "windows": [WINDOW, None, WINDOW, None],
+        "off by one": [WINDOW, WINDOW],
+    }[model]
+    pairs = sum(int(visible(each, window=(window, 0)).sum()) for each in step for window in layers)
+    lengths = [sum(each) for each in step]
+    return Work(sum(lengths), pairs, sum(length**2 for length in lengths))
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_packs_train_as_their_documents_alone(world: int, root: Path) -> None:
+    for rank, seen in enumerate(results(world, root)):
+        for name, (model, steps, _) in CASES[world].items():
+            for number, (found, loss, errors) in enumerate(seen[name]):
+                where = f"{name}, step {number}, rank {rank}"
+                assert found.mean == pytest.approx(loss, rel=1e-5), where
+                assert max(errors.values()) < 1e-5, f"{where}: {errors}"
+                assert found.work == _work(model, steps[number]), f"{where}: padding, or pairs that are not seen"
+
+
+def test_megatrons_own_parameters_give_what_a_pack_gives(root: Path) -> None:
+    for seen in results(3, root):
+        assert len(seen["thd"]) > 20 and max(seen["thd"]) < 1e-5, seen["thd"]
