@@ -10,6 +10,7 @@ import torch
 
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config, workload_of
+from megatron_longctx.inference import figures
 from megatron_longctx.inference.choice import Chooser
 from megatron_longctx.inference.figures import calibration_file, known_figures
 from megatron_longctx.mcore.inference import for_inference
@@ -69,13 +70,15 @@ def test_a_broken_calibration_is_refused(tmp_path: Path) -> None:
         known_figures(config, CPU, tmp_path)
 
 
-def test_the_calibration_is_that_of_the_transport(tmp_path: Path) -> None:
+def test_the_calibration_is_that_of_the_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     over_peers, either = config_of("inference.transport=peer"), config_of("inference.transport=auto")
     calibrated(config_of(), tmp_path, 3.0)
     assert known_figures(over_peers, CPU, tmp_path).costs is None
-    gpu = torch.device("cuda")
     assert calibration_file(over_peers, CPU, tmp_path) != calibration_file(config_of(), CPU, tmp_path)
     assert calibration_file(either, CPU, tmp_path) == calibration_file(config_of(), CPU, tmp_path)
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(figures, "environment", lambda: {"device": "NVIDIA H200"})
+    calibration_file(config_of(), gpu, tmp_path).touch()
     assert calibration_file(either, gpu, tmp_path) == calibration_file(config_of(), gpu, tmp_path)  # the only one
     nothing = tmp_path / "nothing"
     assert calibration_file(either, gpu, nothing) == calibration_file(over_peers, gpu, nothing)
