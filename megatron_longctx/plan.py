@@ -11,6 +11,7 @@ from .memory import command
 from .schedules import (
     Costs,
     Plan,
+    Takes,
     Target,
     backward_plan,
     build_plan,
@@ -51,7 +52,7 @@ def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures) ->
     _check_size("--timeline", pictures.timeline, config)
     plan = _configured(config, causal)
     plan = backward_plan(plan) if backward else plan
-    target = Target(workload_of(config))
+    target = _target(config)
     print(describe(plan, target))
     if not backward:
         print("\n" + command.one_line(config))
@@ -76,18 +77,17 @@ def compare(config: Config, *, causal: bool, picture: Path | None) -> None:
     _check_size("--compare", picture, config)
     if config.parallelism.cluster is None:
         raise refuse("--compare", "given", "parallelism.cluster=NAME beside it", _REMEDY)
-    cluster, workload = _cluster(config), workload_of(config)
+    cluster, target = _cluster(config), _target(config)
     par = config.parallelism
     options = replace(mode_options(par), inner_size=None, max_buffer_tokens=None, head_chunks=1)
     n, length = par.context_parallel_size, config.data.seq_length
     mask = _mask(config, causal)
-    problem = Problem(
-        n, mask, Target(workload), token_unit(config.parallelism), options, keep_received=config.keep_received
-    )
+    problem = Problem(n, mask, target, token_unit(config.parallelism), options, keep_received=config.keep_received)
     ranking = rank_modes(problem, cluster, timeline=picture is not None)
+    heads = target.workload
     title = (
         f"{config.model.name}: {length:,} tokens, {problem.n} ranks of {cluster.name}, "
-        f"heads {workload.num_heads}:{workload.num_kv_heads} x {workload.head_dim}, {'causal' if causal else 'full'}"
+        f"heads {heads.num_heads}:{heads.num_kv_heads} x {heads.head_dim}, {'causal' if causal else 'full'}"
     )
     print(f"{title}; one attention layer, simulated\n{table(ranking)}")
     if picture:
@@ -144,6 +144,12 @@ def _configured(config: Config, causal: bool) -> Plan:
 
 def _mask(config: Config, causal: bool) -> masks.Mask:
     return planned_mask(config) if causal else masks.full(config.data.seq_length)
+
+
+def _target(config: Config) -> Target:
+    """Of a kernel that takes windows where there are any, as those that do take packs and rectangles, too."""
+    windows = config.model.window is not None
+    return Target(workload_of(config), Takes(packed=windows, rectangles=windows, windows=windows))
 
 
 def _price(simulation: Simulation, cluster: Cluster) -> str:

@@ -123,7 +123,7 @@ def test_every_room_is_described_in_its_place() -> None:
 
 
 def test_the_script_of_docs_megatron_gives_the_same_losses_on_several_ranks(tmp_path: Path) -> None:
-    [script] = [b for kind, b in FENCED.findall((ROOT / "docs/megatron.md").read_text()) if kind == "python"]
+    script, *_ = [b for kind, b in FENCED.findall((ROOT / "docs/megatron.md").read_text()) if kind == "python"]
     path = tmp_path / "train.py"
     path.write_text(script)
     jobs = [started(path, ranks) for ranks in (1, 3)]
