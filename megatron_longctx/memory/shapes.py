@@ -61,7 +61,7 @@ class Job:
             raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with plan --compare.")
         length = self.config.data.seq_length
         unit = token_unit(par)
-        plan = build_plan(par.schedule, par.context_parallel_size, length, mode_options(par), unit)
+        plan = build_plan(par.schedule, par.context_parallel_size, length, mode_options(par), unit, par.layout)
         return keeping(plan) if self.keeps_received else plan
 
     @cached_property

@@ -187,8 +187,7 @@ class Trainer:
         )
         self._peak = peak_tflops(current_device_name(), config.logging.peak_tflops)
         plan = self.sequence.attention.plan(self.sequence.length)
-        pairs = [plan.pairs(rank) for rank in range(plan.n)]
-        self._imbalance_pct = 100 * (max(pairs) * plan.n / sum(pairs) - 1)
+        self._imbalance_pct = plan.imbalance_pct()
         self.sequence.attention.measure_waiting()
         environment.write(self.folder.path / "environment.json")
         return [
