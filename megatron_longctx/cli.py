@@ -151,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--backward", action="store_true", help="the backward plan instead")
     plan.add_argument("--full-mask", action="store_true", help="every token sees every token, instead of causal")
     plan.add_argument("--draw", type=Path, metavar="FILE.png", help="also draw it")
+    plan.add_argument("--documents", metavar="N,N,…", help="of a pack of such lengths; print and draw where they lie")
     plan.add_argument(
         "--timeline", type=Path, metavar="FILE.png", help="also draw what ranks do when (needs a cluster)"
     )
@@ -238,7 +239,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         drawn = arguments.compare if arguments.compare != Path() else None
         plan.compare(config, causal=not arguments.full_mask, picture=drawn)
     else:
-        plan.show(config, causal=not arguments.full_mask, backward=arguments.backward, pictures=pictures)
+        said = {"backward": arguments.backward, "pictures": pictures, "documents": arguments.documents}
+        plan.show(config, causal=not arguments.full_mask, **said)
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from .schedules import mask as masks
 from .schedules.describe import describe
 from .schedules.draw import draw
 from .schedules.draw_timeline import draw_modes, draw_timeline
+from .schedules.placement import draw_placement, placement
 from .schedules.select import Problem, rank_modes, table
 from .schedules.simulate import Simulation, simulate
 from .topology import Cluster, load_cluster
@@ -39,31 +41,40 @@ class Pictures:
         _check_picture("--timeline", self.timeline)
 
 
-def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures) -> None:
+def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures, documents: str | None = None) -> None:
     """Print the configured plan, with its memory, and its price where a cluster is named, and draw it.
 
+    Args:
+        documents: lengths of a pack's documents, in the place of one of `data.seq_length`: where each lies is printed
+            and drawn.
+
     Raises:
-        ValueError: a plan that cannot be built, a picture that cannot be drawn.
+        ValueError: a plan that cannot be built, a picture that cannot be drawn, lengths that are none.
     """
+    lengths = [config.data.seq_length] if documents is None else _lengths(documents)
+    config = replace(config, data=replace(config.data, seq_length=sum(lengths)))
     cluster = _cluster(config) if config.parallelism.cluster else None
     if pictures.timeline and cluster is None:
         raise refuse("--timeline", pictures.timeline, "parallelism.cluster=NAME beside it", _REMEDY)
     _check_size("--draw", pictures.plan, config)
     _check_size("--timeline", pictures.timeline, config)
-    plan = _configured(config, causal)
+    plan = _configured(config, _mask(config, causal, lengths))
     plan = backward_plan(plan) if backward else plan
-    target = _target(config)
+    target = _target(config, packed=documents is not None)
     print(describe(plan, target))
     if not backward:
         print("\n" + command.one_line(config))
+    simulation = None
     if cluster is not None:
         simulation = simulate(plan, cluster, target, timeline=pictures.timeline is not None)
         print("\n" + _price(simulation, cluster))
-        if pictures.timeline:
-            draw_timeline(simulation, pictures.timeline)
-            print(f"\ntime line drawn to {pictures.timeline}")
+    if documents is not None:
+        print("\n" + placement(plan, target.workload, simulation))
+    if simulation is not None and pictures.timeline:
+        draw_timeline(simulation, pictures.timeline)
+        print(f"\ntime line drawn to {pictures.timeline}")
     if pictures.plan:
-        draw(plan, pictures.plan)
+        (draw if documents is None else draw_placement)(plan, pictures.plan)
         print(f"\ndrawn to {pictures.plan}")
 
 
@@ -82,7 +93,7 @@ def compare(config: Config, *, causal: bool, picture: Path | None) -> None:
     options = replace(mode_options(par), inner_size=None, max_buffer_tokens=None, head_chunks=1)
     n, length = par.context_parallel_size, config.data.seq_length
     mask = _mask(config, causal)
-    problem = Problem(n, mask, target, token_unit(config.parallelism), options, keep_received=config.keep_received)
+    problem = Problem(n, mask, target, token_unit(par), par.layout, options, keep_received=config.keep_received)
     ranking = rank_modes(problem, cluster, timeline=picture is not None)
     heads = target.workload
     title = (
@@ -133,23 +144,36 @@ def _check_heads(config: Config) -> None:
     mode.check_heads(par.context_parallel_size, *heads)
 
 
-def _configured(config: Config, causal: bool) -> Plan:
+def _lengths(documents: str) -> list[int]:
+    """Of `900,13600`."""
+    try:
+        found = [int(each) for each in documents.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise refuse("--documents", documents, "lengths from 1 on, with commas between", "Correct it.")
+    return found
+
+
+def _configured(config: Config, mask: masks.Mask) -> Plan:
     par = config.parallelism
     _check_heads(config)
     n, length = par.context_parallel_size, config.data.seq_length
-    plan = build_plan(par.schedule, n, _mask(config, causal), mode_options(par), token_unit(config.parallelism))
+    plan = build_plan(par.schedule, n, mask, mode_options(par), token_unit(par), par.layout)
     keep = keeps_received(config.keep_received, par.schedule, n, length, config.train.micro_batch_size)
     return keeping(plan) if keep else plan
 
 
-def _mask(config: Config, causal: bool) -> masks.Mask:
-    return planned_mask(config) if causal else masks.full(config.data.seq_length)
+def _mask(config: Config, causal: bool, lengths: Sequence[int] | None = None) -> masks.Mask:
+    if causal:
+        return planned_mask(config, lengths)
+    return masks.documents(lengths or [config.data.seq_length], causal=False)
 
 
-def _target(config: Config) -> Target:
-    """Of a kernel that takes windows where there are any, as those that do take packs and rectangles, too."""
-    windows = config.model.window is not None
-    return Target(workload_of(config), Takes(packed=windows, rectangles=windows, windows=windows))
+def _target(config: Config, packed: bool = False) -> Target:
+    """Of a kernel that takes packs, rectangles and windows where there are any of them, else of the plainest."""
+    special = packed or config.model.window is not None
+    return Target(workload_of(config), Takes(packed=special, rectangles=special, windows=special))
 
 
 def _price(simulation: Simulation, cluster: Cluster) -> str:

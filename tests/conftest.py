@@ -4,6 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("default", deadline=None)  # a busy machine only makes tests slower
+settings.load_profile("default")
 
 # Functions that run in spawned ranks are pickled by module name: the ranks must find `tests` on their path.
 ROOT = str(Path(__file__).resolve().parents[1])

@@ -46,7 +46,7 @@ class ContextParallelAttention:
         group: the context-parallel process group, or None for one rank.
         schedule: a mode, or its name in `schedules.MODES`.
         kernel: a name in `kernels.PROVIDERS`, or `auto`.
-        options: what a schedule that is given by its name may be told besides. unit: see `build_plan`.
+        options: what a schedule that is given by its name may be told besides. unit, layout: see `build_plan`.
         deterministic: ask for kernels whose results are bit-identical from run to run.
         transport: auto, peer or p2p (see `comm.choose_transport`).
         kv_int8: in calls with `inference`, keys and values travel, and are attended, as 8-bit integers with a scale for
@@ -55,8 +55,8 @@ class ContextParallelAttention:
             that backward does not exchange it again (see `schedules.save_remote`).
 
     Raises:
-        ValueError: an unknown schedule or keep_received, or options that are refused (a kernel that cannot serve is
-            refused by the first call, which knows shapes).
+        ValueError: an unknown schedule or keep_received, or options or a layout that are refused (a kernel that cannot
+            serve is refused by the first call, which knows shapes).
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class ContextParallelAttention:
         kernel: str = "auto",
         options: ModeOptions | None = None,
         unit: int = 1,
+        layout: str = "auto",
         deterministic: bool = False,
         transport: str = "auto",
         kv_int8: bool = False,
@@ -81,7 +82,7 @@ class ContextParallelAttention:
         options = options or ModeOptions()
         self.mode: Mode = find_mode(schedule, self.world, options) if isinstance(schedule, str) else schedule
         self.deterministic = deterministic
-        self._kernel, self._unit, self._transport = kernel, unit, transport
+        self._kernel, self._unit, self._layout, self._transport = kernel, unit, layout, transport
         self._kv_int8, self._keep_received = kv_int8, keep_received
         self._measures_waiting = False
         self._links: dict[torch.device, _Links] = {}
@@ -109,7 +110,7 @@ class ContextParallelAttention:
 
     def plan(self, mask: Mask | int) -> Plan:
         """The forward plan of a mask, or of a causal sequence of so many tokens."""
-        return build_plan(self.mode, self.world, mask, unit=self._unit)
+        return build_plan(self.mode, self.world, mask, unit=self._unit, layout=self._layout)
 
     def prepare(self, mask: Mask) -> None:
         """Plan and lower a mask ahead of its use, for all kinds of calls so far (heads, batch, dtype). From any thread;

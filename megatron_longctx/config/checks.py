@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 from ..errors import refuse
+from ..schedules.mask import causal
 from .bounds import check, keys_of
+from .planned import configured_mode
 from .tree import Config, ModelConfig
 
 
@@ -83,6 +85,8 @@ def _validate_parallelism(config: Config) -> None:
             f"null with parallelism.schedule={par.schedule}",
             "Only all_gather groups its sources under a bound; leave it null or set parallelism.schedule=all_gather.",
         )
+    if par.layout != "auto" and par.schedule != "auto":
+        configured_mode(par).layout_of(causal(0), par.layout)
     tp, key = par.tensor_parallel_size, "parallelism.tensor_parallel_size"
     _divides(key, tp, "model.num_kv_heads", model.num_kv_heads)
     _divides(key, tp, "model.ffn_hidden_size", model.ffn_hidden_size)

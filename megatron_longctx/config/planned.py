@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..schedules import Mask, Workload
 from ..schedules.mask import documents
 from ..schedules.modes import Mode, ModeOptions, find_mode
@@ -21,9 +23,9 @@ def workload_of(config: Config) -> Workload:
     )
 
 
-def planned_mask(config: Config) -> Mask:
-    """What is planned with where no batch is: a whole causal sequence, as the layers that see most see it."""
-    return documents([config.data.seq_length], window=config.model.widest_window)
+def planned_mask(config: Config, lengths: Sequence[int] | None = None) -> Mask:
+    """Causal documents of these lengths, or one whole sequence, as the layers that see most see it."""
+    return documents(lengths or [config.data.seq_length], window=config.model.widest_window)
 
 
 def mode_options(par: ParallelismConfig) -> ModeOptions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..layout import LAYOUTS
 from ..schedules.cache_modes import CACHE_MODES
 from ..schedules.modes import MODES, outer_modes
 from ..schedules.save_remote import KEEP_RECEIVED
@@ -85,6 +86,9 @@ class ParallelismConfig:
     # ... or auto: what the simulator finds fastest, from a calibration (`megatron-longctx calibrate`) or, where
     # there is none, from what `cluster` says.
     schedule: str = choice("zigzag", MODES, "auto")
+    # Which rank holds which token. auto: what the schedule's balance rests on; over packed documents `balanced`, where
+    # the schedule takes it.
+    layout: str = choice("auto", LAYOUTS, "auto")
     # all_gather only: most remote K/V tokens one rank may hold at once; null: all of them, in one group.
     max_buffer_tokens: int | None = number(None, 2, _MOST)
     # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: a node of `cluster`, or the largest

@@ -1,4 +1,4 @@
-"""The layouts of the literature, each for any number of ranks and any length.
+"""The layouts by name, each for any number of ranks and any length.
 
 `unit` keeps every span a multiple of so many tokens (tensor parallelism with sequence parallelism splits a rank's
 tokens once more, so its size must divide them); 1 leaves lengths free.
@@ -6,8 +6,9 @@ tokens once more, so its size must divide them); 1 leaves lengths free.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from .balanced import balanced
 from .layout import Layout
 
 
@@ -45,15 +46,18 @@ def striped(n: int, length: int, unit: int = 1) -> Layout:
     return Layout("striped", length, tuple((range(r, length, n),) for r in range(n)))
 
 
-LAYOUTS: dict[str, Callable[[int, int, int], Layout]] = {
+LAYOUTS: dict[str, Callable[..., Layout]] = {
     "contiguous": contiguous,
     "zigzag": zigzag,
     "striped": striped,
+    "balanced": balanced,
 }
 
 
-def build_layout(name: str, n: int, length: int, unit: int = 1) -> Layout:
-    """The layout `name` for `n` ranks and `length` tokens.
+def build_layout(
+    name: str, n: int, length: int, unit: int = 1, documents: Iterable[tuple[int, int, int]] | None = None
+) -> Layout:
+    """The layout `name` for `n` ranks and `length` tokens. documents: see `balanced`; others do not look at them.
 
     Raises:
         ValueError: unknown name, `n` < 1, negative length, or a length that is not a multiple of `unit`.
@@ -69,4 +73,4 @@ def build_layout(name: str, n: int, length: int, unit: int = 1) -> Layout:
             f"length={length}: expected a multiple of unit={unit} (the tensor-parallel size, under sequence "
             f"parallelism). Pad the sequence or turn sequence parallelism off."
         )
-    return LAYOUTS[name](n, length, unit)
+    return LAYOUTS[name](n, length, unit, *([documents] if name == "balanced" else []))

@@ -151,6 +151,7 @@ def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
         kernel=config.attention.kernel,
         options=mode_options(par),
         unit=token_unit(par),
+        layout=par.layout,
         deterministic=config.attention.deterministic,
         transport=config.attention.transport,
         kv_int8=config.attention.kv_int8,

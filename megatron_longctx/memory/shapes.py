@@ -60,7 +60,7 @@ class Job:
         if par.schedule == "auto":
             raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with plan --compare.")
         mask, unit = planned_mask(self.config), token_unit(par)
-        plan = build_plan(par.schedule, par.context_parallel_size, mask, mode_options(par), unit)
+        plan = build_plan(par.schedule, par.context_parallel_size, mask, mode_options(par), unit, par.layout)
         return keeping(plan) if self.keeps_received else plan
 
     @cached_property

@@ -19,7 +19,12 @@ _MANY_MESSAGES, _MESSAGES_PER_S = 50_000, 6_000
 
 
 def build_plan(
-    schedule: str | Mode, n: int, mask: Mask | int, options: ModeOptions | None = None, unit: int = 1
+    schedule: str | Mode,
+    n: int,
+    mask: Mask | int,
+    options: ModeOptions | None = None,
+    unit: int = 1,
+    layout: str = "auto",
 ) -> Plan:
     """The forward plan of a mode for `n` ranks.
 
@@ -28,17 +33,19 @@ def build_plan(
         mask: what the tokens see; a number of tokens for a causal sequence.
         options: of a mode that is given by its name.
         unit: every rank's tokens come in multiples of this (see `layout.layouts`).
+        layout: a name in `layout.LAYOUTS` that the mode takes; auto for its own, or for several documents balanced.
 
     Raises:
-        ValueError: an unknown schedule, or sizes or options that it refuses, or ranks whose plan would take minutes.
+        ValueError: an unknown schedule, sizes, options or a layout that it refuses, or a plan that would take minutes.
     """
     mode = find_mode(schedule, n, options or ModeOptions()) if isinstance(schedule, str) else schedule
-    return _built(mode, n, masks.causal(mask) if isinstance(mask, int) else mask, unit)
+    mask = masks.causal(mask) if isinstance(mask, int) else mask
+    return _built(mode, n, mask, unit, mode.layout_of(mask, layout))
 
 
 @lru_cache(maxsize=64)
-def _built(mode: Mode, n: int, mask: Mask, unit: int) -> Plan:
-    layout = build_layout(mode.layout, n, mask.length, unit)
+def _built(mode: Mode, n: int, mask: Mask, unit: int, name: str) -> Plan:
+    layout = build_layout(name, n, mask.length, unit, mask.documents)
     messages = mode.num_messages(n, mask.length)
     check_messages(str(mode), n, messages)
     if messages > _MANY_MESSAGES:

@@ -228,6 +228,15 @@ class Plan:
         """Query-key pairs that `rank` computes, each counted by its share of the heads."""
         return sum(attend.work for step in self.steps for attend in step.attends[rank])
 
+    def imbalance_pct(self, pairs_per_token: float = 0.0) -> float:
+        """By how many percent the busiest rank's work is more than the average.
+
+        Args:
+            pairs_per_token: what a token takes beside attention, in the time of so many pairs; 0 for attention alone.
+        """
+        work = [self.pairs(rank) + pairs_per_token * self.queries.num_tokens(rank) for rank in range(self.n)]
+        return 100 * (max(work) * self.n / sum(work) - 1) if sum(work) else 0.0
+
     def idle_fraction(self) -> float:
         """Share of rank-time spent waiting if every step lasted as long as its busiest rank."""
         busiest = sum(max(sum(a.work for a in attends) for attends in step.attends) for step in self.steps)

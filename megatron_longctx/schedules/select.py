@@ -19,13 +19,15 @@ from .target import Target
 
 @dataclass(frozen=True)
 class Problem:
-    """What a mode is chosen for. unit: see `build_plan`. options: what was said of modes. max_bytes: most memory of one
-    attention call on any rank; None for no bound. keep_received: auto, true or false (see `keeps_received`)."""
+    """What a mode is chosen for. unit, layout: see `build_plan`. options: what was said of modes. max_bytes: most
+    memory of one attention call on any rank; None for no bound. keep_received: auto, true or false (see
+    `keeps_received`)."""
 
     n: int
     mask: Mask
     target: Target
     unit: int = 1
+    layout: str = "auto"
     options: ModeOptions = field(default_factory=ModeOptions)
     max_bytes: int | None = None
     keep_received: str = "false"
@@ -142,7 +144,7 @@ def table(ranking: Sequence[Candidate]) -> str:
 def _price(mode: Mode, problem: Problem, cluster: Cluster, costs: Costs, timeline: bool) -> Candidate:
     target, n, length = problem.target, problem.n, problem.mask.length
     mode.check_heads(n, target.workload.num_heads, target.workload.num_kv_heads)
-    plan = build_plan(mode, n, problem.mask, unit=problem.unit)
+    plan = build_plan(mode, n, problem.mask, unit=problem.unit, layout=problem.layout)
     if keeps_received(problem.keep_received, mode.name, n, length, target.workload.batch):
         plan = keeping(plan)
     forward = simulate(plan, cluster, target, costs, timeline=timeline)

@@ -48,6 +48,7 @@ def settled(config: Config, folder: Path | None = None) -> Config:
         mask=planned_mask(config),
         target=target,
         unit=token_unit(par),
+        layout=par.layout,
         options=mode_options(par),
         keep_received=config.keep_received,
         max_bytes=None if par.max_attention_gib is None else int(par.max_attention_gib * 2**30),

@@ -174,8 +174,7 @@ class Trainer:
         config = self.config
         self._peak = peak_tflops(current_device_name(), config.logging.peak_tflops)
         plan = self.sequence.attention.plan(self.sequence.whole.mask(window=config.model.widest_window))
-        pairs = [plan.pairs(rank) for rank in range(plan.n)]
-        self._imbalance_pct = 100 * (max(pairs) * plan.n / sum(pairs) - 1)
+        self._imbalance_pct = plan.imbalance_pct()
         self.sequence.attention.measure_waiting()
         environment.write(self.folder.path / "environment.json")
         return [

@@ -80,7 +80,7 @@ def check(config: Config, world_size: int) -> int | None:
     tp = par.tensor_parallel_size
     mode = configured_mode(par)
     mode.check_heads(par.context_parallel_size, heads[0] // tp, heads[1] // tp)
-    build_plan(mode, par.context_parallel_size, config.data.seq_length, unit=token_unit(par))
+    build_plan(mode, par.context_parallel_size, config.data.seq_length, unit=token_unit(par), layout=par.layout)
     _check_passes(config, check_corpus(config.data))
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     if config.train.check_data:

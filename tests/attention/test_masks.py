@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_longctx.kernels import AttentionKernel, KernelRequest, choose
 from megatron_longctx.kernels.interface import BlockInputs
+from megatron_longctx.layout import LAYOUTS
 from megatron_longctx.schedules import (
     MODES,
     KernelCall,
@@ -110,7 +111,7 @@ def _seen(call: KernelCall, takes: Takes, queries: int, keys: int) -> Tensor:
 class Case:
     """said: of `documents`. hosts: by rank, the number of its host; None for messages point to point alone. kernel: see
     `KERNELS`. sizes: heads, KV heads, head dims of keys and of values, batch. near: rows lie far apart from a few of
-    them on, as they do from thousands on otherwise."""
+    them on, as they do from thousands on otherwise. layout: see `build_plan`."""
 
     n: int
     said: dict[str, Any]
@@ -121,6 +122,7 @@ class Case:
     kernel: str
     keep: bool
     near: bool
+    layout: str
 
 
 @st.composite
@@ -168,6 +170,7 @@ def cases(draw: st.DrawFn, name: str) -> Case:
         kernel=kernel,
         keep=draw(st.booleans()),
         near=draw(st.booleans()),
+        layout=draw(st.sampled_from(["auto", *LAYOUTS] if MODES[name].takes_any_layout else ["auto"])),
     )  # fmt: skip
 
 
@@ -207,7 +210,7 @@ def check_case(name: str, case: Case) -> None:
     mode = find_mode(name, case.n, case.options)
     mode.check_heads(case.n, h, g)
     with nearby(4 if case.near else None):
-        plan = build_plan(mode, case.n, mask)
+        plan = build_plan(mode, case.n, mask, layout=case.layout)
         plan = keeping(plan) if case.keep else plan
         wants = [x.requires_grad_() for x in whole[:3]]
         inputs = Inputs(*wants, whole[3], None if sink is None else sink.requires_grad_())

@@ -138,6 +138,25 @@ def test_draw(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5_000
 
 
+def test_where_the_documents_of_a_pack_lie_is_printed_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "pack.png"
+    words = ["parallelism=cp2", "parallelism.schedule=all_gather", "parallelism.cluster=h200_x8", "--documents"]
+    out = plan(capsys, *words, "900,50,50,400,200", "--draw", str(path))
+    assert out.startswith("all_gather forward: 2 ranks, 1600 tokens (balanced), causal, 5 documents mask")
+    table = out.split("5 documents in the balanced layout; the most above the average: tokens 0.0%, pairs 0.0%")[1]
+    rows = [line.split() for line in table.splitlines()[2:4]]
+    assert [row[:2] for row in rows] == [["0", "800"], ["1", "800"]]
+    assert abs(float(rows[0][2].replace(",", "")) - 254_150) < 1_000, "half of all pairs"
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and path.stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("lengths", ["", "5,,6", "0", "7,-1", "a", "1.5"])
+def test_lengths_that_are_none_are_refused(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"--documents={lengths}: expected lengths" in plan(capsys, *SMALL, f"--documents={lengths}", code=2)
+
+
 @pytest.mark.parametrize("name", ["gone/plan.png", "plan.txt", "plan"])
 def test_draw_to_a_bad_path_is_refused_before_printing(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

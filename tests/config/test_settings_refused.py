@@ -238,6 +238,16 @@ def test_an_interpolation_that_leads_nowhere() -> None:
         (["logging.wandb=on"], "logging.wandb=on", "one of offline, online, disabled"),
         (["attention.kernel=Triton 3"], "attention.kernel=Triton 3", "auto or the name of a kernel"),
         (["inference.transport=tcp"], "inference.transport=tcp", "one of auto, peer, p2p"),
+        (
+            ["parallelism.schedule=ulysses", "parallelism.layout=zigzag"],
+            "parallelism.layout=zigzag",
+            "one of auto, contiguous",
+        ),
+        (
+            ["parallelism=cp4", "parallelism.schedule=usp", "parallelism.layout=balanced"],
+            "parallelism.layout=balanced",
+            "another schedule than usp",
+        ),
         (["parallelism.head_chunks=0", "parallelism.schedule=ulysses"], "parallelism.head_chunks=0", "at least 1"),
         (
             ["parallelism.head_chunks=2"],

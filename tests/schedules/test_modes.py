@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_longctx.layout import contiguous
+from megatron_longctx.layout import LAYOUTS, contiguous
 from megatron_longctx.schedules import (
     MODES,
     Attend,
@@ -26,14 +26,19 @@ from megatron_longctx.schedules import (
     Takes,
     Target,
     Workload,
+    backward_plan,
     build_plan,
+    find_mode,
     kernel_calls,
+    lower,
     verify,
 )
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
+from megatron_longctx.schedules.lower import Lowering
 from megatron_longctx.schedules.mask import documents, full
 from megatron_longctx.schedules.modes.double_ring import DoubleRing
 from megatron_longctx.schedules.modes.tasp import Tasp
+from megatron_longctx.schedules.program import Compute
 from megatron_longctx.schedules.select import Problem, rank_modes
 from megatron_longctx.schedules.trim import trim
 from megatron_longctx.schedules.visibility import Visibility
@@ -43,6 +48,50 @@ from tests.schedules.interpret import interpret
 from tests.schedules.masks import Cache, caches, masks
 
 PACKED = Takes(packed=True, rectangles=True, windows=True)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_layout_goes_by_the_documents_and_not_by_their_windows(name: str) -> None:
+    mode = find_mode(name, 4, ModeOptions())
+    pack, one = ([300, 20, 20, 60], [400])
+    layouts = [build_plan(mode, 4, documents(pack, window=(w, None))).queries for w in (None, 0, 16)]
+    assert layouts[0] == layouts[1] == layouts[2]
+    own = name in ("striped", "ulysses", "usp")
+    assert layouts[0].name == (mode.layout if own else "balanced")
+    assert build_plan(mode, 4, documents(one)).queries.name == mode.layout
+
+
+@pytest.mark.parametrize("name", [name for name in MODES if MODES[name].takes_any_layout])
+def test_every_layout_can_be_asked_for_by_name(name: str) -> None:
+    for layout in LAYOUTS:
+        for mask in (documents([300, 20, 20, 60]), documents([400])):
+            plan = build_plan(name, 4, mask, layout=layout)
+            assert plan.queries.name == layout
+            verify(plan)
+
+
+@pytest.mark.parametrize("name", ["ulysses", "usp"])
+def test_a_layout_that_a_mode_cannot_take_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"parallelism.layout=balanced: expected .* another schedule than {name}"):
+        build_plan(name, 4, documents([4, 4]), layout="balanced")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", [name for name in MODES if name not in ("striped", "ulysses", "usp")])
+def test_short_whole_documents_send_nothing(name: str, backward: bool) -> None:
+    plan = build_plan(name, 8, documents([256] * 64))
+    lowering = Lowering(backward_plan(plan) if backward else plan, Target(Workload(8, 2, 64), PACKED))
+    assert lowering.send_bytes() == 0
+    assert not any(step.moves for step in lowering.plan.steps)
+
+
+def test_a_pack_takes_one_call_of_own_keys_and_one_or_two_of_others() -> None:
+    """However many documents a rank has any of."""
+    lengths = [1450, 1879, 4182, 1610, 9859, 287, 2502, 425, 1696, 1276, 1272, 144, 2001, 3836, 13564, 4919, 112, 415]
+    plan = build_plan("all_gather", 8, documents(lengths))
+    target = Target(Workload(8, 2, 64), PACKED)
+    calls = [sum(isinstance(op, Compute) for op in lower(plan, rank, target).ops) for rank in range(8)]
+    assert all(1 <= count <= 3 for count in calls) and sum(calls) <= 16
 
 
 @pytest.mark.parametrize("n", range(2, 12))

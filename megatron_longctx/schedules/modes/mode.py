@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from ...errors import refuse
+from ...layout import LAYOUTS
 from ...topology import Cluster
+from ..mask import Mask
 from ..plan import Plan
 from ..visibility import Visibility
 
@@ -64,14 +66,17 @@ class Choices:
 class Mode(ABC):
     """A mode with its options. Subclasses are frozen dataclasses; those that have a name are found by it.
 
-    layout: the layout that its balance rests on. splits_heads: ranks share the attention heads, so their number has to
-    fit them.
+    layout: the layout that its balance rests on, over one document. packed_layout: over several. takes_any_layout:
+    False where the plan rests on its own. splits_heads: ranks share the attention heads, so their number has to fit
+    them.
     """
 
     name: ClassVar[str]
     about: ClassVar[str]
     splits_heads: ClassVar[bool] = False
     layout: ClassVar[str]
+    packed_layout: ClassVar[str] = "balanced"
+    takes_any_layout: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
@@ -95,6 +100,22 @@ class Mode(ABC):
         Raises:
             ValueError: numbers of ranks or tokens that it cannot do.
         """
+
+    def layout_of(self, mask: Mask, said: str = "auto") -> str:
+        """The name of the layout for a mask. It goes by the number of documents, whatever the windows.
+
+        Args:
+            said: a layout, or auto.
+
+        Raises:
+            ValueError: an unknown layout, or one that the mode cannot take.
+        """
+        if said not in (expected := ("auto", *LAYOUTS) if self.takes_any_layout else ("auto", self.layout)):
+            remedy = f"Leave it at auto, or choose another schedule than {self.name}."
+            raise refuse("parallelism.layout", said, "one of " + ", ".join(expected), remedy)
+        if said != "auto":
+            return said
+        return self.packed_layout if self.takes_any_layout and len(mask.documents) > 1 else self.layout
 
     def num_messages(self, n: int, length: int) -> int:
         """Roughly the messages of a plan, by which the time and memory that it takes to make it grow."""

@@ -57,4 +57,4 @@ class Zigzag(Ring):
 class Striped(Ring):
     name = "striped"
     about = "Striped Attention"
-    layout = "striped"
+    layout = packed_layout = "striped"

@@ -27,6 +27,7 @@ class Ulysses(Mode):
     name = "ulysses"
     about = "tokens exchanged for heads"
     layout = "contiguous"
+    takes_any_layout = False
     splits_heads = True
 
     @classmethod

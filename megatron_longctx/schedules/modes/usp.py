@@ -29,6 +29,7 @@ class Usp(Mode):
 
     name = "usp"
     about = "Ulysses inside groups of ranks, a ring of groups around them"
+    takes_any_layout = False
     splits_heads = True
 
     @classmethod
