@@ -21,3 +21,12 @@ class Batch:
     loss_mask: Tensor
     position_ids: Tensor
     documents: tuple[int, ...] | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def pin_memory(self) -> Batch:
+        """A copy in page-locked memory; PyTorch's `DataLoader` asks for it by this name."""
+        pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
+        return Batch(**pinned, documents=self.documents)

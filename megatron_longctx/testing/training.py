@@ -19,7 +19,7 @@ from torch import Tensor
 from ..compose import save_config
 from ..config import Config, ParallelismConfig, validate
 from ..mcore import checkpoint, groups, model
-from ..mcore.data import Corpus, write_corpus
+from ..mcore.corpus import Corpus, write_corpus
 from ..mcore.sequence import build_sequence
 from ..mcore.tokenizer import build_tokenizer
 from ..training.loop import StepResult, Trainer
@@ -39,6 +39,7 @@ TINY: Mapping[str, Any] = {
     "model.init_std": 0.08,  # sharp enough that attention, and the positions in it, matter from the first step
     "model.implementation": "local",
     "data.seq_length": 96,
+    "data.workers": 0,
     "optim.lr": 3e-3,
     "optim.min_lr": 3e-4,
     "optim.warmup_steps": 2,

@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..errors import is_line, refuse
-from ..mcore.data import Corpus, write_corpus
+from ..mcore.corpus import Corpus, write_corpus
 from ..mcore.tokenizer import build_tokenizer
 
 logger = logging.getLogger(__name__)

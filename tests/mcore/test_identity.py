@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_longctx.config import Config, DataConfig, TrainConfig
-from megatron_longctx.mcore.data import write_corpus
+from megatron_longctx.mcore.corpus import write_corpus
 from megatron_longctx.mcore.identity import dataset_digest, identity, refusal, tokenizer_digest
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 
