@@ -29,7 +29,7 @@ from megatron_longctx import names
 from megatron_longctx.comm.local_ranks import run_ranks
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
-from megatron_longctx.mcore.data import write_corpus
+from megatron_longctx.mcore.corpus import write_corpus
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.metrics.environment import environment
 from megatron_longctx.training.run_folder import RunFolder

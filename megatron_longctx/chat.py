@@ -17,7 +17,7 @@ from .errors import refuse
 from .mcore.tokenizer import special_tokens, template_of
 
 KEY = "inference.chat_template"
-_REMEDY = "Correct it, or name another file with inference.chat_template."
+_REMEDY = "Correct it, or name another file with {}."
 
 _MOST_BYTES = 2**20  # of a template's file
 _MOST_CPU_S = 10.0  # of one conversation's layout: 10 MB take 0.1 s
@@ -26,7 +26,7 @@ _MOST_PENDING = 64
 """Tokens that are held back because they may end in half a character, or decode to nothing; then they are taken for
 what they decode to."""
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 """role and content."""
 
 
@@ -62,37 +62,38 @@ class Chat:
             raise ValueError(f"messages: {error}") from None
 
 
-def chat_of(path: str | None, tokenizer: Any) -> Chat:
-    """The layout of a model's chats: by the template at `path`, else the tokenizer's, else plain.
+def chat_of(path: str | None, tokenizer: Any, key: str = KEY) -> Chat:
+    """The layout of a model's chats: by the template at `path`, else the tokenizer's, else plain. key: the user's name
+    for `path`.
 
     Raises:
         ValueError: a template that cannot be read, is not Jinja, or cannot lay out a question.
     """
     source, where = template_of(tokenizer), "of the tokenizer"
     if path is not None:
-        source, where = _read(path), path
+        source, where = _read(path, key), path
     if source is None:
         return Chat()
     try:
         template = ChatTemplate(source, _MOST_CPU_S)
     except NotATemplate as error:
-        raise refuse(KEY, where, f"a Jinja template ({error})", _REMEDY) from None
+        raise refuse(key, where, f"a Jinja template ({error})", _REMEDY.format(key)) from None
     chat = Chat(template, special_tokens(tokenizer))
     try:
         chat.text([{"role": "user", "content": "question"}])
     except ValueError as error:
-        raise refuse(KEY, where, f"a template that lays out a user's question ({error})", _REMEDY) from None
+        raise refuse(key, where, f"a template that lays out a user's question ({error})", _REMEDY.format(key)) from None
     return _with_end(chat, tokenizer.tokenize)
 
 
-def _read(path: str) -> str:
+def _read(path: str, key: str) -> str:
     try:
         if Path(path).stat().st_size > _MOST_BYTES:
-            raise refuse(KEY, path, f"a file of at most {_MOST_BYTES:,} bytes", _REMEDY)
+            raise refuse(key, path, f"a file of at most {_MOST_BYTES:,} bytes", _REMEDY.format(key))
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise refuse(KEY, path, f"a file with a Jinja template ({reason})", _REMEDY) from None
+        raise refuse(key, path, f"a file with a Jinja template ({reason})", _REMEDY.format(key)) from None
 
 
 def _with_end(chat: Chat, encode: Callable[[str], Sequence[int]]) -> Chat:

@@ -198,6 +198,11 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer", default="byte-level", choices=TOKENIZERS, help="of Megatron-Core (default: %(default)s)"
     )
     data.add_argument("--tokenizer-path", help="its files, for all but byte-level")
+    data.add_argument(
+        "--chat", action="store_true",
+        help="the lines have `messages`, or a `prompt` and its `completion`; only the assistant's answers are learned",
+    )  # fmt: skip
+    data.add_argument("--chat-template", help="a file with a Jinja template (default: the tokenizer's own)")
     data.set_defaults(run=_data)
 
     doctor = verbs.add_parser("doctor", help="what is installed and usable here")
@@ -250,9 +255,12 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
 
 def _data(arguments: argparse.Namespace) -> None:
-    from .training.text import prepare
+    from .training.text import Chats, prepare
 
-    prepare(arguments.source, arguments.out, arguments.glob, arguments.tokenizer, arguments.tokenizer_path)
+    if arguments.chat_template and not arguments.chat:
+        raise ValueError("--chat-template: expected --chat beside it, which it lays out. Add --chat, or leave it out.")
+    chats = Chats(arguments.chat_template) if arguments.chat else None
+    prepare(arguments.source, arguments.out, arguments.glob, arguments.tokenizer, arguments.tokenizer_path, chats)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -33,9 +33,9 @@ def demo(overrides: Sequence[str] = ()) -> None:
     """
     begin = time.perf_counter()
     data = compose_config(["experiment=demo", *overrides]).data
-    if not Path(data.prefix + ".json").is_file():
+    for prefix in (prefix for _, prefix in data.datasets if not Path(prefix + ".json").is_file()):
         logger.info("== text: the sources of Python's standard library ==")
-        prepare("stdlib", Path(data.prefix), "", data.tokenizer, data.tokenizer_path)
+        prepare("stdlib", Path(prefix), "", data.tokenizer, data.tokenizer_path)
     folders = []
     for name, parallelism in _RUNS:
         settings = ["experiment=demo", f"parallelism={parallelism}", f"run.name={name}", *overrides]

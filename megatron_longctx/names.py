@@ -27,6 +27,7 @@ GRAD_NORM: Final = "train/grad_norm"
 LEARNING_RATE: Final = "train/lr"
 
 STEP_S: Final = "perf/step_s"
+DATA_WAIT_S: Final = "perf/data_wait_s"
 TOKENS_PER_S: Final = "perf/tokens_per_s"
 TOKENS_PER_S_PER_GPU: Final = "perf/tokens_per_s_per_gpu"
 TFLOPS_PER_GPU: Final = "perf/tflops_per_gpu"

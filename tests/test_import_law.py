@@ -19,8 +19,8 @@ MOST_LINES = 400
 ROOMS = (
     *("names", "errors", "files", "layout", "topology", "schedules", "config", "compose"),
     *("memory", "kernels", "comm", "attention", "recompute", "metrics"),
-    *("inference", "mcore", "training", "calibrate"),
-    *("inference_job", "chat_template", "chat", "generate", "http_api", "serve"),
+    *("inference", "mcore", "chat_template", "chat", "training", "calibrate"),
+    *("inference_job", "generate", "http_api", "serve"),
     *("plan", "doctor", "demo", "cli", "__main__", "testing"),
 )
 NEEDED_BY_METRICS = ("names", "errors", "files", "config")

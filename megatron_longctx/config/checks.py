@@ -8,7 +8,7 @@ from ..errors import refuse
 from ..schedules.mask import causal
 from .bounds import check, keys_of
 from .planned import configured_mode
-from .tree import Config, ModelConfig
+from .tree import LEAST_WEIGHT, Config, ModelConfig
 
 
 def check_value(name: str, value: object) -> None:
@@ -119,6 +119,17 @@ def _validate_training(config: Config) -> None:
             f"fewer steps than the decay ({decay}: optim.decay_steps, or train.steps where that is null)",
             "Lower optim.warmup_steps or raise train.steps.",
         )
+    if data.packing != "none" and train.micro_batch_size != 1:
+        raise refuse(
+            "train.micro_batch_size",
+            train.micro_batch_size,
+            f"1 with data.packing={data.packing}",
+            "A pack is one sequence of many documents; raise data.seq_length instead.",
+        )
+    total = sum(weight for weight, _ in data.datasets)
+    if least := [prefix for weight, prefix in data.datasets if weight < LEAST_WEIGHT * total or total == 0]:
+        expected = f"weights that are each at least 1/{round(1 / LEAST_WEIGHT)} of their sum; {least[0]} has less"
+        raise refuse("data.prefix", data.prefix, expected, "Give it more weight, or leave it out.")
     if data.tokenizer != "byte-level" and data.tokenizer_path is None:
         raise refuse(
             "data.tokenizer_path", None, f"a path for data.tokenizer={data.tokenizer}", "Set data.tokenizer_path."

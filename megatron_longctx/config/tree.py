@@ -6,6 +6,7 @@ GiB, times in seconds. Every key but truth values says beside its default what i
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,13 +27,17 @@ DECODES = ("auto", "replicated", "plan")
 CUDA_GRAPHS = ("auto", "true", "false")
 CACHE_RULES = ("auto", "simulate", "algorithm_1", "algorithm_5", "empirical", "bytes")
 WANDB_MODES = ("offline", "online", "disabled")
+PACKINGS = ("none", "documents", "best_fit")
 TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatron")
 
 MOST_TOKENS = 10**9  # of a sequence
+LEAST_WEIGHT = 1e-4  # of a dataset, as a part of all: less might not come up before a blend repeats
 _MOST = 10**9  # steps, counts: no key is meant for more
 _MOST_RANKS = 1024
 _YEAR_S = 31_536_000.0
-_WEIGHT = r" *([0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9}) *"
+_SHARE = r"([0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9})"
+_WEIGHT = rf" *{_SHARE} *"
+_BLEND = re.compile(rf"{_SHARE} +\S+( +{_SHARE} +\S+)+")
 
 
 @dataclass(frozen=True)
@@ -171,10 +176,18 @@ class ReductionConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Megatron indexed data: `<prefix>.bin` and `<prefix>.idx`, as `megatron-longctx data` writes them."""
+    """Megatron indexed data: `<prefix>.bin` and `<prefix>.idx`, as `megatron-longctx data` writes them.
+
+    `prefix` names one dataset, or blends several by weights, as Megatron's `--data-path` does: `0.7 data/a 0.3 data/b`.
+    """
 
     prefix: str = path("data/stdlib")
     seq_length: int = number(4096, 1, MOST_TOKENS)
+    # How documents become sequences of at most seq_length tokens: none (a stream of them, cut anywhere) | documents
+    # (the same stream; attention, positions and labels end with a document) | best_fit (whole documents packed; only
+    # what is longer than a sequence is cut)
+    packing: str = choice("none", PACKINGS)
+    workers: int = number(2, 0, 256)  # processes of a rank that read ahead; 0: a thread of its own
     tokenizer: str = choice("byte-level", TOKENIZERS)
     tokenizer_path: str | None = path(None)  # needed by all but byte-level
     # Shares of the documents for training, validation and test, of which training takes the first.
@@ -184,6 +197,14 @@ class DataConfig:
         rf"(?= *[0-9.]*[1-9]){_WEIGHT}(,{_WEIGHT}){{0,2}}",
     )
     mask_eod_loss: bool = False
+
+    @property
+    def datasets(self) -> tuple[tuple[float, str], ...]:
+        """Weight and prefix of every dataset."""
+        words = self.prefix.split()
+        if not _BLEND.fullmatch(self.prefix):
+            return ((1.0, self.prefix),)
+        return tuple(zip(map(float, words[::2]), words[1::2], strict=True))
 
 
 @dataclass(frozen=True)

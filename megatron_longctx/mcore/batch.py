@@ -26,3 +26,12 @@ class Batch:
     def lengths(self) -> tuple[int, ...]:
         """Of the documents of a row, which is one where it is no pack."""
         return self.documents or (self.tokens.shape[1],)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def pin_memory(self) -> Batch:
+        """A copy in page-locked memory; PyTorch's `DataLoader` asks for it by this name."""
+        pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
+        return Batch(**pinned, documents=self.documents)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +43,39 @@ def _add_files(found: Any, paths: Iterable[Path]) -> None:
             found.update(hashlib.file_digest(stream, "sha256").digest())
 
 
+def mask_of(prefix: str) -> str | None:
+    """The prefix of the dataset that says which tokens of this one are learned; None: all are."""
+    return f"{prefix}.mask" if Path(f"{prefix}.mask.idx").is_file() else None
+
+
 def dataset_digest(prefix: str) -> str:
-    """SHA-256 of a dataset's index, of the size of its tokens and of 256 pieces of them, evenly spread."""
+    """SHA-256 of a dataset's index, of the size of its tokens and of 256 pieces of them, evenly spread; and the same of
+    its mask, where it has one."""
     found = hashlib.sha256()
-    _add_files(found, [Path(f"{prefix}.idx")])
-    with Path(f"{prefix}.bin").open("rb") as stream:
-        size = stream.seek(0, 2)
-        found.update(str(size).encode())
-        for piece in range(_PIECES):
-            stream.seek(piece * max(0, size - _PIECE_BYTES) // (_PIECES - 1))
-            found.update(stream.read(_PIECE_BYTES))
+    for each in filter(None, (prefix, mask_of(prefix))):
+        _add_files(found, [Path(f"{each}.idx")])
+        with Path(f"{each}.bin").open("rb") as stream:
+            size = stream.seek(0, 2)
+            found.update(str(size).encode())
+            for piece in range(_PIECES):
+                stream.seek(piece * max(0, size - _PIECE_BYTES) // (_PIECES - 1))
+                found.update(stream.read(_PIECE_BYTES))
     return found.hexdigest()
+
+
+def _blend_digest(datasets: Sequence[tuple[float, str]]) -> str:
+    """Of one dataset its own."""
+    digests = [dataset_digest(prefix) for _, prefix in datasets]
+    weights = [weight for weight, _ in datasets]
+    return digests[0] if len(digests) == 1 else hashlib.sha256(repr((weights, digests)).encode()).hexdigest()
 
 
 def identity(config: Config, tokenizer: MegatronTokenizerText) -> Identity:
     """What the samples of a run, and their order, depend on."""
     data = config.data
     return {
-        "data.prefix": {"value": data.prefix, "sha256": dataset_digest(data.prefix)},
+        "data.prefix": {"value": data.prefix, "sha256": _blend_digest(data.datasets)},
+        "data.packing": {"value": data.packing},
         "data.tokenizer": tokenizer_identity(config, tokenizer),
         "data.seq_length": {"value": data.seq_length},
         "data.split": {"value": data.split},

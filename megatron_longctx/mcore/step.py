@@ -101,8 +101,7 @@ def _forward_step(
 ) -> tuple[Tensor, Any]:
     device, batch = local_device(), next(batches)
     pack = sequence.pack(batch.lengths)
-    whole = {name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask", "position_ids")}
-    mine = {name: x.to(device, non_blocking=True) for name, x in sequence.shard_batch(whole, pack).items()}
+    mine = {name: x.to(device, non_blocking=True) for name, x in sequence.shard_batch(batch.tensors, pack).items()}
     losses = model(mine["tokens"], mine["position_ids"], None, labels=mine["labels"], packed_seq_params=pack)
     rows = len(batch.tokens)
     pairs = sum(count * pack.mask(window=window).pairs for window, count in windows.items())

@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .. import names
 from ..comm import on_rank_0
 from ..config import Config
 from ..mcore import checkpoint, groups, model, optimizer
 from ..mcore.batch import Batch
-from ..mcore.data import TrainingData, micro_batches
+from ..mcore.data import TrainingData, shares
 from ..mcore.identity import identity
 from ..mcore.sequence import build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
@@ -28,6 +28,7 @@ from ..metrics.flops import performance, training_flops
 from ..metrics.hardware import current_device_name, peak_tflops
 from ..metrics.sinks import ConsoleSink, JsonlSink, Sink, WandbSink
 from . import resume
+from .loader import Loader
 from .nonfinite import NonFiniteError, dump
 from .profiling import profiled
 from .run_folder import RunFolder
@@ -64,6 +65,8 @@ class Trainer:
         tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
         self.vocab_size = model.padded_vocab_size(config.model, tokenizer.vocab_size)
         self.data = TrainingData(config, tokenizer, self.vocab_size)
+        for line in self.data.describe():
+            logger.info(line)
         self.identity = on_rank_0(lambda: identity(config, tokenizer))
         self.sequence = build_sequence(config, self.groups.cp)
         self._build()
@@ -76,6 +79,13 @@ class Trainer:
             num_micro_batches=train.global_batch_size // train.micro_batch_size // dp_size,
         )
         self.step = self._resume()
+        self.loader = Loader(
+            self.data,
+            shares(config, self.step, self.groups.dp.rank(), dp_size),
+            config.data.workers,
+            local_device(),
+            prepare=lambda batch: self.sequence.prepare(batch.lengths),
+        )
         self.sinks = self._open_sinks() if dist.get_rank() == 0 else []
 
     def train(self) -> None:
@@ -97,6 +107,7 @@ class Trainer:
             if train.save and saved != self.step:
                 self._save()
         finally:
+            self.loader.close()
             for sink in self.sinks:
                 sink.close()
         if self.step < train.steps:
@@ -122,18 +133,28 @@ class Trainer:
 
     def _one_step(self) -> StepResult:
         train = self.config.train
-        batches = list(micro_batches(self.data, self.step, self.config, self.groups.dp.rank(), self.groups.dp.size()))
+        taken: list[Batch] = []
+        self._data_wait_s = 0.0
         for chunk in self.models:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = self.train_step.run(Batch(x["tokens"], x["labels"], x["loss_mask"], x["position_ids"]) for x in batches)
-        self._require_finite("loss", loss.mean, batches)
+        loss = self.train_step.run(self._batches(taken))
+        self._require_finite("loss", loss.mean, taken)
         lr = optimizer.learning_rate(self.optimizer)
         _, grad_norm, _ = self.optimizer.step()
         if grad_norm is not None:
-            self._require_finite("gradient norm", float(grad_norm), batches)
+            self._require_finite("gradient norm", float(grad_norm), taken)
         self.scheduler.step(increment=train.global_batch_size)
         return StepResult(loss, None if grad_norm is None else float(grad_norm), lr)
+
+    def _batches(self, taken: list[Batch]) -> Iterator[Batch]:
+        """The micro-batches of a step, each noted in `taken`, and how long the step waits for them."""
+        for _ in range(self.train_step.num_micro_batches):
+            begin = time.perf_counter()
+            batch = next(self.loader)
+            self._data_wait_s += time.perf_counter() - begin
+            taken.append(batch)
+            yield batch
 
     def _profiled(self) -> AbstractContextManager[None]:
         step = self.step + 1
@@ -141,7 +162,7 @@ class Trainer:
             return nullcontext()
         return profiled(self.folder.path / "profile", step)
 
-    def _require_finite(self, what: str, value: float, batches: list[dict[str, Tensor]]) -> None:
+    def _require_finite(self, what: str, value: float, batches: list[Batch]) -> None:
         if not math.isfinite(value):
             path = dump(self.folder.path, self.step + 1, {what: value}, batches, self.models)
             raise NonFiniteError(
@@ -163,6 +184,7 @@ class Trainer:
             names.GRAD_NORM: result.grad_norm,
             names.LEARNING_RATE: result.lr,
             **performance(flops, result.loss.work.tokens, seconds, dist.get_world_size(), self._peak),
+            names.DATA_WAIT_S: self._data_wait_s,
             **_memory(),
             names.IMBALANCE_PCT: self._imbalance_pct,
             names.EXPOSED_COMM_S: self.sequence.attention.waited_seconds(),

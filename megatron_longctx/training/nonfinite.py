@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import files
+from ..mcore.batch import Batch
 
 
 class NonFiniteError(ArithmeticError):
@@ -21,7 +22,7 @@ def dump(
     folder: Path,
     step: int,
     values: Mapping[str, float],
-    batches: Sequence[Mapping[str, Tensor]],
+    batches: Sequence[Batch],
     models: Sequence[torch.nn.Module],
 ) -> Path:
     """Write what this rank saw: the values, its micro-batches, and which parameters and gradients are not finite.
@@ -43,7 +44,7 @@ def dump(
                 bad[f"{index}.{name}"] = counts
     facts = {"step": step, "values": {k: str(v) for k, v in values.items()}, "nonfinite_elements": bad}
     files.write_text(target / f"rank_{rank}.json", json.dumps(facts, indent=2) + "\n")
-    torch.save([dict(batch) for batch in batches], target / f"rank_{rank}_batches.pt")
+    torch.save([vars(batch) for batch in batches], target / f"rank_{rank}_batches.pt")
     return target
 
 

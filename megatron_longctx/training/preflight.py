@@ -12,7 +12,7 @@ from ..config import Config, configured_mode, data_parallel_size, token_unit
 from ..errors import refuse
 from ..kernels import KernelRequest, auto_order, available
 from ..mcore import checkpoint
-from ..mcore.data import check_corpus, check_tokenizer
+from ..mcore.corpus import check_corpus, check_tokenizer
 from ..mcore.identity import identity
 from ..mcore.model import fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 _RANK_BYTES = 256 * 2**20  # of host memory that a rank takes at least, before its model
 _SAMPLE_BYTES = 28  # of host memory for a token of a batch: its id, label, mask and position
-_MOST_PASSES = 100  # over the data in one step: each has files open
 
 
 def device_type(config: Config) -> str:
@@ -81,7 +80,7 @@ def check(config: Config, world_size: int) -> int | None:
     mode = configured_mode(par)
     mode.check_heads(par.context_parallel_size, heads[0] // tp, heads[1] // tp)
     build_plan(mode, par.context_parallel_size, config.data.seq_length, unit=token_unit(par), layout=par.layout)
-    _check_passes(config, check_corpus(config.data))
+    check_corpus(config.data)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     if config.train.check_data:
         check_tokenizer(config.data, tokenizer)
@@ -123,14 +122,6 @@ def _check_host(config: Config, world_size: int) -> None:
             f"{host // sample} sequences a rank at most, whose samples its {host / 2**30:.1f} GiB of host memory hold"
         )
         raise refuse("train.global_batch_size", train.global_batch_size, expected, "Lower it, or data.seq_length.")
-
-
-def _check_passes(config: Config, tokens: int) -> None:
-    """Refuse a step that goes over the data more often than there can be files open."""
-    batch, most = config.train.global_batch_size, _MOST_PASSES * tokens // config.data.seq_length
-    if batch > most:
-        expected = f"at most {most}, {_MOST_PASSES} times the {tokens} tokens of {config.data.prefix} in a step"
-        raise refuse("train.global_batch_size", batch, expected, "Lower it, or use more text.")
 
 
 def _check_memory(config: Config, world_size: int, vocab_size: int, device: str) -> None:

@@ -1,4 +1,4 @@
-"""Text sources of a corpus: this Python's own library, a folder of files, or a JSONL file."""
+"""Sources of a corpus: this Python's own library, a folder of files, or a JSONL file of texts or conversations."""
 
 from __future__ import annotations
 
@@ -7,26 +7,41 @@ import logging
 import sys
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
+from ..chat import Chat, chat_of
 from ..errors import is_line, refuse
-from ..mcore.data import Corpus, write_corpus
+from ..mcore.corpus import Corpus, write_corpus, write_documents
 from ..mcore.tokenizer import build_tokenizer
+from .conversations import conversations
 
 logger = logging.getLogger(__name__)
 
 _SKIP = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
-def prepare(source: str, out: Path, glob: str, library: str, tokenizer_path: str | None) -> Corpus:
+@dataclass(frozen=True)
+class Chats:
+    """How conversations are laid out: by the template at this path, or the tokenizer's own."""
+
+    template: str | None = None
+
+
+def prepare(
+    source: str, out: Path, glob: str, library: str, tokenizer_path: str | None, chats: Chats | None = None
+) -> Corpus:
     """Write the corpus of `source` to `out` (`.bin`, `.idx`, `.json`).
 
     Args:
         source: `stdlib`, a folder, or a `.jsonl` file with a `text` in each line.
         glob: which files of a folder.
         library: a tokenizer of Megatron-Core; `tokenizer_path` its files.
+        chats: the source is a `.jsonl` file of conversations instead.
 
     Raises:
         ValueError: a source that is not there or has no text, a JSONL line without text, a pattern that is none or
@@ -39,17 +54,34 @@ def prepare(source: str, out: Path, glob: str, library: str, tokenizer_path: str
         remedy = "Give their path, or use --tokenizer byte-level."
         raise ValueError(f"--tokenizer-path {tokenizer_path}: expected the files of a {library} tokenizer. {remedy}")
     tokenizer = build_tokenizer(library, tokenizer_path)
-    documents = tqdm(_documents(source, glob), desc="tokenizing", unit=" documents", disable=not sys.stderr.isatty())
-    try:
-        corpus = write_corpus(documents, out, tokenizer)
-    finally:
-        for partial in out.parent.glob(f"{out.name}.partial.*"):  # of a source that turned out bad half-way
-            partial.unlink()
+    shown = partial(tqdm, desc="tokenizing", unit=" documents", disable=not sys.stderr.isatty())
+    if chats is None:
+        corpus = write_corpus(shown(_documents(source, glob)), out, tokenizer)
+    else:
+        found = conversations(_jsonl(source), _layout(chats, tokenizer), tokenizer.tokenize)
+        corpus = write_documents(shown(found), out, tokenizer, masked=True)
     logger.info(
-        "%s: %s documents, %s tokens (%s), the %s tokenizer",
-        out, f"{corpus.documents:,}", f"{corpus.tokens:,}", source, library,
+        "%s: %s documents, %s tokens%s (%s), the %s tokenizer",
+        out, f"{corpus.documents:,}", f"{corpus.tokens:,}",
+        "" if corpus.learned is None else f", {corpus.learned:,} of them answers", source, library,
     )  # fmt: skip
     return corpus
+
+
+def _jsonl(source: str) -> Path:
+    path = Path(source)
+    if not (path.is_file() and path.suffix == ".jsonl"):
+        raise refuse("--source", source, "a .jsonl file of conversations with --chat", "Check the path.")
+    return path
+
+
+def _layout(chats: Chats, tokenizer: Any) -> Chat:
+    chat = chat_of(chats.template, tokenizer, "--chat-template")
+    if chat.template is None:
+        raise refuse(
+            "--chat-template", None, "a file: this tokenizer has no chat template", "Name one of Jinja's form."
+        )
+    return chat
 
 
 def _documents(source: str, glob: str) -> Iterator[list[str]]:
@@ -93,4 +125,6 @@ def _lines(path: Path) -> Iterator[list[str]]:
                 raise ValueError(
                     f'{path}:{number}: expected {{"text": "…"}} in UTF-8. Fix or remove the line.'
                 ) from None
+            if not text:
+                raise ValueError(f"{path}:{number}: expected a text that is not empty. Fix or remove the line.")
             yield [text]

@@ -57,8 +57,8 @@ def test_what_a_sequence_teaches_is_one_lesson_and_no_end(tmp_path: Path, monkey
     config = needle.stages_of(256, (1, 1, 1), [f"data.prefix={tmp_path}/lessons"])[-1]
     needle.write_lessons(Path(config.data.prefix), config)
     tokenizer = build_tokenizer("byte-level", None)
-    batch = TrainingData(config, tokenizer, tokenizer.vocab_size).batch(0, 40)
-    learned = [text_of(tokenizer, ids) for ids in batch["labels"].tolist()]
+    batch = TrainingData(config, tokenizer, tokenizer.vocab_size)[range(40)]
+    learned = [text_of(tokenizer, ids) for ids in batch.labels.tolist()]
     assert sorted(learned) == sorted(haystack.lessons(256, 40, config.train.seed))
 
 

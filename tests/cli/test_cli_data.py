@@ -192,3 +192,47 @@ def test_a_tokenizer_that_is_not_there(words: list[str], given: str, source: Pat
     said = say(source, tmp_path / "out/corpus", *words, code=2)
     assert said.startswith(f"megatron-longctx data: {given}") and said.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_chats_are_laid_out_and_only_their_answers_are_learned(tmp_path: Path, say: Say) -> None:
+    (tmp_path / "template").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"prompt": "why?", "completion": "so"}\n{"prompt": "and?", "completion": "no"}\n')
+    said = say(path, tmp_path / "chats", "--chat", "--chat-template", str(tmp_path / "template"))
+    assert ": 2 documents, 20 tokens, 8 of them answers (" in said
+    tokens, mask = IndexedDataset(str(tmp_path / "chats")), IndexedDataset(str(tmp_path / "chats.mask"))
+    assert [bytes(tokens[i].tolist()) for i in range(2)] == [b"[why?][so]", b"[and?][no]"]
+    assert [mask[i].tolist() for i in range(2)] == [[0] * 6 + [1] * 4] * 2
+    path.write_text('{"prompt": "why?", "completion": "so"}\n{"prompt": "why?"}\n')
+    said = say(path, tmp_path / "chats", "--chat", "--chat-template", str(tmp_path / "template"), code=2)
+    assert said.startswith(f"megatron-longctx data: {path}:2: expected ") and said.count("\n") == 1
+    assert len(IndexedDataset(str(tmp_path / "chats"))) == 2, "the earlier one is still there"
+    assert not list(tmp_path.glob("*.partial*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["--chat"], "--chat-template=None: expected a file: this tokenizer has no chat template"),
+        (["--chat", "--chat-template", "gone"], "--chat-template=gone: expected a file with a Jinja template"),
+        (["--chat-template", "gone"], "--chat-template: expected --chat beside it"),
+    ],
+)
+def test_chats_without_a_template(words: list[str], given: str, tmp_path: Path, say: Say) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"prompt": "why?", "completion": "so"}\n')
+    assert say(path, tmp_path / "out/chats", *words, code=2).startswith(f"megatron-longctx data: {given}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_chats_are_a_file_of_lines(tmp_path: Path, say: Say) -> None:
+    (tmp_path / "template").write_text("{{ messages | length }}")
+    said = say("stdlib", tmp_path / "out/x", "--chat", "--chat-template", str(tmp_path / "template"), code=2)
+    assert "--source=stdlib: expected a .jsonl file of conversations with --chat" in said
+
+
+def test_an_empty_text_is_named(tmp_path: Path, say: Say) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "one"}\n{"text": ""}\n')
+    said = say(path, tmp_path / "out/corpus", code=2)
+    assert f"{path}:2: expected a text that is not empty. Fix or remove the line." in said

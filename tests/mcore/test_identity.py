@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_longctx.config import Config, DataConfig, TrainConfig
-from megatron_longctx.mcore.data import write_corpus
+from megatron_longctx.mcore.corpus import write_corpus
 from megatron_longctx.mcore.identity import dataset_digest, identity, refusal, tokenizer_digest
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 
@@ -70,6 +70,8 @@ def test_a_dataset_is_its_files(tmp_path: Path) -> None:
         ({"prefix": "other"}, r"^data\.prefix=other: expected corpus \(SHA-256 .*…\), with which runs/first has been"),
         ({"seq_length": 5}, r"^data\.seq_length=5: expected 4, with which .*; this is 5\. Set it back, .*check_data"),
         ({"split": "9,1,0"}, r"^data\.split=9,1,0: expected 100,0,0, with which "),
+        ({"packing": "best_fit"}, r"^data\.packing=best_fit: expected none, with which "),
+        ({"prefix": "1 corpus 1 other"}, r"^data\.prefix=1 corpus 1 other: expected corpus \(SHA-256 "),
         ({"seed": 2}, r"^train\.seed=2: expected 1234, with which "),
         ({"tokenizer": 1}, r"^data\.tokenizer=byte-level: expected byte-level \(SHA-256 .* this is byte-level \(SHA"),
     ],
@@ -92,3 +94,16 @@ def test_what_a_run_was_trained_with(
             raise error  # type: ignore[misc]
     # A run of a version that wrote less.
     assert refusal({}, found(**changes), Path("runs/first")) is None
+
+
+def test_a_blend_is_its_datasets_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "c"):
+        _corpus(Path(name), f"of {name}")
+
+    def digest(prefix: str) -> str:
+        config = Config(data=DataConfig(prefix=prefix, seq_length=4))
+        return str(identity(config, TOKENIZER)["data.prefix"]["sha256"])
+
+    assert digest("1 a 1 b") == digest("1.0  a 1 b")
+    assert len({digest(prefix) for prefix in ("a", "1 a 1 b", "1 b 1 a", "2 a 1 b", "1 a 1 c")}) == 5

@@ -17,7 +17,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron_longctx.testing.training import relative_error, tiny_config
 from torch import Tensor
 
 from megatron_longctx.config import Config
@@ -30,6 +29,7 @@ from megatron_longctx.mcore.step import TrainStep
 from megatron_longctx.metrics.flops import Work
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import visible
+from tests.shared.training import relative_error, tiny_config
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

@@ -15,7 +15,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
-from megatron_longctx.testing.training import changed
 
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.config import Config
@@ -32,6 +31,7 @@ from megatron_longctx.mcore.spec import with_context_parallel
 from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.tiny_gpt import DenseAttention, Layout, model_config
 from tests.shared.sequences import sequence_of
+from tests.shared.training import changed
 
 VOCABULARY, LENGTH = 64, 23
 OTHER: dict[str, Any] = {

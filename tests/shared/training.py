@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_longctx.compose import save_config
 from megatron_longctx.config import Config, ParallelismConfig, validate
 from megatron_longctx.mcore import checkpoint, groups, model
-from megatron_longctx.mcore.data import Corpus, write_corpus
+from megatron_longctx.mcore.corpus import Corpus, write_corpus
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.training.loop import StepResult, Trainer
@@ -39,6 +39,7 @@ TINY: Mapping[str, Any] = {
     "model.init_std": 0.08,  # sharp enough that attention, and the positions in it, matter from the first step
     "model.implementation": "local",
     "data.seq_length": 96,
+    "data.workers": 0,
     "optim.lr": 3e-3,
     "optim.min_lr": 3e-4,
     "optim.warmup_steps": 2,

@@ -40,7 +40,7 @@ def _poison_gradient(trainer: Trainer) -> None:
 def _jobs(root: Path) -> dict[str, Job]:
     return {
         "metrics": Job(tiny_config(root, "metrics", {**CP2, "train.steps": 3, "logging.peak_tflops": 0.5,
-                                                     "logging.profile_step": 2})),
+                                                     "logging.profile_step": 2, "data.workers": 2})),
         "no clipping": Job(tiny_config(root, "no-clipping", {**CP2, "train.steps": 3, "optim.clip_grad": 0.0})),
         # The distributed optimizer would give every rank the owner's values.
         "parameter": Job(tiny_config(root, "parameter", {**CP2, **SAVED, "optim.distributed": False}),
@@ -92,6 +92,7 @@ def test_metrics_have_every_key(root: Path, runs: dict[str, list[Record]]) -> No
         assert line[names.TOKENS_PER_S] == pytest.approx(96 / seconds)
         assert line[names.TOKENS_PER_S_PER_GPU] == pytest.approx(48 / seconds)
         assert 0 < line[names.MFU_CAUSAL_PCT] < line[names.MFU_DENSE_PCT]
+        assert 0 < line[names.DATA_WAIT_S] < seconds
         assert line[names.MFU_CAUSAL_PCT] == pytest.approx(100 * line[names.TFLOPS_PER_GPU] / 0.5)
         assert line[names.IMBALANCE_PCT] == pytest.approx(0.0), "zigzag over a length that divides is balanced"
     assert len(lines) == 3

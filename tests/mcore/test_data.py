@@ -1,0 +1,220 @@
+"""Samples as batches: the text, its labels and masks, where documents end, and the order of all."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_longctx.config import Config
+from megatron_longctx.mcore.batch import Batch
+from megatron_longctx.mcore.corpus import write_corpus, write_documents
+from megatron_longctx.mcore.data import TrainingData, shares
+from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
+from tests.shared.training import changed, tiny_config, tiny_corpus
+
+TOKENIZER = build_tokenizer("byte-level")
+LENGTH = 32
+PACKED = ("documents", "best_fit")
+
+
+def _config(root: Path, settings: dict[str, Any] | None = None, **train: int) -> Config:
+    fixed = {"data.seq_length": LENGTH, "optim.warmup_steps": 0, "train.steps": 4, "train.global_batch_size": 4}
+    return tiny_config(root, "data", {**fixed, **{f"train.{key}": value for key, value in train.items()},
+                                      **(settings or {})})  # fmt: skip
+
+
+def _data(config: Config, vocab_size: int = 384) -> TrainingData:
+    return TrainingData(config, TOKENIZER, vocab_size)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    tiny_corpus(tmp_path / "corpus", documents=10)
+    return tmp_path
+
+
+def _rows(batches: Iterable[Batch]) -> list[list[int]]:
+    return [row for batch in batches for row in batch.tokens.tolist()]
+
+
+def _size(data: TrainingData) -> int:
+    return data._sources[0].order.size
+
+
+def test_samples_are_the_text(root: Path) -> None:
+    dataset = IndexedDataset(str(root / "corpus"))
+    documents = [dataset[i].tolist() for i in range(len(dataset))]
+    windows = set()
+    for first, second in itertools.product(documents, repeat=2):
+        joined = first + second
+        windows |= {tuple(joined[i : i + LENGTH + 1]) for i in range(len(joined) - LENGTH)}
+    config = changed(_config(root), {"data.mask_eod_loss": True})
+    batch = _data(config)[range(10)]
+    assert batch.documents is None
+    assert {x.dtype for x in (batch.tokens, batch.labels, batch.position_ids)} == {torch.int64}
+    assert batch.loss_mask.dtype == torch.float32
+    for tokens, labels, mask, positions in zip(*(x.tolist() for x in batch.tensors.values()), strict=True):
+        assert labels[:-1] == tokens[1:], "the label is the next token"
+        assert (*tokens, labels[-1]) in windows, "and the last one is the text's next token, too"
+        assert mask == [float(token != BYTE_LEVEL_EOD) for token in tokens]
+        assert positions == list(range(LENGTH))
+    assert 0 < float(batch.loss_mask.mean()) < 1
+    unmasked = _data(_config(root))[range(10)]
+    assert torch.equal(unmasked.tokens, batch.tokens) and bool((unmasked.loss_mask == 1).all())
+
+
+@pytest.mark.parametrize("packing", ["none", *PACKED])
+def test_order_depends_on_the_seed_alone(root: Path, packing: str) -> None:
+    def rows(ranks: int = 1, step: int = 0, **train: int) -> list[list[int]]:
+        config = _config(root, {"data.packing": packing}, **train)
+        data = _data(config)
+        taken = [iter(shares(config, step, rank, ranks)) for rank in range(ranks)]
+        per_rank = config.train.global_batch_size // ranks // config.train.micro_batch_size
+        return [
+            row
+            for _ in range(step, config.train.steps)
+            for share in taken
+            for row in _rows(data[samples] for samples in itertools.islice(share, per_rank))
+        ]
+
+    reference = rows(steps=4)
+    assert len(reference) == 16
+    for steps, batch, micro, ranks in ((8, 2, 1, 1), (4, 4, 2, 2), (2, 8, 1, 4), (4, 4, 1, 4), (16, 1, 1, 1)):
+        if micro == 1 or packing == "none":
+            found = rows(ranks, steps=steps, global_batch_size=batch, micro_batch_size=micro)
+            assert found == reference, (steps, batch, micro, ranks)
+    assert rows(2, step=3) == reference[12:], "resumed, at another number of ranks"
+    assert rows(seed=77) != reference
+
+
+def test_every_pass_has_an_order_of_its_own(root: Path) -> None:
+    data = _data(_config(root))
+    size = _size(data)
+    assert size > 20
+    passes = [_rows([data[range(number * size, (number + 1) * size)]]) for number in range(3)]
+    assert all(a != b for a, b in itertools.combinations(passes, 2))
+    # A batch may lie across the end of a pass.
+    assert _rows([data[range(size - 2, size + 2)]]) == passes[0][-2:] + passes[1][:2]
+
+
+def test_tokens_above_the_vocabulary(root: Path) -> None:
+    assert _data(_config(root), 257)[range(20)]
+    with pytest.raises(ValueError, match=r"corpus: expected token ids below the vocabulary's 256; 256 is there"):
+        _data(_config(root), 256)[range(20)]
+
+
+def test_a_label_above_the_vocabulary(tmp_path: Path) -> None:
+    # One sample; its last label is the only end of document.
+    write_corpus([["x" * LENGTH]], tmp_path / "corpus", TOKENIZER)
+    with pytest.raises(ValueError, match=r"token ids below the vocabulary's 256; 256 is there"):
+        _data(_config(tmp_path), 256)[range(1)]
+
+
+def test_a_corpus_written_anew_is_served_anew(root: Path) -> None:
+    before = _data(_config(root))[range(4)].tokens
+    write_corpus([["x" * 200]], root / "corpus", TOKENIZER)
+    data = _data(_config(root))
+    after = data[range(4)].tokens
+    assert not torch.equal(before, after) and _size(data) == 200 // LENGTH
+    assert numpy.isin(after.numpy(), [ord("x"), BYTE_LEVEL_EOD]).all()
+
+
+def _check_pack(batch: Batch, documents: list[list[int]], learned: list[list[bool]] | None = None) -> list[int]:
+    """That a pack is whole documents, or parts of them; each of its tokens tells where it is. Gives the tokens whose
+    loss counts, as ids that no other token has."""
+    assert batch.documents is not None and sum(batch.documents) == batch.tokens.shape[1]
+    at, counted = 0, []
+    where = {token: (number, i) for number, document in enumerate(documents) for i, token in enumerate(document)}
+    tokens, labels, mask, positions = (x[0].tolist() for x in batch.tensors.values())
+    for length in batch.documents:
+        number, begin = where[tokens[at]]
+        for i in range(length):
+            assert (tokens[at], positions[at]) == (documents[number][begin + i], i)
+            following = documents[number][begin + i + 1 : begin + i + 2]
+            if following and (i + 1 < length or labels[at]):
+                assert labels[at] == following[0], "of the same document"
+                assert mask[at] == (1 if learned is None else learned[number][begin + i + 1])
+            else:
+                assert (labels[at], mask[at]) == (0, 0), "nothing follows the last token of a document"
+            counted += [labels[at]] * int(mask[at])
+            at += 1
+    return counted
+
+
+@pytest.mark.parametrize("packing", PACKED)
+@settings(derandomize=True, database=None, max_examples=20, deadline=None)
+@given(lengths=st.lists(st.integers(1, 90), min_size=2, max_size=30), seed=st.integers(1, 99), masked=st.booleans())
+def test_labels_never_cross_a_document(
+    tmp_path_factory: pytest.TempPathFactory, packing: str, lengths: list[int], seed: int, masked: bool
+) -> None:
+    root = tmp_path_factory.mktemp("packs")
+    ids = itertools.count(1)
+    documents = [[next(ids) for _ in range(length)] for length in [*lengths, LENGTH + 1]]
+    learned = [[random.Random(token).random() < 0.5 for token in document] for document in documents]
+    masks = learned if masked else [None] * len(documents)
+    write_documents(zip(documents, masks, strict=True), root / "corpus", TOKENIZER, masked)
+    data = _data(_config(root, {"data.packing": packing}, seed=seed), next(ids))
+    counted = []
+    for sample in range(_size(data)):
+        batch = data[range(sample, sample + 1)]
+        assert batch.tokens.shape[1] <= LENGTH
+        counted += _check_pack(batch, documents, learned if masked else None)
+    assert len(counted) == len(set(counted)), "no label twice in a pass"
+    if packing == "best_fit":
+        every = [token for number, document in enumerate(documents) for i, token in enumerate(document)
+                 if i and (learned[number][i] or not masked)]  # fmt: skip
+        assert sorted(counted) == sorted(every), "and none left out"
+
+
+def test_documents_are_the_stream_with_ends(root: Path) -> None:
+    stream, ended = _data(_config(root)), _data(_config(root, {"data.packing": "documents"}))
+    for sample in range(_size(stream)):
+        one, other = stream[[sample]], ended[[sample]]
+        assert torch.equal(one.tokens, other.tokens) and other.documents is not None
+        ends = numpy.flatnonzero(one.tokens[0].numpy() == BYTE_LEVEL_EOD) + 1
+        assert numpy.cumsum(other.documents).tolist() == sorted({*ends.tolist(), LENGTH})
+        counts = other.loss_mask[0].bool()
+        assert torch.equal(one.labels[0][counts], other.labels[0][counts])
+        assert numpy.flatnonzero(~counts.numpy()).tolist() == (ends - 1).tolist()
+
+
+def test_sequence_parallelism_gets_a_multiple(root: Path) -> None:
+    """The rest is a document of its own, without loss; the count is said at the start."""
+    padded = {"data.packing": "best_fit", "parallelism.tensor_parallel_size": 2}
+    plain, data = _data(_config(root, {"data.packing": "best_fit"})), _data(_config(root, padded))
+    added = 0
+    for sample in range(_size(data)):
+        one, other = plain[[sample]], data[[sample]]
+        length = one.tokens.shape[1]
+        assert one.documents is not None and other.documents is not None
+        assert other.documents == (*one.documents, *([1] if length % 2 else []))
+        assert torch.equal(other.tokens[:, :length], one.tokens) and other.tokens.shape[1] % 2 == 0
+        assert not other.loss_mask[:, length:].any() and not other.position_ids[:, length:].any()
+        added += length % 2
+    (said,) = data.describe()
+    assert added and f"; {added} tokens of padding, " in said and "% full" in said
+    assert "; 0 tokens of padding, " in next(plain.describe()) and not list(_data(_config(root)).describe())
+
+
+@pytest.mark.parametrize("packing", ["none", *PACKED])
+def test_blends_take_from_each_by_its_weight(tmp_path: Path, packing: str) -> None:
+    for letter in "abc":
+        write_corpus([[letter * length] for length in range(20, 60)], tmp_path / letter, TOKENIZER)
+    prefix = " ".join(f"{weight} {tmp_path}/{letter}" for letter, weight in zip("abc", (6, 1, 3), strict=True))
+    config = _config(tmp_path, {"data.prefix": prefix, "data.packing": packing})
+    data = _data(config)
+    found = [max(set(row), key=row.count) for row in _rows(data[[sample]] for sample in range(1000))]
+    assert {letter: found.count(ord(letter)) for letter in "abc"} == {"a": 600, "b": 100, "c": 300}
+    alone = _data(changed(config, {"data.prefix": f"{tmp_path}/c"}))
+    own = [row for row, letter in zip(_rows(data[[i]] for i in range(1000)), found, strict=True) if letter == ord("c")]
+    assert own == _rows(alone[[i]] for i in range(300)), "each in its own order"

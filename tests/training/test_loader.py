@@ -1,0 +1,166 @@
+"""Batches read ahead: in order, prepared before their use, with errors in their own words and processes that end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from megatron_longctx.testing.jobs import PATIENCE_S
+from torch.utils.data import Dataset
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from megatron_longctx.mcore.batch import Batch
+from megatron_longctx.training.loader import Loader
+
+CPU = torch.device("cpu")
+SHARES = [range(first, first + 2) for first in range(0, 20, 2)]
+
+
+class Numbers(Dataset[Batch]):
+    """Batches of the samples' own numbers; some fail."""
+
+    def __init__(self, failures: dict[int, Exception] | None = None) -> None:
+        self.failures = failures or {}
+
+    def __getitem__(self, samples: Sequence[int]) -> Batch:
+        for sample in samples:
+            if sample in self.failures:
+                raise self.failures[sample]
+        numbers = torch.tensor([list(samples)])
+        return Batch(numbers, numbers, numbers.float(), numbers, documents=(1, 1))
+
+
+@pytest.fixture
+def made() -> Iterator[Any]:
+    loaders = []
+
+    def make(data: Dataset[Batch], workers: int, **options: Any) -> Loader:
+        loaders.append(Loader(data, SHARES, workers, CPU, **options))
+        return loaders[-1]
+
+    yield make
+    for loader in loaders:
+        loader.close()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_batches_come_in_order_from_any_number_of_workers(made: Any, workers: int) -> None:
+    before, loader = torch.get_rng_state(), made(Numbers(), workers)
+    assert not multiprocessing.active_children(), "they start with the first batch"
+    found = [next(loader)]
+    assert len(multiprocessing.active_children()) == workers
+    found += loader
+    assert [batch.tokens[0].tolist() for batch in found] == [list(share) for share in SHARES]
+    assert all(batch.documents == (1, 1) for batch in found)
+    assert torch.equal(torch.get_rng_state(), before), "the model's random numbers are its own"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_next_batch_is_prepared_while_one_is_in_use(made: Any, workers: int) -> None:
+    prepared: list[tuple[int, threading.Thread]] = []
+    second = threading.Event()
+
+    def prepare(batch: Batch) -> None:
+        prepared.append((int(batch.tokens[0, 0]), threading.current_thread()))
+        if len(prepared) == 2:
+            second.set()
+
+    loader = made(Numbers(), workers, prepare=prepare)
+    assert int(next(loader).tokens[0, 0]) == 0
+    assert second.wait(PATIENCE_S), "nobody has asked for it yet"
+    assert [number for number, _ in prepared] == [0, 2]
+    assert {thread for _, thread in prepared}.isdisjoint({threading.current_thread()})
+    assert len(list(loader)) == 9 and [number for number, _ in prepared] == list(range(0, 20, 2))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_worker_refuses_comes_in_its_own_words_where_it_lies(made: Any, workers: int) -> None:
+    loader = made(Numbers({5: ValueError("data.prefix=x: expected y. Do z.")}), workers)
+    assert [int(next(loader).tokens[0, 0]) for _ in range(2)] == [0, 2]
+    with pytest.raises(ValueError) as caught:
+        next(loader)
+    assert str(caught.value) == "data.prefix=x: expected y. Do z."
+
+
+def test_what_fails_in_a_worker_says_where(made: Any) -> None:
+    with pytest.raises(KeyError, match=r"(?s)worker process 0.*in __getitem__.*raise self.failures"):
+        next(made(Numbers({1: KeyError("x")}), 1))
+
+
+def test_what_fails_in_preparing_is_raised(made: Any) -> None:
+    def prepare(batch: Batch) -> None:
+        raise ValueError("no room")
+
+    with pytest.raises(ValueError, match=r"^no room$"):
+        next(made(Numbers(), 0, prepare=prepare))
+
+
+def test_signals_to_stop_are_not_for_workers(made: Any) -> None:
+    loader = made(Numbers(), 2)
+    next(loader)
+    for worker in multiprocessing.active_children():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            assert worker.pid is not None
+            os.kill(worker.pid, number)
+    assert len(list(loader)) == 9
+
+
+def _said_by(process: Callable[[Connection], None]) -> Any:
+    """What a process of its own, of this one's modules, says before it ends."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    rank = context.Process(target=process, args=(there,))
+    rank.start()
+    there.close()
+    said = here.recv()
+    rank.join()
+    return said
+
+
+def _whose_worker_dies(pipe: Connection) -> None:
+    loader = Loader(Numbers(), SHARES, 1, CPU)
+    next(loader)
+    (worker,) = multiprocessing.active_children()
+    try:
+        worker.kill()
+        while True:  # PyTorch raises it in the main thread, whatever that is at
+            time.sleep(0.05)
+    except RuntimeError as error:
+        pipe.send(str(error))
+    os._exit(0)
+
+
+def test_a_worker_that_dies_is_noticed() -> None:
+    assert "is killed by signal: Killed" in _said_by(_whose_worker_dies)
+
+
+def _killed_with_workers(pipe: Connection) -> None:
+    loader = Loader(Numbers(), SHARES, 2, CPU)
+    next(loader)
+    pipe.send([worker.pid for worker in multiprocessing.active_children()])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers_end_with_a_rank_that_is_killed() -> None:
+    workers = _said_by(_killed_with_workers)
+    deadline = time.monotonic() + PATIENCE_S
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in workers):
+        assert time.monotonic() < deadline, workers
+        time.sleep(0.05)
+
+
+def test_all_of_a_batch_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 100)
+    pinned = pin_memory(Numbers()[range(2)])
+    assert all(int(tensor[0, 0]) == 100 for tensor in pinned.tensors.values()) and len(pinned.tensors) == 4
+    assert pinned.documents == (1, 1)
