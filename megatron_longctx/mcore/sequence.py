@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -88,7 +89,8 @@ class ShardedSequence:
     def rotation(self, pack: Pack) -> Rotate | None:
         """What turns the queries and keys of this rank's tokens, where the model has RoPE; made once for a pack."""
         if self.rope is not None and pack.rotation is None:
-            pack.rotation = self.rope.of_pack(pack)
+            with torch.inference_mode(False):  # it may first be asked for there, and then be trained with
+                pack.rotation = self.rope.of_pack(pack)
         return pack.rotation
 
     def shard_batch(self, batch: Mapping[str, Tensor], packed: PackedSeqParams | None = None) -> dict[str, Tensor]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_longctx.config import ModelConfig
+from megatron_longctx.config import Config, ModelConfig
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, fingerprint, padded_vocab_size, transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.testing.distributed import run_distributed
-from tests.shared.training import Job, RecordingTrainer, relative_error, tiny_config, tiny_corpus
+from tests.shared.training import Job, RecordingTrainer, changed, relative_error, tiny_config, tiny_corpus
 
 VOCABULARY = 96
 LLAMA: dict[str, Any] = {"data.seq_length": 37}
@@ -143,3 +143,12 @@ def test_the_fingerprint_is_of_the_model_alone(tmp_path: Path) -> None:
     for change in ({"model.tie_embeddings": True}, {"model.head_dim": 16}, {"model.rope_base": 2.0}):
         assert fingerprint(one, 384) != fingerprint(tiny_config(tmp_path, "one", change), 384)
     assert fingerprint(one, 384) != fingerprint(one, 512)
+
+
+def test_a_checkpoint_knows_windows_and_sinks() -> None:
+    """One from before these keys is of a model without."""
+    plain = fingerprint(Config(), 512)
+    assert not {"window", "window_pattern", "sinks"} & plain.keys()
+    settings = {"model.window": 9, "model.window_pattern": 2, "model.sinks": "learnable"}
+    special = fingerprint(changed(Config(), settings), 512)
+    assert special == {**plain, "window": 9, "window_pattern": 2, "sinks": "learnable"}

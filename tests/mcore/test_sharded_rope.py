@@ -104,6 +104,17 @@ def test_the_rotation_is_its_packs() -> None:
     assert torch.equal(pack.positions(torch.device("cpu")), inside)
 
 
+def test_what_was_evaluated_can_be_trained() -> None:
+    sequence = sequence_of(length=4)
+    ShardedRotaryEmbedding(_megatron(), sequence)
+    for pack in (sequence.whole, sequence.pack([1, 2])):
+        with torch.inference_mode():
+            sequence.rotation(pack)
+        x = torch.ones(pack.length, 1, 1, 16, requires_grad=True)
+        sequence.rotation(pack)(x).sum().backward()
+        assert x.grad is not None
+
+
 def test_a_sequence_is_not_shared_by_models_of_other_angles() -> None:
     sequence = sequence_of()
     ShardedRotaryEmbedding(_megatron(), sequence)

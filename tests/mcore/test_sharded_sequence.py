@@ -101,6 +101,23 @@ def test_the_plan_is_the_configured_one(tmp_path: Path, settings: dict[str, Any]
     assert sequence.attention.plan(100) == build_plan(*plan)
 
 
+def test_packs_are_cut_by_their_own_layout() -> None:
+    """Which does not depend on windows, so that all layers share it."""
+    sequence = sequence_of(rank=1, world=2, length=8)
+    pack = sequence.pack([5, 1, 6])
+    text = torch.arange(12)[None]
+    mine = sequence.shard_batch({"tokens": text}, pack)["tokens"][0]
+    assert mine.tolist() == pack.tokens(torch.device("cpu")).tolist() == list(pack.layout.tokens(1))
+    assert pack.layout == sequence.attention.layout(pack.mask(window=(2, 0)))
+    assert sequence.pack([8]) is sequence.whole and sequence.pack([5, 1, 6]) != pack
+    with pytest.raises(ValueError, match=r"expected \[batch, 12\], the whole sequence"):
+        sequence.shard_batch({"tokens": text[:, :8]}, pack)
+    with pytest.raises(ValueError, match=r"documents\[1\]=0: expected 1 token or more"):
+        sequence.pack([5, 0])
+    with pytest.raises(ValueError, match=r"length=2: expected tokens for all 3 .* Give longer sequences or packs"):
+        sequence_of(rank=0, world=3, length=8).shard_batch({"tokens": text[:, :2]}, sequence_of(0, 3, 8).pack([1, 1]))
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_ranks_without_tokens_are_refused_by_all(rank: int) -> None:
     """One rank alone would fail inside a layer while the others wait for it."""
