@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -136,18 +136,14 @@ def _write(partial: Path, sharded: dict[str, Any], content: dict[str, Any]) -> c
     strategy = FullyParallelSaveStrategyWrapper(InProcessSaveStrategy(), group)
     try:
         dist_checkpointing.save(sharded, str(partial), strategy, content_metadata=content)
-    except CheckpointException as error:
-        _raise_together(f"{partial} cannot be written ({reason(error)})", error)
+    except (
+        CheckpointException
+    ) as error:  # on all ranks, of which rank 0 alone knows more than that some rank has failed
+        why = reason(error)
+        raise OSError(on_rank_0(lambda: f"{partial} cannot be written ({why})")) from error
     # dist_checkpointing.save ends with a barrier: every rank's files are complete here.
     own = _on_every_rank(lambda: _own_digests(partial))
     return {name: digest for of_rank in own for name, digest in of_rank.items()}
-
-
-def _raise_together(what: str, error: BaseException) -> NoReturn:
-    """Raise what rank 0, which alone knows more than that some rank has failed, says of it. All ranks are here."""
-    said = [what]
-    dist.broadcast_object_list(said, src=0)
-    raise OSError(said[0]) from error
 
 
 def load(directory: Path, state: TrainingState, *, iteration: int | None = None) -> Loaded:

@@ -154,9 +154,8 @@ def check_kernel(config: Config, device: str) -> None:
         deterministic=config.attention.deterministic,
         windows=model.window is not None,
     )
-    reasons = dict(
-        available(request)
-    )  # not `choose`, which also says what it took: that is for rank 0 and the run's log
+    # Not by `choose`, which also says what it took: that is for rank 0 and the run's log.
+    reasons = dict(available(request))
     if name not in ("auto", *reasons):
         expected = ", ".join(("one of auto", *sorted(reasons)))
         raise refuse("attention.kernel", name, expected, "Set attention.kernel to one of these.")
