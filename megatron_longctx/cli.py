@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        0; 1 when a rank of a job failed; 2 when the job was refused; 130 when interrupted.
+        0; 1 when a rank of a job failed, or a check; 2 when the job was refused; 130 when interrupted.
     """
     arguments = parse(argv)
     # What `generate` writes to standard output is the text alone.
@@ -179,6 +179,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrate.set_defaults(run=_calibrate)
 
+    check = verbs.add_parser(
+        "check",
+        help="whether a recipe trains the same with context parallelism as without: losses, gradients and their norm",
+        description="Trains the recipe for a few steps at its context-parallel size and at 1, all else alike, and "
+        "compares every loss, gradient norm (before clipping) and the gradients of the first and the last step. Exit "
+        "code 0 where all agree, 1 where not. One rank at CP=1 holds a whole sequence, and the temporary folder "
+        "(TMPDIR) two copies of the gradients of two steps: cut large models with model.num_layers=2.",
+    )
+    check.takes_settings()
+    check.add_argument("--steps", type=int, default=3, help="of each run (default: %(default)s)")
+    check.add_argument(
+        "--tolerance", type=float, help="largest relative difference (default: 1e-5 in fp32, 5e-2 in bf16)"
+    )
+    check.set_defaults(run=_check)
+
     generate = verbs.add_parser("generate", help="continue a prompt, or chat, with a run's checkpoint")
     generate.takes_settings(
         "checkpoint=RUN, prompt=TEXT or prompt_file=FILE, iteration=N, and words that replace the run's settings"
@@ -218,6 +233,12 @@ def _train(arguments: argparse.Namespace) -> None:
     from .training.launcher import train
 
     train(arguments.settings)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from .check import check
+
+    return check(arguments.settings, arguments.steps, arguments.tolerance)
 
 
 def _generate(arguments: argparse.Namespace) -> None:

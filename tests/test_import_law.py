@@ -21,7 +21,7 @@ ROOMS = (
     *("memory", "kernels", "comm", "attention", "recompute", "metrics"),
     *("inference", "mcore", "chat_template", "chat", "training", "calibrate"),
     *("inference_job", "generate", "http_api", "serve"),
-    *("plan", "doctor", "demo", "cli", "__main__", "testing"),
+    *("plan", "doctor", "demo", "check", "cli", "__main__", "testing"),
 )
 NEEDED_BY_METRICS = ("names", "errors", "files", "config")
 # The package's own __init__ is loaded by every import of any room, so it may know none.

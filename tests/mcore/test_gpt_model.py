@@ -14,7 +14,8 @@ from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, fingerprint, padded_vocab_size, transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.testing.distributed import run_distributed
-from tests.shared.training import Job, RecordingTrainer, changed, relative_error, tiny_config, tiny_corpus
+from megatron_longctx.training.recorded import relative_error
+from tests.shared.training import Job, RecordingTrainer, changed, tiny_config, tiny_corpus
 
 VOCABULARY = 96
 LLAMA: dict[str, Any] = {"data.seq_length": 37}

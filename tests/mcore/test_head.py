@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.head import Head, chunked_cross_entropy
 from megatron_longctx.testing.distributed import run_distributed
-from tests.shared.training import relative_error
+from megatron_longctx.training.recorded import relative_error
 
 LENGTH, BATCH, HIDDEN, VOCABULARY = 22, 2, 16, 48
 CHUNKS = (1, 8, 12, 1000)

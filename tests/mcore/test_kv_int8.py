@@ -11,7 +11,8 @@ from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.testing.distributed import run_distributed
-from tests.shared.training import relative_error, tiny_config
+from megatron_longctx.training.recorded import relative_error
+from tests.shared.training import tiny_config
 
 VOCABULARY, LENGTH = 96, 37
 

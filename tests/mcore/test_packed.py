@@ -29,7 +29,8 @@ from megatron_longctx.mcore.step import TrainStep
 from megatron_longctx.metrics.flops import Work
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import visible
-from tests.shared.training import relative_error, tiny_config
+from megatron_longctx.training.recorded import relative_error
+from tests.shared.training import tiny_config
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

@@ -22,7 +22,8 @@ from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.row_parallel import ReducedRowParallelLinear, RowReductions, with_reductions
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.testing.distributed import run_distributed
-from tests.shared.training import relative_error, tiny_config
+from megatron_longctx.training.recorded import relative_error
+from tests.shared.training import tiny_config
 
 VOCABULARY, LENGTH = 96, 24
 MODES = ("none", "int8", "int6", "int4")

@@ -19,7 +19,8 @@ from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.tiles import TiledMLP, with_mlp_tiles
 from megatron_longctx.testing.distributed import run_distributed
-from tests.shared.training import relative_error, tiny_config
+from megatron_longctx.training.recorded import relative_error
+from tests.shared.training import tiny_config
 
 TP, MODE, TILE = "parallelism.tensor_parallel_size", "recompute.mode", "recompute.mlp_tile_tokens"
 LENGTH, BATCH, LAYERS, VOCABULARY = 22, 2, 2, 64

@@ -11,20 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_longctx.compose import save_config
 from megatron_longctx.config import Config, ParallelismConfig, validate
 from megatron_longctx.mcore import checkpoint, groups, model
 from megatron_longctx.mcore.corpus import Corpus, write_corpus
+from megatron_longctx.mcore.gradients import named_parameters
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.training.loop import StepResult, Trainer
+from megatron_longctx.training.recorded import RecordedTrainer
 from megatron_longctx.training.run_folder import RunFolder
-from megatron_longctx.training.signals import StopRequest
 
 Gradients = dict[str, Tensor]
 
@@ -126,8 +125,8 @@ class Record:
     error: str | None = None
 
 
-class RecordingTrainer(Trainer):
-    """The real trainer, observed between backward and the optimizer, and after each step."""
+class RecordingTrainer(RecordedTrainer):
+    """The recorded trainer, with a job's own start, faults and gradients that are whole over all parallel axes."""
 
     def __init__(self, job: Job) -> None:
         folder = RunFolder.of(job.config)
@@ -136,22 +135,19 @@ class RecordingTrainer(Trainer):
             save_config(job.config, folder.resolved)
         dist.barrier()
         self.job = job
-        super().__init__(job.config, folder, StopRequest())
-        self.record = Record(self.step)
+        super().__init__(job.config, folder)
+        self.record = Record(self.step, losses=self.figures.losses, grad_norms=self.figures.grad_norms)
         self._exports: list[int] = []
         self._set_weights()
-        optimizer_step = self.optimizer.step
 
-        def observed_step() -> Any:
-            if self.step in job.gradients_at:
-                self._keep_gradients()
-            if job.before_optimizer is not None:
-                job.before_optimizer(self)
-            if self.step == job.stop_in and dist.get_rank() == dist.get_world_size() - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return optimizer_step()
-
-        self.optimizer.step = observed_step
+    def observe(self) -> None:
+        job = self.job
+        if self.step in job.gradients_at:
+            self._keep_gradients()
+        if job.before_optimizer is not None:
+            job.before_optimizer(self)
+        if self.step == job.stop_in and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def run(self) -> Record:
         """Train; groups are gone afterwards."""
@@ -169,10 +165,7 @@ class RecordingTrainer(Trainer):
 
     def _one_step(self) -> StepResult:
         result = super()._one_step()
-        self.record.losses.append(result.loss.mean)
         self.record.learning_rates.append(result.lr)
-        if result.grad_norm is not None:
-            self.record.grad_norms.append(result.grad_norm)
         return result
 
     def _set_weights(self) -> None:
@@ -197,14 +190,12 @@ class RecordingTrainer(Trainer):
         return self.folder.path / "gradients"
 
     def _keep_gradients(self) -> None:
-        if self.config.optim.distributed:
-            self._gather_gradients()
-        parameters = dict(unwrap_model(self.models)[0].named_parameters())
-        gradients = {name: parameter.main_grad.clone() for name, parameter in parameters.items()}
+        gradients = self.gradients()
         if self.groups.tp.size() * self.groups.pp.size() == 1:
             self.record.gradients[self.step] = gradients
             return
         # Checkpoints know how to merge what tensor and pipeline ranks hold: write the gradients as if weights.
+        parameters = named_parameters(self.models)
         weights = {name: parameter.data.clone() for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             parameter.data.copy_(gradients[name])
@@ -212,14 +203,6 @@ class RecordingTrainer(Trainer):
         for name, parameter in parameters.items():
             parameter.data.copy_(weights[name])
         self._exports.append(self.step)
-
-    def _gather_gradients(self) -> None:
-        """With the distributed optimizer each data- and context-parallel rank has reduced one piece of each bucket."""
-        group = self.groups.dp_cp
-        for buffer in self.models[0].buffers:
-            for bucket in buffer.buckets:
-                pieces = bucket.grad_data.chunk(group.size())
-                dist.all_gather(list(pieces), pieces[group.rank()].clone(), group=group)
 
 
 def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Record]:
@@ -250,9 +233,3 @@ def _merged(config: Config, directory: Path, iteration: int, vocab_size: int) ->
     checkpoint.load(directory, state, iteration=iteration)
     groups.destroy()
     return {name: parameter.detach().clone() for name, parameter in gpt.named_parameters()}
-
-
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    """Norm of the difference over the norm of `reference`."""
-    difference = torch.linalg.vector_norm(value.double() - reference.double())
-    return float(difference / torch.linalg.vector_norm(reference.double()).clamp_min(torch.finfo(torch.float64).tiny))

@@ -14,7 +14,8 @@ import torch
 
 from megatron_longctx.schedules import MODES
 from megatron_longctx.testing.distributed import run_distributed
-from tests.shared.training import Job, Record, relative_error, run_jobs, tiny_config, tiny_corpus
+from megatron_longctx.training.recorded import relative_error
+from tests.shared.training import Job, Record, run_jobs, tiny_config, tiny_corpus
 
 FP32 = 1e-5
 BF16_TIMES_SINGLE = 2.0

@@ -1,0 +1,112 @@
+"""The `check` verb on CPU: a recipe that is right passes, one whose ranks are wrong fails and says where."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_longctx import cli
+from megatron_longctx.config import Config
+from megatron_longctx.mcore.pack import Pack
+from megatron_longctx.testing.distributed import run_quickly
+from megatron_longctx.training import ranks, recorded
+from tests.shared.training import TINY, tiny_corpus
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+LEFT_TO_CHECK = ("train.precision", "train.save", "logging.wandb")
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Words of a tiny recipe. Ranks start as those of tests do."""
+    monkeypatch.setattr(ranks, "run_ranks", functools.partial(run_quickly, threads=1))
+    monkeypatch.chdir(tmp_path)
+    tiny_corpus(tmp_path / "corpus")
+    return [*(f"{key}={value}" for key, value in TINY.items() if key not in LEFT_TO_CHECK), "data.prefix=corpus"]
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The temporary folders of checks, as they are made."""
+    made: list[Path] = []
+    make = tempfile.mkdtemp
+
+    def noted(*args: Any, **options: Any) -> str:
+        path = make(*args, **options)
+        if Path(path).name.startswith("megatron-longctx-check-"):
+            made.append(Path(path))
+        return path
+
+    monkeypatch.setattr(tempfile, "mkdtemp", noted)
+    return made
+
+
+def _own_positions(pack: Pack, device: torch.device) -> Tensor:
+    return torch.arange(pack.num_local_tokens, device=device)
+
+
+def _with_own_positions(rank: int, config: Config, *args: Any) -> recorded.Figures:
+    """Ranks that count their own tokens, as a model does that knows nothing of the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pack, "positions", _own_positions)
+        return recorded.record(rank, config, *args)
+
+
+def test_a_packed_pipeline_with_masks_and_accumulation_passes(
+    recipe: list[str], capsys: pytest.CaptureFixture[str], folders: list[Path], tmp_path: Path
+) -> None:
+    before = set(tmp_path.rglob("*"))
+    packed = ["data.packing=best_fit", "data.mask_eod_loss=true", "train.global_batch_size=4"]
+    parallel = ["parallelism=cp2", "parallelism.pipeline_parallel_size=2", "parallelism.schedule=helper"]
+    assert cli.main(["check", *recipe, *packed, *parallel, "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "CP=2 against CP=1, with TP=1, PP=2, DP=1; helper, packing best_fit, 96 tokens, fp32" in out
+    # Two losses and two norms, and the gradients of 15 parameters in two steps.
+    assert "CP=2 trains as CP=1 does: all 34 figures are within 1e-05" in out
+    assert "gradients of step 1: 15 parameters" in out and "gradients of step 2: 15 parameters" in out
+    assert "decoder.layers.1." in out, "stages count their layers from 0"
+    assert set(tmp_path.rglob("*")) == before and [path.exists() for path in folders] == [False], "nothing is left"
+
+
+def test_ranks_that_are_wrong_fail_and_parameters_are_named(
+    recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded, "record", _with_own_positions)
+    assert cli.main(["check", *recipe, "parallelism=cp2", "--steps", "1"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "" and "CP=2 does NOT train as CP=1 does:" in captured.out
+    named = captured.out.partition("the worst of them\n")[2].splitlines()
+    assert any("self_attention.linear_qkv.weight" in line for line in named[:5])
+    assert float(named[0].split()[1]) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "parallelism.context_parallel_size=1: expected 2 or more, to be compared with 1."),
+        (["--steps", "0"], "--steps=0: expected 1 or more"),
+        (["--tolerance", "nan"], "--tolerance=nan: expected a number above 0"),
+        (["parallelism=cp2", "data.prefix=gone"], "gone"),
+        (["parallelism=cp2", "attention.kernel=flash"], "attention.kernel=flash: expected a kernel that can be used"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(
+    words: list[str], said: str, recipe: list[str], capsys: pytest.CaptureFixture[str], folders: list[Path]
+) -> None:
+    assert cli.main(["check", *recipe, *words]) == 2
+    assert said in capsys.readouterr().err and [path.exists() for path in folders] == [False]
+
+
+def test_under_torchrun_it_is_refused(
+    recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    assert cli.main(["check", *recipe, "parallelism=cp2"]) == 2
+    assert "expected a single process" in capsys.readouterr().err
