@@ -228,13 +228,18 @@ class Plan:
         """Query-key pairs that `rank` computes, each counted by its share of the heads."""
         return sum(attend.work for step in self.steps for attend in step.attends[rank])
 
+    @cached_property
+    def _pairs(self) -> list[float]:
+        """By rank; with many ranks a sum over thousands of attends."""
+        return [self.pairs(rank) for rank in range(self.n)]
+
     def imbalance_pct(self, pairs_per_token: float = 0.0) -> float:
         """By how many percent the busiest rank's work is more than the average.
 
         Args:
             pairs_per_token: what a token takes beside attention, in the time of so many pairs; 0 for attention alone.
         """
-        work = [self.pairs(rank) + pairs_per_token * self.queries.num_tokens(rank) for rank in range(self.n)]
+        work = [pairs + pairs_per_token * self.queries.num_tokens(rank) for rank, pairs in enumerate(self._pairs)]
         return 100 * (max(work) * self.n / sum(work) - 1) if sum(work) else 0.0
 
     def idle_fraction(self) -> float:

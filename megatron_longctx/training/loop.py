@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -78,13 +79,14 @@ class Trainer:
             micro_batch_size=train.micro_batch_size,
             num_micro_batches=train.global_batch_size // train.micro_batch_size // dp_size,
         )
-        self.step = self._resume()
+        self.step, self.tokens = self._resume()
+        self._imbalances_pct: list[float] = []
         self.loader = Loader(
             self.data,
             shares(config, self.step, self.groups.dp.rank(), dp_size),
             config.data.workers,
             local_device(),
-            prepare=lambda batch: self.sequence.prepare(batch.lengths),
+            prepare=self._prepare,
         )
         self.sinks = self._open_sinks() if dist.get_rank() == 0 else []
 
@@ -100,6 +102,7 @@ class Trainer:
                 with self._profiled():
                     result = self._one_step()
                 self.step += 1
+                self.tokens += result.loss.work.tokens
                 self._report(result, time.perf_counter() - begin)
                 if train.save_interval and self.step % train.save_interval == 0 and train.save:
                     self._save()
@@ -134,7 +137,7 @@ class Trainer:
     def _one_step(self) -> StepResult:
         train = self.config.train
         taken: list[Batch] = []
-        self._data_wait_s = 0.0
+        self._data_wait_s, self._imbalances_pct = 0.0, []
         for chunk in self.models:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -154,7 +157,19 @@ class Trainer:
             batch = next(self.loader)
             self._data_wait_s += time.perf_counter() - begin
             taken.append(batch)
+            if self.sinks:
+                self._imbalances_pct.append(self._imbalance_pct(batch))
             yield batch
+
+    def _prepare(self, batch: Batch) -> None:
+        """Ahead of the step that takes it, in the loader's thread: what is found here is found again there."""
+        self.sequence.prepare(batch.lengths)
+        if self.sinks:
+            self._imbalance_pct(batch)
+
+    def _imbalance_pct(self, batch: Batch) -> float:
+        mask = self.sequence.pack(batch.lengths).mask(window=self.config.model.widest_window)
+        return self.sequence.attention.plan(mask).imbalance_pct()
 
     def _profiled(self) -> AbstractContextManager[None]:
         step = self.step + 1
@@ -175,18 +190,17 @@ class Trainer:
         if not self.sinks:
             return
         config = self.config
-        tokens_per_step = config.train.global_batch_size * config.data.seq_length
         flops = training_flops(config.model, self.vocab_size, result.loss.work)
         record: dict[str, Any] = {
             names.STEP: self.step,
-            names.TOKENS: self.step * tokens_per_step,
+            names.TOKENS: self.tokens,
             names.LOSS: result.loss.mean,
             names.GRAD_NORM: result.grad_norm,
             names.LEARNING_RATE: result.lr,
             **performance(flops, result.loss.work.tokens, seconds, dist.get_world_size(), self._peak),
             names.DATA_WAIT_S: self._data_wait_s,
             **_memory(),
-            names.IMBALANCE_PCT: self._imbalance_pct,
+            names.IMBALANCE_PCT: fmean(self._imbalances_pct),
             names.EXPOSED_COMM_S: self.sequence.attention.waited_seconds(),
         }
         for sink in self.sinks:
@@ -195,8 +209,6 @@ class Trainer:
     def _open_sinks(self) -> list[Sink]:
         config = self.config
         self._peak = peak_tflops(current_device_name(), config.logging.peak_tflops)
-        plan = self.sequence.attention.plan(self.sequence.whole.mask(window=config.model.widest_window))
-        self._imbalance_pct = plan.imbalance_pct()
         self.sequence.attention.measure_waiting()
         environment.write(self.folder.path / "environment.json")
         return [
@@ -210,18 +222,22 @@ class Trainer:
             self.models, self.optimizer, self.scheduler, model.fingerprint(self.config, self.vocab_size)
         )
 
-    def _resume(self) -> int:
+    def _resume(self) -> tuple[int, int]:
+        """Steps and tokens that the run has been trained on."""
         if checkpoint.latest(self.folder.checkpoints) is None:
-            return 0
+            return 0, 0
         loaded = checkpoint.load(self.folder.checkpoints, self._state())
         if (untold := resume.check(self.config, self.folder.path, loaded, self.identity)) and dist.get_rank() == 0:
             logger.warning(untold)
         logger.info("resumed from step %d of %s", loaded.iteration, self.folder.checkpoints)
-        return loaded.iteration
+        samples = loaded.extra["consumed_samples"]
+        # Earlier versions did not count tokens, and packs may be shorter than this.
+        return loaded.iteration, loaded.extra.get("consumed_tokens", samples * self.config.data.seq_length)
 
     def _save(self) -> None:
         begin = time.perf_counter()
-        extra = {"consumed_samples": self.step * self.config.train.global_batch_size, "data": self.identity}
+        samples = self.step * self.config.train.global_batch_size
+        extra = {"consumed_samples": samples, "consumed_tokens": self.tokens, "data": self.identity}
         keep = self.config.train.keep_checkpoints
         path = checkpoint.save(self.folder.checkpoints, self.step, self._state(), extra, keep=keep)
         logger.info("saved %s in %.1f s", path, time.perf_counter() - begin)

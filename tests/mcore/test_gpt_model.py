@@ -78,7 +78,7 @@ def _step_by_hand(rank: int, root: Path) -> dict[str, float]:
     megatron = transformer_config(trainer.config)
     gpt = build_model(trainer.config, megatron, trainer.groups, trainer.sequence, trainer.vocab_size)
     gpt.load_state_dict(trainer.models[0].module.state_dict())
-    batch = trainer.data.batch(0, 6)
+    batch = trainer.data[range(6)].tensors
     assert 0 < batch["loss_mask"].mean() < 1
     losses = gpt(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     mean = losses[batch["loss_mask"] == 1].mean()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ import torch.distributed as dist
 
 from megatron_longctx import names
 from megatron_longctx.errors import JobFailed
-from megatron_longctx.mcore import checkpoint
+from megatron_longctx.mcore import checkpoint, model
+from megatron_longctx.mcore.data import TrainingData
+from megatron_longctx.mcore.tokenizer import build_tokenizer
+from megatron_longctx.schedules import build_plan
+from megatron_longctx.schedules.mask import documents
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import launcher
 from megatron_longctx.training.loop import Trainer
@@ -22,6 +27,9 @@ from tests.shared.training import Job, Record, run_jobs, tiny_config, tiny_corpu
 
 SAVED = {"train.steps": 6, "train.save": True, "train.save_interval": 2}
 CP2 = {"parallelism.context_parallel_size": 2}
+PACKED = {**CP2, "data.packing": "best_fit", "parallelism.layout": "zigzag", "optim.decay_steps": 4,
+          "train.global_batch_size": 2, "train.save": True}  # fmt: skip
+PACKED_RUNS = (("packed", 2), ("packed, resumed", 4))
 POISONED = "decoder.layers.1.mlp.linear_fc2.weight"
 
 
@@ -42,6 +50,8 @@ def _jobs(root: Path) -> dict[str, Job]:
         "metrics": Job(tiny_config(root, "metrics", {**CP2, "train.steps": 3, "logging.peak_tflops": 0.5,
                                                      "logging.profile_step": 2, "data.workers": 2})),
         "no clipping": Job(tiny_config(root, "no-clipping", {**CP2, "train.steps": 3, "optim.clip_grad": 0.0})),
+        # The second goes on where the first has stopped.
+        **{name: Job(tiny_config(root, "packed", {**PACKED, "train.steps": steps})) for name, steps in PACKED_RUNS},
         # The distributed optimizer would give every rank the owner's values.
         "parameter": Job(tiny_config(root, "parameter", {**CP2, **SAVED, "optim.distributed": False}),
                          before_optimizer=_poison_parameter, fails=True),
@@ -97,6 +107,19 @@ def test_metrics_have_every_key(root: Path, runs: dict[str, list[Record]]) -> No
         assert line[names.IMBALANCE_PCT] == pytest.approx(0.0), "zigzag over a length that divides is balanced"
     assert len(lines) == 3
     assert not (root / "metrics" / "checkpoints" / checkpoint.TRACKER).exists(), "train.save=false"
+
+
+def test_packs_are_counted_as_they_are(root: Path, runs: dict[str, list[Record]]) -> None:
+    config, tokenizer = tiny_config(root, "packed", PACKED), build_tokenizer("byte-level")
+    data = TrainingData(config, tokenizer, model.padded_vocab_size(config.model, tokenizer.vocab_size))
+    steps = [[data[[2 * step + row]].lengths for row in range(2)] for step in range(4)]
+    tokens = [sum(map(sum, packs)) for packs in steps]
+    assert all(sum(pack) < 96 for pack in steps[0]) and len(set(tokens)) > 1, "shorter than data.seq_length"
+    lines = _metrics(root / "packed")
+    assert [line[names.TOKENS] for line in lines] == [*accumulate(tokens)]
+    expected = [[build_plan("zigzag", 2, documents(pack), layout="zigzag") for pack in packs] for packs in steps]
+    means = [sum(plan.imbalance_pct() for plan in plans) / 2 for plans in expected]
+    assert [line[names.IMBALANCE_PCT] for line in lines] == pytest.approx(means) and len(set(means)) > 1
 
 
 def test_a_step_is_profiled_where_asked(root: Path, runs: dict[str, list[Record]]) -> None:
