@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Relative, of every figure. fp32: what the order of sums changes. bf16: a number has 8 bits, and each layer rounds.
-TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2}
+# Relative, of every figure. fp32: what the order of sums changes. bf16: a number has 8 bits, and each layer rounds;
+# gradients of two layers are up to 4e-3 apart.
+TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 _MOST_NAMED = 5
 
 
