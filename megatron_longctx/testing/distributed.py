@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from multiprocessing import get_context
-from multiprocessing.context import BaseContext
 from typing import Any
-
-import torch
 
 from ..comm.local_ranks import run_ranks
 from .jobs import PATIENCE_S
-
-# What ranks import at their start, which otherwise is most of what they do.
-_IMPORTED_ONCE = ["megatron_longctx.testing.training"]
-
-
-def start_context() -> BaseContext:
-    """How tests start processes: forks of a server that has imported torch and Megatron-Core, and done no more.
-
-    With CUDA, which does not survive a fork, every process imports for itself.
-    """
-    if torch.cuda.is_available():
-        return get_context("spawn")
-    context = get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_ONCE)
-    return context
+from .processes import start_context
 
 
 def run_quickly(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:

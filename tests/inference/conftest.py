@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from megatron_longctx.config import Config
-
-# Functions that run in spawned ranks are pickled by module name: the ranks must find `tests` on their path.
-ROOT = str(Path(__file__).resolve().parents[2])
-if ROOT not in sys.path:
-    sys.path.insert(0, ROOT)
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks spawned by the test see no CUDA device, so that it checks the same thing on every machine."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,0 @@
-"""What the tests of this room share."""
-
-import sys
-from pathlib import Path
-
-# Functions that run in spawned ranks are pickled by module name: the ranks must find `tests` on their path.
-ROOT = str(Path(__file__).resolve().parents[2])
-if ROOT not in sys.path:
-    sys.path.insert(0, ROOT)
