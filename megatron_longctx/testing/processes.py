@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import get_context
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from .. import cli
 _IMPORTED_ONCE = ["megatron_longctx.testing.training"]
 
 
-def start_context() -> BaseContext:
+def start_context() -> ForkServerContext | SpawnContext:
     """How tests start processes: forks of a server that has imported torch and Megatron-Core, and done no more.
 
     With CUDA, which does not survive a fork, every process imports for itself.
@@ -85,7 +85,7 @@ def _verb(words: Sequence[str], cwd: str, files: tuple[str, str, str], environme
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
-        start = mp.start_processes  # type: ignore[attr-defined]
+        start: Callable[..., Any] = mp.start_processes  # type: ignore[attr-defined]
         mp.start_processes = lambda fn, args, **how: start(  # type: ignore[attr-defined]
             _rank, (fn, *args), **how | {"start_method": "fork"}
         )
