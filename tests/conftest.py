@@ -9,7 +9,7 @@ from hypothesis import settings
 settings.register_profile("default", deadline=None)  # a busy machine only makes tests slower
 settings.load_profile("default")
 
-# Functions that run in spawned ranks are pickled by module name: the ranks must find `tests` on their path.
+# Functions that run in ranks of their own are pickled by module name: the ranks must find `tests` on their path.
 ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
@@ -17,5 +17,5 @@ if ROOT not in sys.path:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks spawned by the test see no CUDA device, so that it checks the same thing on every machine."""
+    """Ranks that the test starts see no CUDA device, so that it checks the same thing on every machine."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from multiprocessing import get_context
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ PATIENCE_S = 1800.0  # for what takes seconds on an idle machine: what is not th
 _IMPORTED_ONCE = ["megatron_longctx.training.loop"]
 
 
-def start_context() -> BaseContext:
+def start_context() -> ForkServerContext | SpawnContext:
     """How tests start processes: forks of a server that has imported torch and Megatron-Core, and done no more.
 
     With CUDA, which does not survive a fork, every process imports for itself.

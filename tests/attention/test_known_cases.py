@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_longctx.testing.threads import Inputs, attend
 from torch import Tensor
 
 from megatron_longctx.kernels import AttentionKernel, KernelRequest, choose
@@ -21,6 +20,7 @@ from megatron_longctx.schedules import MODES, Mask, ModeOptions, build_plan, fin
 from megatron_longctx.schedules.mask import FAR, Document, Slice, documents
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import assert_as_good_as
+from tests.shared.threads import Inputs, attend
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron_longctx import compose
 from megatron_longctx.compose import compose_config, override_config
 from megatron_longctx.config import Config, data_parallel_size, mode_options
 from megatron_longctx.kernels.interface import PROVIDERS
 from megatron_longctx.schedules import MODES, build_plan
+from tests.config.test_settings_refused import refusal
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 GROUPS = {folder.name: sorted(p.stem for p in folder.glob("*.yaml")) for folder in RECIPES.iterdir() if folder.is_dir()}
@@ -159,3 +162,41 @@ def test_truth_values_and_words_choose_graphs(word: str, value: str) -> None:
     config = compose_config([f"inference.cuda_graphs={word}"])
     assert config.inference.cuda_graphs == value
     assert override_config(config, [f"inference.cuda_graphs={word}"]).inference.cuda_graphs == value
+
+
+@pytest.fixture
+def own_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the recipes that a test may spoil."""
+    shutil.copytree(compose.bundled("recipes"), tmp_path / "recipes")
+    monkeypatch.setattr(compose, "bundled", lambda name: tmp_path / name)
+    return tmp_path / "recipes"
+
+
+def test_a_recipe_with_an_unknown_key(own_recipes: Path) -> None:
+    path = own_recipes / "model/tiny.yaml"
+    path.write_text(path.read_text() + "num_layer: 3\n")
+    said = refusal()
+    assert said.startswith("recipes/model/tiny.yaml: model.num_layer: expected a key of the configuration")
+    assert "Nearest: model.num_layers" in said
+
+
+def test_a_recipe_with_a_wrong_type(own_recipes: Path) -> None:
+    path = own_recipes / "parallelism/cp4.yaml"
+    path.write_text("context_parallel_size: four\n")
+    assert refusal("parallelism=cp4") == (
+        "recipes/parallelism/cp4.yaml: parallelism.context_parallel_size=four: expected an integer. "
+        "For example parallelism.context_parallel_size=1."
+    )
+
+
+def test_a_new_recipe_is_found_without_more_ado(own_recipes: Path) -> None:
+    (own_recipes / "parallelism/cp3.yaml").write_text("context_parallel_size: 3\n")
+    assert compose_config(["parallelism=cp3"]).parallelism.context_parallel_size == 3
+
+
+def test_a_recipe_with_aliases_is_refused_by_its_name(own_recipes: Path) -> None:
+    (own_recipes / "model/bomb.yaml").write_text("name: &a x\n")
+    assert refusal("model=bomb") == (
+        "recipes/model/bomb.yaml: expected a recipe (line 1: an anchor or alias where values are expected). "
+        "Mend the file."
+    )

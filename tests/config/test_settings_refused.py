@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
-from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
@@ -34,6 +32,8 @@ WHOLE_MESSAGES = {
         "Nearest: train.steps, train.seed, train.save."
     ),
     "train.steps=abc": "train.steps=abc: expected an integer. For example train.steps=20.",
+    "data.prefix=???": "data.prefix=???: expected text. For example data.prefix=data/stdlib.",
+    "run.name=a\nb": "run.name=a\\nb: expected a plain folder name of at most 200 bytes. default is the default.",
     "model=tin": "model=tin: expected one of gpt2, llama3_70b, llama3_8b, tiny. Nearest: tiny.",
     "+train.steps=11": (
         "+train.steps=11: expected key=value without +; every key exists and is only set. Write train.steps=11."
@@ -146,28 +146,33 @@ def test_every_key_answers_a_wrong_type(key: str) -> None:
         assert refusal(f"{key}=null").startswith(f"{key}=null: expected {word}")
 
 
+NEEDED_WITH = {
+    "parallelism.max_buffer_tokens": "parallelism.schedule=all_gather",
+    "parallelism.max_attention_gib": "parallelism.schedule=auto",
+    "parallelism.inner_size": "parallelism.schedule=usp",
+    "parallelism.outer_schedule": "parallelism.schedule=usp",
+    "optim.decay_steps": "optim.warmup_steps=0",
+    "train.steps": "optim.warmup_steps=0",
+    "model.head_dim": "model.position_embedding=learned",
+    "model.window_pattern": "model.window=4",
+}
+
+
 def test_the_examples_in_messages_are_accepted() -> None:
     for key, (_, example) in compose._fields().items():
-        words = [f"{key}={example}"]
-        if key == "parallelism.max_buffer_tokens":
-            words.append("parallelism.schedule=all_gather")
-        if key == "parallelism.max_attention_gib":
-            words.append("parallelism.schedule=auto")
-        if key == "parallelism.inner_size":
-            words.append("parallelism.schedule=usp")
-        if key == "parallelism.outer_schedule":
-            words.append("parallelism.schedule=usp")
-        if key in ("optim.decay_steps", "train.steps"):
-            words.append("optim.warmup_steps=0")
-        if key == "model.window_pattern":
-            words.append("model.window=4")
-        if key == "model.head_dim":
-            words.append("model.position_embedding=learned")
-        override_config(Config(), words)
+        override_config(Config(), [f"{key}={example}", *filter(None, [NEEDED_WITH.get(key)])])
 
 
 @pytest.mark.parametrize(
-    "word", ["train.steps=2.5", "train.steps=1 2", "train.steps=", "train.seed=0x1", "train.steps={a:1}"]
+    "word",
+    [
+        "train.steps=2.5",
+        "train.steps=1 2",
+        "train.steps=",
+        "train.seed=0x1",
+        "train.steps={a:1}",
+        "data.seq_length=${nope}",
+    ],
 )
 def test_what_is_not_an_integer(word: str) -> None:
     key = word.split("=")[0]
@@ -184,29 +189,9 @@ def test_values_that_are_long_or_deep_are_refused_in_a_line_by_all_readers_of_wo
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_a_word_of_several_lines_is_refused_in_one() -> None:
-    assert (
-        refusal("run.name=a\nb")
-        == "run.name=a\\nb: expected a plain folder name of at most 200 bytes. default is the default."
-    )
-    for word in ("a\nb=3", "a\nb", "~a\nb", "+train.steps=1\n2"):
-        refusal(word)
-
-
-def test_a_recipe_with_aliases_is_refused_by_its_name(own_recipes: Path) -> None:
-    (own_recipes / "model/bomb.yaml").write_text("name: &a x\n")
-    assert refusal("model=bomb") == (
-        "recipes/model/bomb.yaml: expected a recipe (line 1: an anchor or alias where values are expected). "
-        "Mend the file."
-    )
-
-
-def test_text_that_is_a_mark_of_something_missing() -> None:
-    assert refusal("data.prefix=???") == "data.prefix=???: expected text. For example data.prefix=data/stdlib."
-
-
-def test_an_interpolation_that_leads_nowhere() -> None:
-    assert refusal("data.seq_length=${nope}").startswith("data.seq_length=${nope}: expected an integer")
+@pytest.mark.parametrize("word", ["a\nb=3", "a\nb", "~a\nb", "+train.steps=1\n2"])
+def test_a_word_of_several_lines_is_refused_in_one(word: str) -> None:
+    refusal(word)
 
 
 @pytest.mark.parametrize(
@@ -396,36 +381,6 @@ def test_sizes_that_do_not_make_the_world(words: list[str], world: int, message:
 def test_sizes_that_make_the_world() -> None:
     config = compose_config(["parallelism=tp2_cp4", "train.global_batch_size=6"])
     assert [data_parallel_size(config, world) for world in (8, 16, 24)] == [1, 2, 3]
-
-
-@pytest.fixture
-def own_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the recipes that a test may spoil."""
-    shutil.copytree(compose.bundled("recipes"), tmp_path / "recipes")
-    monkeypatch.setattr(compose, "bundled", lambda name: tmp_path / name)
-    return tmp_path / "recipes"
-
-
-def test_a_recipe_with_an_unknown_key(own_recipes: Path) -> None:
-    path = own_recipes / "model/tiny.yaml"
-    path.write_text(path.read_text() + "num_layer: 3\n")
-    said = refusal()
-    assert said.startswith("recipes/model/tiny.yaml: model.num_layer: expected a key of the configuration")
-    assert "Nearest: model.num_layers" in said
-
-
-def test_a_recipe_with_a_wrong_type(own_recipes: Path) -> None:
-    path = own_recipes / "parallelism/cp4.yaml"
-    path.write_text("context_parallel_size: four\n")
-    assert refusal("parallelism=cp4") == (
-        "recipes/parallelism/cp4.yaml: parallelism.context_parallel_size=four: expected an integer. "
-        "For example parallelism.context_parallel_size=1."
-    )
-
-
-def test_a_new_recipe_is_found_without_more_ado(own_recipes: Path) -> None:
-    (own_recipes / "parallelism/cp3.yaml").write_text("context_parallel_size: 3\n")
-    assert compose_config(["parallelism=cp3"]).parallelism.context_parallel_size == 3
 
 
 def test_validate_takes_the_default() -> None:

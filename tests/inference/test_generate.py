@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +13,7 @@ import pytest
 
 from megatron_longctx import cli
 from megatron_longctx.config import Config
-from megatron_longctx.testing.distributed import start_context
-from tests.shared.jobs import CLI, PATIENCE_S, clean_environment
+from tests.shared.jobs import CLI, clean_environment, finished
 
 SUMMARY = r"(\d+) tokens, (\d+) of them cached before this turn; first token after [\d.]+ s; [\d.]+ ms per token; cache"
 
@@ -25,40 +22,16 @@ def run_of(config: Config) -> str:
     return f"checkpoint={Path(config.run.root, config.run.name)}"
 
 
-def _verb(folder: Path, words: list[str], environment: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    flags = (os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT] * 2)
-    for stream, (name, flag) in enumerate(zip(("in", "out", "err"), flags, strict=True)):
-        os.dup2(os.open(folder / name, flag), stream)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (multiprocessing has put /dev/null there)
-    sys.exit(cli.main(["generate", *words]))
-
-
-def generate(folder: Path, words: Sequence[str], typed: str | bytes = b"") -> tuple[str, str]:
-    """Standard output and error of the verb, which has to succeed, without the start of an interpreter."""
+def generate(
+    folder: Path, words: Sequence[str], typed: str | bytes = b"", stdin: str | None = None, quick: bool = True
+) -> tuple[str, str]:
+    """Standard output and error of the verb, which has to succeed. stdin: a terminal, where `typed` is not given."""
     here = Path(tempfile.mkdtemp(dir=folder))
     (here / "in").write_bytes(typed if isinstance(typed, bytes) else typed.encode())
     environment = clean_environment(CUDA_VISIBLE_DEVICES="")
-    process = start_context().Process(target=_verb, args=(here, list(words), environment))
-    process.start()
-    process.join(300)
-    out, err = ((here / name).read_text() for name in ("out", "err"))
-    assert process.exitcode == 0, err
-    return out, err
-
-
-def generate_as_a_command(words: Sequence[str], typed: str = "") -> tuple[str, str]:
-    """As `generate`, as a shell starts it."""
-    done = subprocess.run(
-        [*CLI, "generate", *words],
-        input=typed.encode(),
-        capture_output=True,
-        timeout=PATIENCE_S,
-        env=clean_environment(CUDA_VISIBLE_DEVICES=""),
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode(), done.stderr.decode()
+    job = finished(here, [*CLI, "generate", *words], environment, stdin=stdin or str(here / "in"), quick=quick)
+    assert job.process.returncode == 0, job.said()
+    return job.out.read_text(), job.err.read_text()
 
 
 def test_the_text_is_the_same_at_any_sizes_and_alone_on_standard_output(trained: Config, tmp_path: Path) -> None:
@@ -67,7 +40,9 @@ def test_the_text_is_the_same_at_any_sizes_and_alone_on_standard_output(trained:
     alone, said = generate(tmp_path, common)
     assert re.search(SUMMARY + r" \d+ of \d+ pages, 0\.000 GiB", said) and said.count("cached before this turn") == 1
     assert alone.endswith("\n") and len(alone.encode()) >= 6 and "cache" not in alone
-    sharded, said = generate_as_a_command([*common, "parallelism.context_parallel_size=2", "inference.mode=pass_q"])
+    sharded, said = generate(
+        tmp_path, [*common, "parallelism.context_parallel_size=2", "inference.mode=pass_q"], quick=False
+    )
     assert sharded == alone
     assert "13 new and 0 cached tokens of 1 sequences on 2 ranks: pass_q by inference.mode=pass_q" in said
 
@@ -162,14 +137,9 @@ def test_a_turn_that_does_not_fit_ends_no_conversation_at_a_terminal(
     here, terminal = pty.openpty()  # the cache has room for 96 tokens: 3 pages on each rank
     # A turn that does not fit, one that does though its answer does not, and one that both do.
     os.write(here, b"abc\n" + b"x" * 100 + b"\n" + b"y" * 87 + b"\nde\n\x04")
-    done = subprocess.run(
-        [*CLI, "generate", *words], stdin=terminal, capture_output=True, timeout=PATIENCE_S,
-        env=clean_environment(CUDA_VISIBLE_DEVICES=""),
-    )  # fmt: skip
+    _, said = generate(tmp_path, words, stdin=os.ttyname(terminal))
     os.close(here)
     os.close(terminal)
-    said = done.stderr.decode()
-    assert done.returncode == 0, said
     assert said.count("The conversation is as before.") == 2
     first = 4 + 3  # "abc" with the end of a line, or with a dot; and the answer
     assert [int(count) for count, _ in re.findall(SUMMARY, said)] == [first, first + 1 + 3 + 3]

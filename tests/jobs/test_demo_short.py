@@ -23,7 +23,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, 
     (place / "runs/demo-cp1").mkdir(parents=True)
     (place / "runs/demo-cp1/metrics.jsonl").write_text("of an earlier demo\n")
     short = ("data.prefix=data/tiny", "data.seq_length=128", "train.steps=6", "optim.warmup_steps=1")
-    return place, finished(place, [*CLI, "demo", *short, "model.num_layers=2", "model.hidden_size=64"])
+    return place, finished(place, [*CLI, "demo", *short, "model.num_layers=2", "model.hidden_size=64"], quick=True)
 
 
 def records(run: Path) -> list[dict[str, float]]:

@@ -25,7 +25,7 @@ def command(tiny: tuple[str, ...], *more: str) -> list[str]:
 
 
 def test_a_killed_rank_ends_the_job_and_one_that_hangs_is_named(workplace: Path, tiny: tuple[str, ...]) -> None:
-    with started(workplace, command(tiny)) as job:
+    with started(workplace, command(tiny), quick=True) as job:
         job.wait_for("step    2/")
         first, second = job.ranks()
         first.send_signal(signal.SIGSTOP)  # as if it hung: it hears no signal but the last
@@ -44,7 +44,7 @@ def test_a_killed_rank_ends_the_job_and_one_that_hangs_is_named(workplace: Path,
 
 def test_a_failing_rank_says_what_happened(workplace: Path, tiny: tuple[str, ...]) -> None:
     checkpoints = workplace / "runs/default/checkpoints"
-    with started(workplace, command(tiny)) as job:
+    with started(workplace, command(tiny), quick=True) as job:
         job.wait_for("step    2/")
         shutil.rmtree(checkpoints)
         checkpoints.write_text("in the way")  # so that the save on TERM cannot succeed
@@ -61,7 +61,7 @@ def test_a_failing_rank_says_what_happened(workplace: Path, tiny: tuple[str, ...
 
 def test_a_full_disk_is_named_and_the_last_checkpoint_is_safe(workplace: Path, tiny: tuple[str, ...]) -> None:
     settings = " ".join(command(tiny, "train.save_interval=2"))
-    assert finished(workplace, command(tiny, "train.steps=2")).process.returncode == 0
+    assert finished(workplace, command(tiny, "train.steps=2"), quick=True).process.returncode == 0
     # In blocks of 1,024 bytes: the run's small files are below, a checkpoint's tensors are not.
     job = finished(workplace, ["bash", "-c", f"ulimit -f 100; exec {settings}"])
     assert job.process.returncode == 1, job.said()
@@ -95,7 +95,7 @@ def test_a_second_job_of_the_same_run_is_refused_and_the_first_goes_on(
 ) -> None:
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with started(workplace, command(tiny)) as job:
+    with started(workplace, command(tiny), quick=True) as job:
         job.wait_for("step    2/")
         assert cli.main(["train", *tiny, "train.steps=3"]) == 2
         said = capsys.readouterr().err

@@ -17,6 +17,7 @@ import pytest
 from megatron_longctx.training.signals import handled
 from tests.shared.jobs import (
     CLI,
+    PATIENCE_S,
     Job,
     clean_environment,
     free_port,
@@ -84,6 +85,11 @@ def test_the_second_interrupt_ends_the_job_at_once(workplace: Path, tiny: tuple[
 def test_a_terminal_that_goes_away_stops_the_job_with_a_checkpoint(workplace: Path, tiny: tuple[str, ...]) -> None:
     """All processes get HUP, and what they print from then on is an error."""
     ours, theirs = pty.openpty()
+
+    def become_its_session() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, and the job train on
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     process = subprocess.Popen(
         command(tiny),
         cwd=workplace,
@@ -92,7 +98,7 @@ def test_a_terminal_that_goes_away_stops_the_job_with_a_checkpoint(workplace: Pa
         stderr=theirs,
         env=clean_environment(),
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=become_its_session,
     )
     try:
         os.close(theirs)
@@ -100,7 +106,7 @@ def test_a_terminal_that_goes_away_stops_the_job_with_a_checkpoint(workplace: Pa
         while line(2).encode() not in said:
             said += os.read(ours, 1000)
         os.close(ours)
-        assert process.wait(120) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
     assert 2 <= latest_checkpoint(workplace / "runs/default") < STEPS
@@ -120,7 +126,7 @@ def test_nohup_is_respected() -> None:
 
 @pytest.mark.parametrize("moment", ["starting 2 cpu ranks", line(2)])
 def test_killing_the_launcher_leaves_no_ranks(workplace: Path, tiny: tuple[str, ...], moment: str) -> None:
-    with started(workplace, command(tiny)) as job:
+    with started(workplace, command(tiny), quick=moment.startswith("step")) as job:
         job.wait_for(moment)
         while len(job.ranks()) < 2:
             assert job.process.poll() is None, job.said()
@@ -169,7 +175,10 @@ def test_tasks_of_a_slurm_step_find_each_other_and_stop_on_term(workplace: Path,
             MASTER_PORT=port,
         )
 
-    with started(workplace, command(tiny), task(0)) as first, started(workplace, command(tiny), task(1)) as second:
+    with (
+        started(workplace, command(tiny), task(0), quick=True) as first,
+        started(workplace, command(tiny), task(1), quick=True) as second,
+    ):
         first.wait_for(line(2))
         assert first.listening() == second.listening() == {"127.0.0.1"}
         os.kill(first.process.pid, signal.SIGTERM)

@@ -58,13 +58,13 @@ def jobs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny: tuple[str
     words.append(f"train.steps={STEPS}")
     stopped, last = [], [0]
     for number in (signal.SIGTERM, signal.SIGINT):
-        with started(place, [*words, "parallelism=cp2"]) as job:
+        with started(place, [*words, "parallelism=cp2"], quick=number == signal.SIGINT) as job:
             job.wait_for(f"step {last[-1] + 2:>2}/{STEPS}")
             job.process.send_signal(number)
             job.wait()
             stopped.append(job)
             last.append(latest_checkpoint(place / "runs/first"))
-    end = finished(place, [*words, "parallelism.tensor_parallel_size=2"])
+    end = finished(place, [*words, "parallelism.tensor_parallel_size=2"], quick=True)
     return Jobs(place, (stopped[0], stopped[1], end), (last[1], last[2]))
 
 

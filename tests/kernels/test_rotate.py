@@ -35,8 +35,9 @@ def compare(device: str) -> int:
     from megatron_longctx.kernels.rotate_triton import rotate_triton
 
     compared = 0
-    for sizes, dtype, interleaved, inverse in itertools.product(SIZES, DTYPES, (False, True), (False, True)):
-        seed = compared // 3  # both forms with every dtype
+    for sizes, interleaved, inverse in itertools.product(SIZES, (False, True), (False, True)):
+        # By turns: every dtype meets every size, both directions, and both ways in which heads lie.
+        dtype, seed = DTYPES[compared % 3], compared // 3
         expected = rotate_torch(*queries_and_keys(sizes, dtype, seed), interleaved, inverse)
         tensors, cos, sin = queries_and_keys(sizes, dtype, seed, device)
         found = rotate_triton(tensors, cos, sin, interleaved, inverse)
@@ -55,8 +56,7 @@ def test_fused_kernel_equals_torch_under_the_interpreter() -> None:
     run_interpreted(__file__)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rest", [0, 64])
+@pytest.mark.parametrize(("rest", "interleaved"), [(0, True), (64, False)])
 def test_the_kernel_compiles_for_hopper(
     rest: int, interleaved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,8 +88,8 @@ def test_turned_back_is_as_before_and_nothing_is_written_to() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_fused_kernel_equals_torch_on_a_gpu() -> None:
-    assert compare("cuda") == len(SIZES) * len(DTYPES) * 4
+    assert compare("cuda") == len(SIZES) * 4
 
 
 if __name__ == "__main__":
-    assert compare("cpu") == len(SIZES) * len(DTYPES) * 4
+    assert compare("cpu") == len(SIZES) * 4

@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from megatron_longctx import names
 from megatron_longctx.testing.distributed import PATIENCE_S
+from tests.shared.processes import Quick
 
 CLI = (sys.executable, "-m", "megatron_longctx.cli")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -28,14 +30,16 @@ _STRANGERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 def clean_environment(**more: str) -> dict[str, str]:
     """This process's environment without traces of other jobs, one thread a process, with `more` set."""
     kept = {k: v for k, v in os.environ.items() if k not in _STRANGERS and not k.startswith(("SLURM_", "WANDB_"))}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": "1"} | more
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": "1"}
+    # Nothing is compiled on CPUs, and to import what could costs each process seconds.
+    return kept | ours | {"TORCH_COMPILE_DISABLE": "1"} | more
 
 
 @dataclass
 class Job:
     """A running command. `out` and `err` are files that its standard output and error go to."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Quick
     out: Path
     err: Path
     family: set[psutil.Process] = field(default_factory=set)
@@ -84,7 +88,7 @@ class Job:
     def ranks(self) -> list[psutil.Process]:
         """The ranks that the command's launcher has started itself, in order."""
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
     def left_over(self) -> list[psutil.Process]:
         """Processes of the job that stay; waits as long as there are any, `PATIENCE_S` at most."""
@@ -106,22 +110,32 @@ class Job:
 
 
 @contextlib.contextmanager
-def started(folder: Path, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[Job]:
-    """Start `command` in `folder`; whatever is left of it is killed at the end of the context."""
+def started(
+    folder: Path,
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    *,
+    stdin: str = os.devnull,
+    quick: bool = False,
+) -> Iterator[Job]:
+    """Start `command` in `folder`; whatever is left of it is killed at the end of the context. quick: as `Quick` does,
+    a command of this project."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; commands would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     number = len(list(folder.glob("*.stdout")))
     out, err = folder / f"{number}.stdout", folder / f"{number}.stderr"
-    with out.open("wb") as to_out, err.open("wb") as to_err:
-        process = subprocess.Popen(
-            list(command),
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=to_out,
-            stderr=to_err,
-            env=dict(environment or clean_environment()),
-            start_new_session=True,
-        )
+    env = dict(environment or clean_environment())
+    process: subprocess.Popen[bytes] | Quick
+    if quick:
+        assert tuple(command[: len(CLI)]) == CLI, command
+        out.touch()
+        err.touch()
+        process = Quick(command[len(CLI) :], folder, (stdin, str(out), str(err)), env)
+    else:
+        with open(stdin, "rb") as given, out.open("wb") as to_out, err.open("wb") as to_err:
+            process = subprocess.Popen(
+                list(command), cwd=folder, stdin=given, stdout=to_out, stderr=to_err, env=env, start_new_session=True
+            )
     job = Job(process, out, err)
     try:
         yield job
@@ -129,13 +143,13 @@ def started(folder: Path, command: Sequence[str], environment: Mapping[str, str]
         job.end()
 
 
-def finished(folder: Path, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Job:
-    """Run `command` in `folder` to its end.
+def finished(folder: Path, command: Sequence[str], environment: Mapping[str, str] | None = None, **how: Any) -> Job:
+    """Run `command` in `folder` to its end. how: more for `started`.
 
     Raises:
         AssertionError: it takes much longer than on any machine.
     """
-    with started(folder, command, environment) as job:
+    with started(folder, command, environment, **how) as job:
         deadline = time.monotonic() + PATIENCE_S
         while job.process.poll() is None and time.monotonic() < deadline:
             job.remember()

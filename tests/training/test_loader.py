@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from megatron_longctx.testing.jobs import PATIENCE_S
 from torch.utils.data import Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from megatron_longctx.mcore.batch import Batch
 from megatron_longctx.training.loader import Loader
+from tests.shared.jobs import PATIENCE_S
 
 CPU = torch.device("cpu")
 SHARES = [range(first, first + 2) for first in range(0, 20, 2)]

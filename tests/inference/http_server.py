@@ -1,0 +1,144 @@
+"""A server on a port in this process. Tests take requests from its inbox as the ranks do, and answer when they like."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from megatron_longctx.chat import Chat
+from megatron_longctx.http_api import server
+from megatron_longctx.http_api.access import Access
+from megatron_longctx.http_api.app import Api
+from megatron_longctx.http_api.inbox import Inbox
+from megatron_longctx.http_api.parsing import Model
+from megatron_longctx.http_api.server import server_of
+from megatron_longctx.inference.scheduler import Bounds, Event, Request
+from tests.shared.jobs import PATIENCE_S
+
+BODY = {"prompt": "ab", "max_tokens": 9}
+BOUNDS = Bounds(tokens=10**4, positions=None, vocab_size=1000)
+LONG = 1000  # the token whose text is long
+LONG_TEXT = "x" * 200_000
+
+
+def decode(ids: Any) -> str:
+    return "".join(LONG_TEXT if i == LONG else chr(i) for i in ids)
+
+
+def encode(text: str) -> list[int]:
+    if text == "break":
+        raise RuntimeError("a mistake of the server")
+    return list(text.encode())
+
+
+@dataclass
+class Served:
+    """A server on a port, and the ranks' end of its inbox."""
+
+    port: int
+    inbox: Inbox
+    _server: uvicorn.Server
+    _taken: list[Request | int] = field(default_factory=list)
+
+    def hurry(self) -> None:
+        """Look all the time, from now on, whether the clients of the connections there are do what they have to."""
+        for connection in list(self._server.server_state.connections):
+            assert isinstance(connection, server._Connection)
+            connection.timeout_keep_alive = 0.05
+            connection.loop.call_soon_threadsafe(connection._look, None)
+
+    def take(self) -> Request | int:
+        """What arrives next."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._taken:
+            assert time.monotonic() < deadline, "nothing arrives"
+            self._taken += self.inbox.take(wait=True)
+        return self._taken.pop(0)
+
+    def request(self) -> Request:
+        found = self.take()
+        assert isinstance(found, Request)
+        return found
+
+    def say(self, number: int, text: str, reason: str | None = None) -> None:
+        """The request's next tokens; the last with `reason`."""
+        for i, letter in enumerate(text):
+            self.inbox.deliver([Event(number, ord(letter), reason if i == len(text) - 1 else None, cached_tokens=1)])
+
+    def connect(self, head: str = "", body: bytes = b"", **headers: str) -> socket.socket:
+        """A connection that has sent a head with these headers (`_` for `-`), or nothing yet."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+        if head:
+            fields = {"Host": "here", "Content_Type": "application/json"} | headers
+            lines = [f"{head} HTTP/1.1", *(f"{k.replace('_', '-')}: {v}" for k, v in fields.items())]
+            connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        return connection
+
+    def post(self, body: Any, path: str = "/v1/completions") -> socket.socket:
+        """A connection that has sent a request."""
+        data = json.dumps(body).encode()
+        return self.connect(f"POST {path}", data, Content_Length=str(len(data)))
+
+    def ask(self, body: Any, path: str = "/v1/completions") -> tuple[int, Any, http.client.HTTPResponse]:
+        """The answer of a request that needs no ranks."""
+        return answer_on(self.post(body, path))
+
+
+def answer_on(connection: socket.socket) -> tuple[int, Any, http.client.HTTPResponse]:
+    with connection:
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        text = response.read()
+        return response.status, json.loads(text) if text.startswith((b"{", b"[")) else text, response
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the server closes the connection without another word."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def serving(
+    max_waiting: int = 8,
+    max_connections: int = 100,
+    timeout_s: float = 30.0,
+    access: Access | None = None,
+    chat: Chat | None = None,
+    inbox: Inbox | None = None,
+    encode: Callable[[str], list[int]] = encode,
+) -> Iterator[Served]:
+    inbox = inbox or Inbox(max_waiting)
+    model = Model("m", encode, decode, 0, chat or Chat(), 16, BOUNDS, 1)
+    api = Api(model, inbox, 1000, timeout_s, access or Access())
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = server_of(api, max_connections)
+    running.config.timeout_keep_alive = math.ceil(PATIENCE_S)  # whoever is slow on a busy machine is not let go
+    thread = threading.Thread(target=running.run, args=([listener],))
+    thread.start()
+    try:
+        yield Served(listener.getsockname()[1], inbox, running)
+    finally:
+        inbox.stop()
+        running.should_exit = True
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
