@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from megatron_longctx import cli
 from megatron_longctx.config import Config
+from megatron_longctx.mcore.batch import Batch
 from megatron_longctx.mcore.pack import Pack
 from megatron_longctx.testing.distributed import run_quickly
 from megatron_longctx.training import ranks, recorded
+from megatron_longctx.training.loop import Trainer
 from tests.shared.training import TINY, tiny_corpus
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -84,6 +87,28 @@ def test_ranks_that_are_wrong_fail_and_parameters_are_named(
     named = captured.out.partition("the worst of them\n")[2].splitlines()
     assert any("self_attention.linear_qkv.weight" in line for line in named[:5])
     assert float(named[0].split()[1]) > 0.01
+
+
+def _diverging(rank: int, config: Config, *args: Any) -> recorded.Figures:
+    """Runs whose second step has no finite loss; the first leaves its gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorded.RecordedTrainer, "_require_finite", _require_first)
+        return recorded.record(rank, config, *args)
+
+
+def _require_first(trainer: Trainer, what: str, value: float, batches: list[Batch]) -> None:
+    Trainer._require_finite(trainer, what, value if trainer.step == 0 else float("nan"), batches)
+
+
+def test_what_failed_ranks_saw_is_kept(
+    recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folders: list[Path]
+) -> None:
+    monkeypatch.setattr(recorded, "record", _diverging)
+    assert cli.main(["check", *recipe, "parallelism=cp2"]) == 1
+    said = capsys.readouterr().err
+    assert "loss is nan in step 2" in said and f"(what the ranks left: {folders[0]})" in said
+    assert (folders[0] / "cp1/nonfinite/step_2/rank_0.json").is_file() and not list(folders[0].glob("*/*.pt"))
+    shutil.rmtree(folders[0])
 
 
 @pytest.mark.parametrize(
