@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.layout import Layout, build_layout
-from megatron_longctx.schedules import MODES, Mask, ModeOptions, find_mode
+from megatron_longctx.layout import Layout
+from megatron_longctx.schedules import MODES, Mask, ModeOptions, build_plan, find_mode
 from megatron_longctx.schedules.mask import causal, documents
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv, shard, unshard, visible
@@ -324,13 +324,13 @@ def check(shards: list[dict[str, Tensor]], layout: Layout, case: Case) -> None:
             assert relative_error(found[name][part], value[part]) < 1e-9, f"{case}: {name} of head {head}"
 
 
-def layout_of(schedule: str, n: int, length: int) -> Layout:
-    return build_layout(find_mode(schedule, n, options(n)).layout, n, length)
+def layout_of(schedule: str, n: int, mask: Mask | int) -> Layout:
+    return build_plan(find_mode(schedule, n, options(n)), n, mask).queries
 
 
 def test_every_mode_is_dense_attention(n: int, ranks: list[dict[str, Any]]) -> None:
     for i, case in enumerate(cases(n)):
-        layout = layout_of(case.schedule, n, case.mask.length)
+        layout = layout_of(case.schedule, n, case.mask)
         check([found["cases"][i] for found in ranks], layout, case)
 
 
