@@ -198,7 +198,7 @@ LAYERS: dict[tuple[str, int, int, bool, Any], tuple[int, int, int]] = {
     ("all_gather", 4, 1, False, None): (4, 7, 40),
     ("ring", 4, 1, False, None): (4, 7, 20),
     ("usp", 4, 1, False, None): (9, 17, 150),
-    ("zigzag", 4, 1, False, DOCUMENTS): (6, 10, 40),
+    ("zigzag", 4, 1, False, DOCUMENTS): (4, 9, 50),
     ("ulysses", 4, 1, True, DOCUMENTS): (0, 9, 95),
 }
 
