@@ -78,9 +78,10 @@ def job_of(own: Mapping[str, str], settings: Sequence[str], options: Any = None)
         raise refuse("iteration", iteration, "a number", "Leave it out for the latest.")
     run = Path(own["checkpoint"])
     loaded = load_config(run / RESOLVED)
-    # Training's own sizes say nothing about these two.
+    # Training's own sizes and attention say nothing about these.
     whole = replace(loaded.parallelism, pipeline_parallel_size=1, data_parallel_size=None)
-    config = for_inference(override_config(replace(loaded, parallelism=whole), settings))
+    ours = replace(loaded.attention, baseline=None)
+    config = for_inference(override_config(replace(loaded, parallelism=whole, attention=ours), settings))
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     checkpoints = run / "checkpoints"
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)

@@ -98,8 +98,8 @@ class ContextParallelAttention:
         for links in self._links.values():
             links.clock.running = True
 
-    def waited_seconds(self) -> float:
-        """What was measured since the last time this was asked.
+    def waited_seconds(self) -> float | None:
+        """What was measured since the last time this was asked; None from attention that cannot tell.
 
         Raises:
             RuntimeError: `measure_waiting` was not called.

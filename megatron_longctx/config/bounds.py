@@ -129,6 +129,8 @@ class Key(NamedTuple):
     def example(self) -> object:
         """As a user writes it."""
         if self.default is None:
+            if isinstance(self.bounds, Choice):
+                return self.bounds.all[0]
             return max(1, self.bounds.least) if isinstance(self.bounds, Number) else "NAME"
         return str(self.default).lower() if self.kind is bool else self.default
 

@@ -136,6 +136,23 @@ def _validate_training(config: Config) -> None:
         )
 
 
+def _validate_baseline(config: Config) -> None:
+    baseline, size = config.attention.baseline, config.parallelism.context_parallel_size
+    remedy = "Change it, or leave attention.baseline null."
+    unserved = (
+        ("recompute.mode", config.recompute.mode, config.recompute.mode in ("none", "layer"), "none or layer"),
+        ("attention.deterministic", True, not config.attention.deterministic, "false"),
+        ("model.sinks", config.model.sinks, config.model.sinks == "none", "none"),
+        ("model.window", config.model.window, config.model.window is None or baseline != "te_p2p", "null"),
+        ("train.device", "cpu", config.train.device != "cpu", "auto or cuda"),
+    )
+    for key, value, served, expected in unserved:
+        if not served:
+            raise refuse(key, value, f"{expected} with attention.baseline={baseline}", remedy)
+    if size > 1:
+        _divides("2 x parallelism.context_parallel_size", 2 * size, "data.seq_length", config.data.seq_length)
+
+
 def validate(config: Config) -> None:
     """Check everything that can be known without devices, data or ranks.
 
@@ -157,6 +174,8 @@ def validate(config: Config) -> None:
             f"auto or false with recompute.mode={config.recompute.mode}",
             "There forward runs without a graph, so that nothing is kept; set it to auto, or recompute=none or layer.",
         )
+    if config.attention.baseline is not None:
+        _validate_baseline(config)
     _validate_training(config)
     if config.inference.exact_reuse and config.inference.prefill_chunk is None:
         raise refuse("inference.prefill_chunk", None, "a number with inference.exact_reuse=true", "Set it to 2048.")

@@ -27,6 +27,7 @@ DECODES = ("auto", "replicated", "plan")
 CUDA_GRAPHS = ("auto", "true", "false")
 CACHE_RULES = ("auto", "simulate", "algorithm_1", "algorithm_5", "empirical", "bytes")
 WANDB_MODES = ("offline", "online", "disabled")
+BASELINES = ("te_p2p", "te_all_gather", "te_a2a")
 PACKINGS = ("none", "documents", "best_fit")
 TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatron")
 
@@ -135,6 +136,10 @@ class AttentionConfig:
     # again: auto (with ulysses, up to 32,768 tokens a rank: it takes the memory of one output more) | true | false.
     # With recompute=attention_output nothing is kept: forward runs without a graph.
     keep_received: str = choice("auto", KEEP_RECEIVED)
+    # To compare with, in training: TransformerEngine's context parallelism in the place of ours, whose schedule,
+    # layout, kernel and transport then say nothing. Documents must be multiples of 2 x context_parallel_size.
+    # null: ours.
+    baseline: str | None = choice(None, BASELINES)
 
     def __post_init__(self) -> None:
         # `true`, read as a truth value, becomes the text `True`.

@@ -46,18 +46,46 @@ def striped(n: int, length: int, unit: int = 1) -> Layout:
     return Layout("striped", length, tuple((range(r, length, n),) for r in range(n)))
 
 
+def per_document(n: int, length: int, unit: int = 1, documents: Iterable[tuple[int, int, int]] | None = None) -> Layout:
+    """Every document in zigzag over all ranks, as TransformerEngine and Megatron-Core lay packs out.
+
+    Every rank has work on every document, so that all of them travel; `balanced` keeps short ones whole.
+
+    Args:
+        documents: as `balanced` takes them.
+
+    Raises:
+        ValueError: with `unit` > 1, a document that is no multiple of it.
+    """
+    spans: list[list[range]] = [[] for _ in range(n)]
+    for start, stop, _ in [(0, length, 0)] if documents is None else documents:
+        if (stop - start) % unit:
+            raise ValueError(
+                f"document of {stop - start} tokens: the per_document layout with shares in units of {unit} needs a "
+                f"multiple of {unit}. Pad the documents, or use balanced."
+            )
+        cut = [start + at for at in _cuts(stop - start, 2 * n, unit)]
+        for rank, mine in enumerate(spans):
+            for piece in (rank, 2 * n - 1 - rank):
+                mine.append(range(cut[piece], cut[piece + 1]))
+    return Layout("per_document", length, tuple(tuple(filter(len, mine)) for mine in spans))
+
+
 LAYOUTS: dict[str, Callable[..., Layout]] = {
     "contiguous": contiguous,
     "zigzag": zigzag,
     "striped": striped,
     "balanced": balanced,
+    "per_document": per_document,
 }
+_OF_DOCUMENTS = ("balanced", "per_document")
 
 
 def build_layout(
     name: str, n: int, length: int, unit: int = 1, documents: Iterable[tuple[int, int, int]] | None = None
 ) -> Layout:
-    """The layout `name` for `n` ranks and `length` tokens. documents: see `balanced`; others do not look at them.
+    """The layout `name` for `n` ranks and `length` tokens. documents: see `balanced`. Others than it and
+    `per_document` do not look at them.
 
     Raises:
         ValueError: unknown name, `n` < 1, negative length, or a length that is not a multiple of `unit`.
@@ -73,4 +101,4 @@ def build_layout(
             f"length={length}: expected a multiple of unit={unit} (the tensor-parallel size, under sequence "
             f"parallelism). Pad the sequence or turn sequence parallelism off."
         )
-    return LAYOUTS[name](n, length, unit, *([documents] if name == "balanced" else []))
+    return LAYOUTS[name](n, length, unit, *([documents] if name in _OF_DOCUMENTS else []))

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..attention import ContextParallelAttention
 from ..config import Config, mode_options, token_unit
 from ..schedules.mask import Window
+from .baseline import TransformerEngineAttention
 from .pack import Pack, documents_of
 
 Rotate = Callable[[Tensor], Tensor]
@@ -147,6 +148,12 @@ def _stated(params: PackedSeqParams) -> list[tuple[Tensor | None, int]]:
 def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
     """The sequence of `config.data.seq_length` tokens over the context-parallel `group`."""
     par = config.parallelism
+    if config.attention.baseline is not None:
+        kind = config.attention.baseline.removeprefix("te_")
+        theirs = TransformerEngineAttention(
+            group, kind, unit=token_unit(par), deterministic=config.attention.deterministic
+        )
+        return ShardedSequence(theirs, config.data.seq_length)
     attention = ContextParallelAttention(
         group,
         schedule=par.schedule,

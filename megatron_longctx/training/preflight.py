@@ -70,9 +70,11 @@ def check(config: Config, world_size: int) -> int | None:
     data_parallel_size(config, world_size)
     _check_host(config, world_size)
     check_kernel(config, device)
+    if device == "cpu" and config.attention.baseline is not None:
+        raise refuse("attention.baseline", config.attention.baseline, "null on CPUs", "TransformerEngine needs GPUs.")
     if device == "cpu" and config.attention.transport == "peer":
         raise refuse("attention.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
-    if uses_transformer_engine(config.model):
+    if uses_transformer_engine(config.model) or config.attention.baseline is not None:
         require_transformer_engine()
     par = config.parallelism
     heads = (config.model.num_attention_heads, config.model.num_kv_heads)

@@ -43,6 +43,15 @@ LITERAL_UNITS = {
 }
 
 
+def test_every_document_is_in_zigzag_over_all_ranks():
+    documents = [(0, 8, 0), (8, 9, 0), (9, 13, 0)]
+    held = tokens_by_rank(build_layout("per_document", 2, 13, documents=documents))
+    assert held == [[0, 1, 6, 7, 8, 9, 12], [2, 3, 4, 5, 10, 11]]
+    assert tokens_by_rank(build_layout("per_document", 2, 8)) == tokens_by_rank(build_layout("zigzag", 2, 8))
+    with pytest.raises(ValueError, match=r"document of 1 tokens: the per_document layout .* multiple of 2"):
+        build_layout("per_document", 2, 12, 2, [(0, 8, 0), (8, 9, 0), (9, 12, 0)])
+
+
 def tokens_by_rank(layout: Layout) -> list[list[int]]:
     return [list(layout.tokens(rank)) for rank in range(layout.n)]
 

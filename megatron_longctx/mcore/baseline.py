@@ -1,0 +1,138 @@
+"""TransformerEngine's context-parallel attention in the place of ours, in the same layers, steps and data: what ours is
+to be compared with."""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..attention import AttentionResult, ContextParallelAttention
+from ..errors import refuse
+from ..schedules import Mask
+from ..schedules import mask as masks
+from ..schedules.mask import FAR
+
+_MOST_KEPT = 64  # packs whose lengths stay on the device
+
+
+class TransformerEngineAttention(ContextParallelAttention):
+    """Every document in zigzag over all ranks, as TransformerEngine takes it: of a multiple of 2n tokens.
+
+    Args:
+        kind: p2p, all_gather or a2a: TransformerEngine's `cp_comm_type`.
+        The others are those of `ContextParallelAttention`.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, kind: str, *, unit: int = 1, deterministic: bool = False
+    ) -> None:
+        super().__init__(group, schedule="all_gather", layout="per_document", unit=unit, deterministic=deterministic)
+        self._kind = kind
+        self._modules: dict[tuple[Any, ...], Any] = {}
+        self._lengths: OrderedDict[Mask, dict[str, Any]] = OrderedDict()
+        self._stream: torch.cuda.Stream | None = None
+
+    def prepare(self, mask: Mask) -> None:
+        """Plans which tokens are whose; the rest is TransformerEngine's, in every call."""
+        self.plan(mask)
+
+    def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
+        """All-to-all shares the heads among the ranks."""
+        if self._kind == "a2a" and (num_heads % self.world or num_kv_heads % self.world):
+            expected = f"heads of queries ({num_heads}) and keys ({num_kv_heads}) that it divides"
+            raise refuse("parallelism.context_parallel_size", self.world, expected, "Choose te_p2p or te_all_gather.")
+
+    def measure_waiting(self) -> None:
+        """It does not say what it waits for."""
+
+    def waited_seconds(self) -> None:
+        return None
+
+    def forward(self, *_: Any, **__: Any) -> AttentionResult:
+        remedy = "Take recompute=none or recompute=layer."
+        raise refuse("recompute.mode", "attention_output", "one that runs attention again", remedy)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | int,
+        scale: float | None = None,
+        sink: Tensor | None = None,
+        result: AttentionResult | None = None,
+        inference: bool = False,
+    ) -> Tensor:
+        """As ours: `[s, b, h, d]` and `[s, b, g, d]` twice to `[s, b, h, d]`.
+
+        Raises:
+            ValueError: documents that are no multiple of 2n tokens, sinks, or windows with p2p.
+        """
+        mask = masks.causal(mask) if isinstance(mask, int) else mask
+        packed = len(mask.documents) > 1
+        self._check_mask(mask, sink)
+        attention = self._module(q, k, mask, packed, scale)
+        if not packed:
+            out: Tensor = attention(q, k, v)  # [s, b, h * d]
+            return out.view(q.shape)
+        if q.shape[1] != 1:
+            raise refuse("batch", q.shape[1], "1 with packed documents", "Give every pack a micro-batch of its own.")
+        out = attention(q[:, 0], k[:, 0], v[:, 0], **self._of_documents(mask, q.device))
+        return out.view(q.shape)
+
+    def _check_mask(self, mask: Mask, sink: Tensor | None) -> None:
+        if sink is not None:
+            raise refuse("model.sinks", "set", "none with attention.baseline", "Leave attention.baseline null.")
+        if self._kind == "p2p" and mask.has_windows and self.world > 1:
+            remedy = "TransformerEngine's p2p has no windows: choose te_all_gather or te_a2a."
+            raise refuse("attention.baseline", "te_p2p", "one that takes model.window", remedy)
+        unit = 2 * self.world
+        if self.world > 1 and (odd := [stop - start for start, stop, _ in mask.documents if (stop - start) % unit]):
+            expected = f"documents of a multiple of 2 x {self.world} ranks, as TransformerEngine's"
+            remedy = "Pad them with Megatron's PackedSeqParams, or leave attention.baseline null: ours takes any."
+            raise refuse("document", f"{odd[0]} tokens", expected, remedy)
+
+    def _module(self, q: Tensor, k: Tensor, mask: Mask, packed: bool, scale: float | None) -> Any:
+        causal = all(each.hi == 0 for each in mask.slices if each.num_keys > 1)
+        widths = {each.lo for each in mask.slices if each.lo != -FAR}
+        key = q.shape[2], k.shape[2], q.shape[3], packed, causal, frozenset(widths), scale
+        if key not in self._modules:
+            window = {"window_size": (-min(widths), 0 if causal else -1)} if widths else {}
+            made = importlib.import_module("transformer_engine.pytorch").DotProductAttention(
+                q.shape[2],
+                q.shape[3],
+                num_gqa_groups=k.shape[2],
+                attention_dropout=0.0,
+                qkv_format="thd" if packed else "sbhd",
+                attn_mask_type=("padding_" * packed) + "causal" if causal else ("padding" if packed else "no_mask"),
+                softmax_scale=scale,
+                **window,
+            )
+            if self.world > 1:
+                self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                ranks = dist.get_process_group_ranks(self._group)
+                made.set_context_parallel_group(self._group, ranks, self._stream, self._kind)
+            self._modules[key] = made
+        return self._modules[key]
+
+    def _of_documents(self, mask: Mask, device: torch.device) -> dict[str, Any]:
+        """TransformerEngine's arguments for them, on all ranks together; none is padded."""
+        if mask not in self._lengths:
+            stops = [stop for _, stop, _ in mask.documents]
+            starts = torch.tensor([0, *stops], dtype=torch.int32).pin_memory().to(device, non_blocking=True)
+            longest = -(-max(stop - start for start, stop, _ in mask.documents) // 64) * 64
+            named = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+            self._lengths[mask] = {
+                **dict.fromkeys(named, starts),
+                "max_seqlen_q": longest,
+                "max_seqlen_kv": longest,
+            }
+            if len(self._lengths) > _MOST_KEPT:
+                self._lengths.popitem(last=False)
+        return self._lengths[mask]
