@@ -20,6 +20,7 @@ import yaml
 WARM_UP_STEPS = 3
 COLUMNS = (
     ("tokens/s", "perf/tokens_per_s", ",.0f"),
+    ("tokens/s over all steps after the first 3", "mean_tokens_per_s", ",.0f"),
     ("tokens/s/GPU", "perf/tokens_per_s_per_gpu", ",.0f"),
     ("TFLOP/s/GPU (causal)", "perf/tflops_per_gpu", ".1f"),
     ("MFU causal %", "perf/mfu_causal_pct", ".1f"),
@@ -29,6 +30,8 @@ COLUMNS = (
     ("peak GiB reserved", "mem/peak_reserved_gib", ".1f"),
     ("predicted GiB", "predicted_peak_gib", ".1f"),
     ("waiting for messages s", "cp/exposed_comm_s", ".4f"),
+    ("waiting for data s", "perf/data_wait_s", ".4f"),
+    ("predicted imbalance %", "cp/imbalance_pct", ".2f"),
 )
 
 
@@ -55,6 +58,9 @@ def read_run(folder: Path) -> dict[str, Any]:
         for _, key, _ in COLUMNS
         if (values := [step[key] for step in steady if step.get(key) is not None])
     }
+    seconds = [step["perf/step_s"] for step in steady]  # packs are of unequal work: all of them, none chosen
+    tokens = [step["perf/tokens_per_s"] * took for step, took in zip(steady, seconds, strict=True)]
+    medians["mean_tokens_per_s"] = sum(tokens) / sum(seconds)
     prediction = folder / "prediction.json"  # of `analysis.training_cases`
     if prediction.exists():
         medians |= json.loads(prediction.read_text())
@@ -75,7 +81,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
                 f"{config['data']['seq_length']:,}",
                 str(par["context_parallel_size"]),
                 str(par["tensor_parallel_size"]),
-                par["schedule"],
+                config["attention"].get("baseline") or par["schedule"],
                 config["recompute"]["mode"] if "recompute" in config else "-",
                 str(len(steps)),
                 f"{steps[0]['train/loss']:.4f}",

@@ -2,8 +2,9 @@
 
 CASES.yaml names a title, settings shared by all (as on the command line of `megatron-longctx train`) and those of every
 case. Each becomes an ordinary run folder under `run.root`, one after the other in the same processes, which compile and
-choose kernels once; OUT.json and OUT.md are made of them as `analysis/record.py` does. A case that fails ends the job;
-those before it are recorded.
+choose kernels once. `documents:` may name datasets that are made where they are missing, text cut into documents of
+drawn lengths (`benchmarks.packs.drawn`): `data/x: {kind: log_normal, tokens: 1000000}`. OUT.json and OUT.md are made of
+the runs as `analysis/record.py` does. A case that fails ends the job; those before it are recorded.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ import torch.distributed as dist
 import yaml
 
 from analysis.record import read_run, write
+from benchmarks.packs import drawn
 from megatron_longctx import memory
 from megatron_longctx.comm.local_ranks import run_ranks
 from megatron_longctx.compose import compose_config
@@ -37,11 +42,12 @@ from megatron_longctx.training.text import prepare
 
 @dataclass(frozen=True)
 class Cases:
-    """title, note: of the table. configs: every case's, its name the run's."""
+    """title, note: of the table. configs: every case's, its name the run's. documents: datasets to make, by prefix."""
 
     title: str
     note: str
     configs: tuple[Config, ...]
+    documents: Mapping[str, Mapping[str, Any]]
 
 
 def read_cases(path: Path) -> Cases:
@@ -60,7 +66,30 @@ def read_cases(path: Path) -> Cases:
         )
     shared = found.get("shared", [])
     configs = tuple(compose_config([*shared, *words, f"run.name={name}"]) for name, words in found["cases"].items())
-    return Cases(str(found["title"]), str(found.get("note", "")), configs)
+    return Cases(str(found["title"]), str(found.get("note", "")), configs, found.get("documents", {}))
+
+
+def make_documents(prefix: Path, kind: str, tokens: int) -> None:
+    """A dataset of byte-level tokens whose documents have the lengths of a kind; the text is the standard library's."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    lengths = drawn(kind, tokens)
+    with tempfile.TemporaryDirectory(dir=prefix.parent) as folder:
+        source = Path(folder) / "documents.jsonl"
+        with source.open("w") as file:
+            for text in _cut(lengths):
+                file.write(json.dumps({"text": text}) + "\n")
+        prepare(str(source), prefix, "", "byte-level", None)
+
+
+def _cut(lengths: Sequence[int]) -> Iterator[str]:
+    """Texts of so many bytes each, less the token that ends a document; the library over and over."""
+    files = cycle(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    left = ""
+    for length in lengths:
+        while len(left) < length:
+            left += next(files).read_text(encoding="utf-8", errors="ignore").encode("ascii", "ignore").decode()
+        yield left[: length - 1]
+        left = left[length - 1 :]
 
 
 def _rank(rank: int, cases: Cases, out: Path) -> None:
@@ -115,6 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = read_cases(arguments.cases)
         gpus = torch.cuda.device_count()
         ranks = arguments.ranks or gpus or max(c.parallelism.model_parallel_size for c in cases.configs)
+        for prefix, asked in cases.documents.items():
+            if not Path(f"{prefix}.bin").exists():
+                make_documents(Path(prefix), **asked)
         for config in cases.configs:
             if not Path(f"{config.data.prefix}.bin").exists():
                 prepare("stdlib", Path(config.data.prefix), "", config.data.tokenizer, config.data.tokenizer_path)

@@ -34,6 +34,25 @@ def published(length: int = 2**17) -> tuple[int, ...]:
     return _filled(length, one)
 
 
+def drawn(kind: str, tokens: int) -> tuple[int, ...]:
+    """Lengths of a dataset's documents.
+
+    log_normal: as the packs of 128K are drawn. long_tail: most under 4K tokens, and one in a hundred of 128K, which
+    have two fifths of the tokens.
+
+    Raises:
+        ValueError: another kind.
+    """
+    draw = random.Random(0)
+    kinds: dict[str, Callable[[], int]] = {
+        "log_normal": lambda: min(max(int(draw.lognormvariate(8.0, 1.3)), 16), 2**17),
+        "long_tail": lambda: 2**17 if draw.random() < 0.01 else draw.randint(UNIT, 4096),
+    }
+    if kind not in kinds:
+        raise ValueError(f"documents of kind {kind}: expected one of {', '.join(kinds)}. Choose one of these.")
+    return _filled(tokens, kinds[kind])
+
+
 def _filled(length: int, draw: Callable[[], int]) -> tuple[int, ...]:
     """Documents until they are so many tokens; the last one is cut, and all but it are rounded to units."""
     found: list[int] = []
