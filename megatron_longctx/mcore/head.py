@@ -6,7 +6,8 @@ computed for a chunk of tokens, reduced to three numbers a token and dropped; ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +73,21 @@ class ChunkedHeadGPT(GPTModel):  # type: ignore[misc]
             return plain
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        losses = chunked_cross_entropy(hidden_states, weight, labels.transpose(0, 1).contiguous(), self._head)
+        labels = labels.transpose(0, 1).contiguous()
+        with _in_the_place_of(self.output_layer, lambda x: chunked_cross_entropy(x, weight, labels, self._head)):
+            # By a call of the layer: its hooks wait for weights that are gathered during the forward pass.
+            losses: Tensor = self.output_layer(hidden_states)
         return losses.transpose(0, 1).contiguous()
+
+
+@contextmanager
+def _in_the_place_of(module: torch.nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Calls of the module run this inside, between its hooks."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward  # that of its class is seen again
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

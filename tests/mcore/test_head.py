@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from megatron.core import tensor_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.head import Head, chunked_cross_entropy
+from megatron_longctx.mcore import groups, optimizer
+from megatron_longctx.mcore.head import ChunkedHeadGPT, Head, chunked_cross_entropy
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.recorded import relative_error
+from tests.mcore import tiny_gpt
 
 LENGTH, BATCH, HIDDEN, VOCABULARY = 22, 2, 16, 48
 CHUNKS = (1, 8, 12, 1000)
@@ -110,3 +112,21 @@ def test_it_is_as_good_as_megatrons_and_logits_never_exist() -> None:
             assert found["logits"] == min(most, LENGTH * BATCH) * width, where
             assert theirs["logits"] == LENGTH * BATCH * width
             assert found["losses"].dtype == torch.float32 and found["weight"].dtype == dtype
+
+
+def _trained(rank: int) -> dict[bool, list[float]]:
+    """By whether communication is overlapped, losses of steps whose buckets of parameters are one parameter each."""
+    optimizer.DistributedDataParallelConfig = partial(optimizer.DistributedDataParallelConfig, bucket_size=1)
+    tiny_gpt.GPTModel = partial(ChunkedHeadGPT, chunk_tokens=5)
+    losses = {}
+    for overlap in (False, True):
+        trainer = tiny_gpt.Trainer(tiny_gpt.Layout(overlap=overlap))
+        losses[overlap] = trainer.train(range(4))
+        trainer.close()
+    return losses
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_weights_that_are_gathered_during_the_forward_pass_are_waited_for() -> None:
+    for losses in run_distributed(_trained, 2):
+        assert losses[True] == losses[False] and losses[True][-1] < losses[True][0]
