@@ -64,7 +64,8 @@ class ModelConfig:
     window_pattern: int | None = number(None, 2, 10_000)
     # A logit per head that takes part in every softmax and has no value: none, 0 (off_by_one), or learnable.
     sinks: str = choice("none", SINKS)
-    bias: bool = False
+    bias: bool = False  # of all linear layers but the output's
+    qkv_bias: bool = False  # of queries, keys and values, where the other layers have none
     tie_embeddings: bool = False
     init_std: float = number(0.02, 1e-6, 10)
     # Whose layers surround our attention: auto (TransformerEngine's on GPUs where installed, else Megatron's local)

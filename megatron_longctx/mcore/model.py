@@ -79,7 +79,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         gated_linear_unit=swiglu,
         activation_func=functional.silu if swiglu else functional.gelu,
         add_bias_linear=model.bias,
-        add_qkv_bias=model.bias,
+        add_qkv_bias=model.bias or model.qkv_bias,
         init_method_std=model.init_std,
         window_size=None if model.window is None else (model.window, 0),
         window_attn_skip_freq=model.window_pattern,
@@ -156,8 +156,8 @@ def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
     """What a checkpoint must agree on with the model that loads it; nothing about parallel sizes."""
     model = config.model
     # Only where set, so that checkpoints from before these keys load.
-    special = {key: getattr(model, key) for key in ("window", "window_pattern", "sinks")}
-    return {key: value for key, value in special.items() if value not in (None, "none")} | {
+    special = {key: getattr(model, key) for key in ("window", "window_pattern", "sinks", "qkv_bias")}
+    return {key: value for key, value in special.items() if value not in (None, "none", False)} | {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
