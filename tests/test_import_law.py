@@ -20,7 +20,7 @@ ROOMS = (
     *("names", "errors", "files", "layout", "topology", "schedules", "config", "compose"),
     *("models", "memory", "kernels", "comm", "attention", "recompute", "metrics"),
     *("inference", "mcore", "chat_template", "chat", "training", "calibrate"),
-    *("inference_job", "generate", "http_api", "serve"),
+    *("inference_job", "importing", "exporting", "generate", "http_api", "serve"),
     *("plan", "doctor", "demo", "check", "cli", "__main__", "testing"),
 )
 NEEDED_BY_METRICS = ("names", "errors", "files", "config")

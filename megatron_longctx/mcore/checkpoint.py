@@ -14,7 +14,7 @@ import json
 import logging
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -146,7 +146,7 @@ def _write(partial: Path, sharded: dict[str, Any], content: dict[str, Any]) -> c
     return {name: digest for of_rank in own for name, digest in of_rank.items()}
 
 
-def load(directory: Path, state: TrainingState, *, iteration: int | None = None) -> Loaded:
+def load(directory: Path, state: TrainingState, *, iteration: int | None = None, free: Collection[str] = ()) -> Loaded:
     """Load a checkpoint into ``state``, whatever the parallel sizes it was saved at. Collective over the world.
 
     The run's own learning rate, betas and schedule stay in force; moments, steps and the schedule's position are
@@ -156,6 +156,7 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None)
         directory: the run's checkpoint directory.
         state: what to load into, built like the saved one.
         iteration: which checkpoint; None for the latest.
+        free: of the fingerprint, what may differ.
 
     Raises:
         ValueError: on every rank, if the checkpoint is missing, damaged, of another model or of another optimizer.
@@ -163,10 +164,11 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None)
     fingerprint = _jsonable("fingerprint", state.fingerprint)
     path, common = _examine_together(Path(directory), iteration)
     content = common["content_metadata"]
-    _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer))
+    _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer), free)
     with_rng = content["layout"] == _layout()
     hyperparameters = checkpoint_optimizer.hyperparameters(state.optimizer)
     sharded = _sharded_state_dict(state, is_loading=True, with_rng=with_rng)
+    stateless = {} if content["layout"] else _without_layer_state(sharded, state.models)
     try:
         loaded = checkpoint_reader.load(sharded, path)
     except (CheckpointingException, CheckpointException) as error:
@@ -175,7 +177,7 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None)
         ) from error
 
     for name, model in _named_models(state.models):
-        model.load_state_dict(loaded[name])
+        model.load_state_dict(loaded[name] | stateless.get(name, {}))
     if state.optimizer is not None:
         checkpoint_optimizer.load(state.optimizer, loaded["optimizer"])
         checkpoint_optimizer.restore_hyperparameters(state.optimizer, hyperparameters)
@@ -240,6 +242,17 @@ def _sharded_state_dict(state: TrainingState, *, is_loading: bool, with_rng: boo
     return sharded
 
 
+def _without_layer_state(sharded: dict[str, Any], models: Sequence[torch.nn.Module]) -> dict[str, dict[str, None]]:
+    """Ask only weights of a checkpoint of weights alone. By model: what layers get in the place of their state."""
+    left: dict[str, dict[str, None]] = {}
+    for name, _ in _named_models(models):
+        keys = [key for key, value in sharded[name].items() if isinstance(value, ShardedObject)]
+        left[name] = dict.fromkeys(keys)
+        for key in keys:
+            del sharded[name][key]
+    return left
+
+
 def _layout() -> dict[str, Any]:
     return {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
@@ -297,13 +310,15 @@ def _damage(path: Path) -> str | None:
     return next(filter(None, _on_every_rank(lambda: checkpoint_digests.damage(path, rank, world))), None)
 
 
-def _check_content(path: Path, content: Mapping[str, Any], fingerprint: Mapping[str, Any], kind: str | None) -> None:
+def _check_content(
+    path: Path, content: Mapping[str, Any], fingerprint: Mapping[str, Any], kind: str | None, free: Collection[str]
+) -> None:
     """Refuse another model or optimizer; every rank has the same arguments, so all raise or none."""
     saved = content["fingerprint"]
     missing = "(absent)"
     differing = [
         f"{key}: checkpoint {saved.get(key, missing)!r}, model {fingerprint.get(key, missing)!r}"
-        for key in sorted(saved.keys() | fingerprint.keys())
+        for key in sorted((saved.keys() | fingerprint.keys()) - set(free))
         if saved.get(key, missing) != fingerprint.get(key, missing)
     ]
     if differing:
@@ -329,13 +344,16 @@ def _jsonable(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def check(directory: Path, fingerprint: Mapping[str, Any], iteration: int | None = None) -> Saved | None:
+def check(
+    directory: Path, fingerprint: Mapping[str, Any], iteration: int | None = None, free: Collection[str] = ()
+) -> Saved | None:
     """See, in one process and without loading, that a checkpoint of ``directory`` is there and of this model.
 
     The digests of files with tensors, nearly all of its bytes, are left to ``load``.
 
     Args:
         iteration: which checkpoint; None for the latest.
+        free: of the fingerprint, what may differ.
 
     Returns:
         What it says; None if there is no checkpoint.
@@ -355,5 +373,5 @@ def check(directory: Path, fingerprint: Mapping[str, Any], iteration: int | None
     except Damaged as error:
         raise with_remedy(error, directory, number, once, checkpoint_digests.damage) from error
     content = common["content_metadata"]
-    _check_content(path, content, _jsonable("fingerprint", fingerprint), content["optimizer"])
+    _check_content(path, content, _jsonable("fingerprint", fingerprint), content["optimizer"], free)
     return Saved(number, common["extra"])

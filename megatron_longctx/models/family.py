@@ -166,6 +166,18 @@ class Family:
         return written
 
 
+def require_same_function(model: ModelConfig, published: ModelConfig, whose: str) -> None:
+    """Refuse settings by which weights would compute something else than they were published for.
+
+    Raises:
+        ValueError: names the key.
+    """
+    for key, value in _function(published).items():
+        if (given := _function(model)[key]) != value:
+            remedy = "Leave it out; training that starts from these weights may change RoPE."
+            raise refuse(f"model.{key}", given, f"{value}, as {whose}", remedy)
+
+
 def _function(model: ModelConfig) -> dict[str, Any]:
     """The keys by which a model computes."""
     plain = replace(model, head_dim=model.kv_channels)
