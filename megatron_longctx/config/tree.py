@@ -231,6 +231,10 @@ class OptimConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = number(20, 1, _MOST)
+    # A run, imported or trained, with whose latest weights this one begins; its optimizer begins anew. Checkpoints of
+    # this run itself win. The model has to be the same, but for RoPE and the length of sequences. Given as a word, it
+    # also gives the model and the tokenizer, where other words do not.
+    init_from: str | None = path(None)
     global_batch_size: int = number(1, 1, 10**6)  # sequences per step, over all data-parallel ranks
     micro_batch_size: int = number(1, 1, 10**6)  # sequences per forward pass of one data-parallel rank
     precision: str = choice("bf16", PRECISIONS)

@@ -14,7 +14,7 @@ import json
 import logging
 import random
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,10 +70,12 @@ class Saved:
     Attributes:
         iteration: the checkpoint's iteration.
         extra: the dictionary given to ``save``.
+        optimizer: the kind of the optimizer's state; None where there is none.
     """
 
     iteration: int
     extra: dict[str, Any]
+    optimizer: str | None
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def _write(partial: Path, sharded: dict[str, Any], content: dict[str, Any]) -> c
     return {name: digest for of_rank in own for name, digest in of_rank.items()}
 
 
-def load(directory: Path, state: TrainingState, *, iteration: int | None = None, free: Collection[str] = ()) -> Loaded:
+def load(directory: Path, state: TrainingState, *, iteration: int | None = None, free: tuple[str, ...] = ()) -> Loaded:
     """Load a checkpoint into ``state``, whatever the parallel sizes it was saved at. Collective over the world.
 
     The run's own learning rate, betas and schedule stay in force; moments, steps and the schedule's position are
@@ -156,7 +158,7 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
         directory: the run's checkpoint directory.
         state: what to load into, built like the saved one.
         iteration: which checkpoint; None for the latest.
-        free: of the fingerprint, what may differ.
+        free: how keys of the fingerprint begin that may differ.
 
     Raises:
         ValueError: on every rank, if the checkpoint is missing, damaged, of another model or of another optimizer.
@@ -189,7 +191,7 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
         _set_rng(loaded["rng"])
     elif state.optimizer is not None and dist.get_rank() == 0:
         _logger.warning("random states not restored: checkpoint was saved at %s, now %s", content["layout"], _layout())
-    return Loaded(int(loaded["iteration"]), loaded["extra"], with_rng)
+    return Loaded(int(loaded["iteration"]), loaded["extra"], content["optimizer"], with_rng)
 
 
 def _examine_together(directory: Path, iteration: int | None) -> tuple[Path, dict[str, Any]]:
@@ -311,15 +313,15 @@ def _damage(path: Path) -> str | None:
 
 
 def _check_content(
-    path: Path, content: Mapping[str, Any], fingerprint: Mapping[str, Any], kind: str | None, free: Collection[str]
+    path: Path, content: Mapping[str, Any], fingerprint: Mapping[str, Any], kind: str | None, free: tuple[str, ...]
 ) -> None:
     """Refuse another model or optimizer; every rank has the same arguments, so all raise or none."""
     saved = content["fingerprint"]
     missing = "(absent)"
     differing = [
         f"{key}: checkpoint {saved.get(key, missing)!r}, model {fingerprint.get(key, missing)!r}"
-        for key in sorted((saved.keys() | fingerprint.keys()) - set(free))
-        if saved.get(key, missing) != fingerprint.get(key, missing)
+        for key in sorted(saved.keys() | fingerprint.keys())
+        if not key.startswith(free) and saved.get(key, missing) != fingerprint.get(key, missing)
     ]
     if differing:
         raise ValueError(
@@ -345,7 +347,7 @@ def _jsonable(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(
-    directory: Path, fingerprint: Mapping[str, Any], iteration: int | None = None, free: Collection[str] = ()
+    directory: Path, fingerprint: Mapping[str, Any], iteration: int | None = None, free: tuple[str, ...] = ()
 ) -> Saved | None:
     """See, in one process and without loading, that a checkpoint of ``directory`` is there and of this model.
 
@@ -353,7 +355,7 @@ def check(
 
     Args:
         iteration: which checkpoint; None for the latest.
-        free: of the fingerprint, what may differ.
+        free: how keys of the fingerprint begin that may differ.
 
     Returns:
         What it says; None if there is no checkpoint.
@@ -374,4 +376,4 @@ def check(
         raise with_remedy(error, directory, number, once, checkpoint_digests.damage) from error
     content = common["content_metadata"]
     _check_content(path, content, _jsonable("fingerprint", fingerprint), content["optimizer"], free)
-    return Saved(number, common["extra"])
+    return Saved(number, common["extra"], content["optimizer"])

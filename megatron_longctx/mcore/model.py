@@ -22,6 +22,8 @@ from .spec import block_spec
 
 logger = logging.getLogger(__name__)
 
+# How keys of `fingerprint` begin that no weight depends on.
+RETRAINABLE = ("rope_",)
 _SOFTMAX = {"none": "vanilla", "off_by_one": "off-by-one", "learnable": "learnable"}
 
 

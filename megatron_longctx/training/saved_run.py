@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
 from ..config import Config
@@ -14,13 +13,13 @@ from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 
 
-def check(key: str, run: Path, config: Config, iteration: int | None = None, free: Collection[str] = ()) -> Saved:
+def check(key: str, run: Path, config: Config, iteration: int | None = None, free: tuple[str, ...] = ()) -> Saved:
     """What a checkpoint of `run` says, if its weights are those of the configured model and tokenizer.
 
     Args:
         key: by which the run was given.
         iteration: which checkpoint; None for the latest.
-        free: of the fingerprint, what may differ.
+        free: how keys of the fingerprint begin that may differ.
 
     Raises:
         ValueError: it has none, or one that is damaged or of another model or tokenizer.
