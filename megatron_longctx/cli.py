@@ -205,8 +205,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.takes_settings("checkpoint=RUN, iteration=N, and words that replace the run's settings")
     serve.set_defaults(run=_serve)
 
-    importing = verbs.add_parser("import", help="a published model as a run: a folder of Hugging Face's")
-    importing.add_argument("source", metavar="SOURCE", help="the folder")
+    importing = verbs.add_parser("import", help="a published model as a run: of Hugging Face, or in GGUF")
+    importing.add_argument("source", metavar="SOURCE", help="a folder with config.json and safetensors, or a .gguf")
     importing.takes_settings("out=RUN, a new folder, and words that the run's settings are to be")
     importing.set_defaults(run=_import)
 

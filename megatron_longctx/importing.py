@@ -27,6 +27,7 @@ from .mcore.model import fingerprint, padded_vocab_size
 from .mcore.tokenizer import build_tokenizer
 from .models import Dims, Weight, family_of_source
 from .models.family import require_same_function
+from .models.gguf_file import GgufFile
 from .models.huggingface import HuggingFaceFolder
 from .models.source import Source
 
@@ -41,7 +42,7 @@ def import_model(source: str, words: Sequence[str]) -> None:
     """Run the verb.
 
     Args:
-        source: a folder of Hugging Face's.
+        source: a folder of Hugging Face's, or a GGUF file.
         words: `out=RUN`, and settings of the run.
 
     Raises:
@@ -102,9 +103,11 @@ def open_source(path: Path) -> Source:
     Raises:
         ValueError: there is none, or it is damaged.
     """
+    if path.suffix == ".gguf" and path.is_file():
+        return GgufFile(path)
     if (path / "config.json").is_file():
         return HuggingFaceFolder(path)
-    expected = "a folder with config.json and safetensors files"
+    expected = "a folder with config.json and safetensors files, or a .gguf file"
     raise refuse("SOURCE", path, expected, "Fetch it first: nothing is downloaded here.")
 
 
