@@ -205,6 +205,15 @@ def _parser() -> argparse.ArgumentParser:
     serve.takes_settings("checkpoint=RUN, iteration=N, and words that replace the run's settings")
     serve.set_defaults(run=_serve)
 
+    importing = verbs.add_parser("import", help="a published model as a run: of Hugging Face, or in GGUF")
+    importing.add_argument("source", metavar="SOURCE", help="a folder with config.json and safetensors, or a .gguf")
+    importing.takes_settings("out=RUN, a new folder, and words that the run's settings are to be")
+    importing.set_defaults(run=_import)
+
+    export = verbs.add_parser("export", help="a run's checkpoint as a folder that Hugging Face's libraries read")
+    export.add_argument("words", nargs="+", metavar="word", help="checkpoint=RUN, out=FOLDER, a new one, iteration=N")
+    export.set_defaults(run=_export)
+
     data = verbs.add_parser("data", help="turn text into Megatron's indexed dataset")
     data.add_argument("--source", required=True, help="stdlib, a folder, or a .jsonl file with a `text` in each line")
     data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
@@ -251,6 +260,18 @@ def _serve(arguments: argparse.Namespace) -> None:
     from .serve import serve
 
     serve(arguments.settings)
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from .importing import import_model
+
+    import_model(arguments.source, arguments.settings)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from .exporting import export_model
+
+    export_model(arguments.words)
 
 
 def _plan(arguments: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import difflib
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
     """
     for word in overrides:
         _check_word(word)
+    overrides = [*_of_first_run(overrides), *overrides]
     _store_schema()
     GlobalHydra.instance().clear()
     try:
@@ -44,6 +46,26 @@ def compose_config(overrides: Sequence[str]) -> Config:
         raise ValueError(_explain(error, overrides)) from None
     validate(config)
     return config
+
+
+def _of_first_run(words: Sequence[str]) -> list[str]:
+    """The model and the tokenizer of the run that `train.init_from` names, as words, but for what `words` say
+    themselves. They say the model also by a recipe that may have one.
+
+    Raises:
+        ValueError: there is no such run.
+    """
+    said = dict(word.split("=", 1) for word in words)
+    run = _plain("train.init_from", said.get("train.init_from", "null"))
+    if run is None:
+        return []
+    config = load_config(Path(run, RESOLVED))
+    values: dict[str, Any] = {}
+    if not said.keys() & {"data.tokenizer", "data.tokenizer_path"}:
+        values = {f"data.{key}": getattr(config.data, key) for key in ("tokenizer", "tokenizer_path")}
+    if not said.keys() & {"model", "experiment"}:
+        values |= {f"model.{key}": value for key, value in asdict(config.model).items()}
+    return [f"{key}={'null' if value is None else value}" for key, value in values.items() if key not in said]
 
 
 def override_config(config: Config, overrides: Sequence[str]) -> Config:

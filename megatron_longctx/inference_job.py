@@ -25,12 +25,10 @@ from .config import Config
 from .errors import JobFailed, refuse
 from .inference.engine import LongContextEngine
 from .inference.figures import calibration_file
-from .mcore import checkpoint, groups
-from .mcore.identity import refusal, tokenizer_identity
+from .mcore import groups
 from .mcore.inference import build_engine, check_cache, for_inference
-from .mcore.model import fingerprint, padded_vocab_size
-from .mcore.tokenizer import build_tokenizer
 from .topology import load_cluster
+from .training import saved_run
 from .training.preflight import check_kernel, device_type, host_bytes
 
 _GRACE_S = 5.0
@@ -65,34 +63,34 @@ def split_words(words: Sequence[str], own_keys: Sequence[str]) -> tuple[dict[str
     return own, [word for word in words if word.partition("=")[0] not in own_keys]
 
 
-def job_of(own: Mapping[str, str], settings: Sequence[str], options: Any = None) -> InferenceJob:
-    """The job of `checkpoint=RUN` and `iteration=N`, checked as far as one process can.
+def checkpoint_of(own: Mapping[str, str]) -> tuple[Path, int | None]:
+    """The folder and the number of `checkpoint=RUN` and `iteration=N`.
 
     Raises:
-        ValueError: a checkpoint, settings or sizes that cannot be used.
+        ValueError: they are none.
     """
     if not own.get("checkpoint"):  # an empty one would be the current folder
         raise refuse("checkpoint", "", "checkpoint=RUN, the folder of a run", "Give runs/NAME of a training run.")
     iteration = own.get("iteration")
     if iteration is not None and not (iteration.isdecimal() and len(iteration) < 13):
         raise refuse("iteration", iteration, "a number", "Leave it out for the latest.")
-    run = Path(own["checkpoint"])
+    return Path(own["checkpoint"]), None if iteration is None else int(iteration)
+
+
+def job_of(own: Mapping[str, str], settings: Sequence[str], options: Any = None) -> InferenceJob:
+    """The job of `checkpoint=RUN` and `iteration=N`, checked as far as one process can.
+
+    Raises:
+        ValueError: a checkpoint, settings or sizes that cannot be used.
+    """
+    run, iteration = checkpoint_of(own)
     loaded = load_config(run / RESOLVED)
     # Training's own sizes and attention say nothing about these.
     whole = replace(loaded.parallelism, pipeline_parallel_size=1, data_parallel_size=None)
     ours = replace(loaded.attention, baseline=None)
     config = for_inference(override_config(replace(loaded, parallelism=whole, attention=ours), settings))
-    tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
-    checkpoints = run / "checkpoints"
-    vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
-    number = None if iteration is None else int(iteration)
-    saved = checkpoint.check(checkpoints, fingerprint(config, vocab_size), number)
-    if saved is None:
-        raise refuse("checkpoint", run, "a run with a checkpoint", "Train it with train.save=true first.")
-    error = refusal(saved.extra.get("data", {}), {"data.tokenizer": tokenizer_identity(config, tokenizer)}, run)
-    if error is not None and config.train.check_data:
-        raise error
-    job = InferenceJob(config, checkpoints, number, options)
+    saved_run.check("checkpoint", run, config, iteration)
+    job = InferenceJob(config, run / "checkpoints", iteration, options)
     device = device_type(config)
     check_kernel(config, device)
     cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size

@@ -18,9 +18,9 @@ MOST_LINES = 400
 # In the order data flows: a room imports itself and what stands before it.
 ROOMS = (
     *("names", "errors", "files", "layout", "topology", "schedules", "config", "compose"),
-    *("memory", "kernels", "comm", "attention", "recompute", "metrics"),
+    *("models", "memory", "kernels", "comm", "attention", "recompute", "metrics"),
     *("inference", "mcore", "chat_template", "chat", "training", "calibrate"),
-    *("inference_job", "generate", "http_api", "serve"),
+    *("inference_job", "importing", "exporting", "generate", "http_api", "serve"),
     *("plan", "doctor", "demo", "check", "cli", "__main__", "testing"),
 )
 NEEDED_BY_METRICS = ("names", "errors", "files", "config")
@@ -35,6 +35,7 @@ FORBIDDEN = (
     ("memory", "torch", ()),
     ("metrics", "torch", ("hardware.py", "environment.py")),
     ("kernels", "torch.distributed", ()),
+    ("models", "torch.distributed", ()),
     *(("metrics", f"{PACKAGE}.{room}", ()) for room in ROOMS if room not in ("metrics", *NEEDED_BY_METRICS)),
     # The server's packages are optional.
     *((room, name, ()) for name in ("starlette", "uvicorn") for room in ROOMS if room not in ("http_api", "serve")),
@@ -120,6 +121,8 @@ def test_the_package_keeps_the_law() -> None:
         ("kernels/a.py", "from torch import distributed", "kernels may not import torch.distributed"),
         ("kernels/a.py", "from ..comm import p2p", "kernels may not import comm: imports point only up"),
         ("kernels/a.py", "from .. import comm", "kernels may not import comm: imports point only up"),
+        ("models/a.py", "import torch.distributed", "models may not import torch.distributed"),
+        ("models/a.py", "from ..mcore import model", "models may not import mcore"),
         ("comm/a.py", f"from {PACKAGE}.attention.run import Run", "comm may not import attention"),
         ("attention/a.py", "from megatron.core import parallel_state", "attention may not import megatron"),
         ("training/a.py", "import megatron.core.models", "training may not import megatron"),

@@ -40,6 +40,8 @@ def _validate_model(model: ModelConfig) -> None:
     _divides("model.num_kv_heads", model.num_kv_heads, "model.num_attention_heads", model.num_attention_heads)
     if model.position_embedding == "rope" and model.kv_channels % 2:
         raise refuse("model.head_dim", model.kv_channels, "an even head dimension with rope", "Set model.head_dim.")
+    if model.qkv_bias and model.bias:
+        raise refuse("model.qkv_bias", True, "false with model.bias=true, which it is a part of", "Leave it false.")
     if model.window_pattern is not None and model.window is None:
         remedy = "Set model.window, or leave window_pattern null: without windows all layers see everything."
         raise refuse("model.window_pattern", model.window_pattern, "null with model.window=null", remedy)

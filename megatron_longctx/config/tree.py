@@ -64,7 +64,8 @@ class ModelConfig:
     window_pattern: int | None = number(None, 2, 10_000)
     # A logit per head that takes part in every softmax and has no value: none, 0 (off_by_one), or learnable.
     sinks: str = choice("none", SINKS)
-    bias: bool = False
+    bias: bool = False  # of all linear layers but the output's
+    qkv_bias: bool = False  # of queries, keys and values, where the other layers have none
     tie_embeddings: bool = False
     init_std: float = number(0.02, 1e-6, 10)
     # Whose layers surround our attention: auto (TransformerEngine's on GPUs where installed, else Megatron's local)
@@ -230,6 +231,10 @@ class OptimConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = number(20, 1, _MOST)
+    # A run, imported or trained, with whose latest weights this one begins; its optimizer begins anew. Checkpoints of
+    # this run itself win. The model has to be the same, but for RoPE and the length of sequences. Given as a word, it
+    # also gives the model and the tokenizer, where other words do not.
+    init_from: str | None = path(None)
     global_batch_size: int = number(1, 1, 10**6)  # sequences per step, over all data-parallel ranks
     micro_batch_size: int = number(1, 1, 10**6)  # sequences per forward pass of one data-parallel rank
     precision: str = choice("bf16", PRECISIONS)

@@ -70,10 +70,12 @@ class Saved:
     Attributes:
         iteration: the checkpoint's iteration.
         extra: the dictionary given to ``save``.
+        optimizer: the kind of the optimizer's state; None where there is none.
     """
 
     iteration: int
     extra: dict[str, Any]
+    optimizer: str | None
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def _write(partial: Path, sharded: dict[str, Any], content: dict[str, Any]) -> c
     return {name: digest for of_rank in own for name, digest in of_rank.items()}
 
 
-def load(directory: Path, state: TrainingState, *, iteration: int | None = None) -> Loaded:
+def load(directory: Path, state: TrainingState, *, iteration: int | None = None, free: tuple[str, ...] = ()) -> Loaded:
     """Load a checkpoint into ``state``, whatever the parallel sizes it was saved at. Collective over the world.
 
     The run's own learning rate, betas and schedule stay in force; moments, steps and the schedule's position are
@@ -156,6 +158,7 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None)
         directory: the run's checkpoint directory.
         state: what to load into, built like the saved one.
         iteration: which checkpoint; None for the latest.
+        free: how keys of the fingerprint begin that may differ.
 
     Raises:
         ValueError: on every rank, if the checkpoint is missing, damaged, of another model or of another optimizer.
@@ -163,10 +166,11 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None)
     fingerprint = _jsonable("fingerprint", state.fingerprint)
     path, common = _examine_together(Path(directory), iteration)
     content = common["content_metadata"]
-    _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer))
+    _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer), free)
     with_rng = content["layout"] == _layout()
     hyperparameters = checkpoint_optimizer.hyperparameters(state.optimizer)
     sharded = _sharded_state_dict(state, is_loading=True, with_rng=with_rng)
+    stateless = {} if content["layout"] else _without_layer_state(sharded, state.models)
     try:
         loaded = checkpoint_reader.load(sharded, path)
     except (CheckpointingException, CheckpointException) as error:
@@ -175,7 +179,7 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None)
         ) from error
 
     for name, model in _named_models(state.models):
-        model.load_state_dict(loaded[name])
+        model.load_state_dict(loaded[name] | stateless.get(name, {}))
     if state.optimizer is not None:
         checkpoint_optimizer.load(state.optimizer, loaded["optimizer"])
         checkpoint_optimizer.restore_hyperparameters(state.optimizer, hyperparameters)
@@ -187,7 +191,7 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None)
         _set_rng(loaded["rng"])
     elif state.optimizer is not None and dist.get_rank() == 0:
         _logger.warning("random states not restored: checkpoint was saved at %s, now %s", content["layout"], _layout())
-    return Loaded(int(loaded["iteration"]), loaded["extra"], with_rng)
+    return Loaded(int(loaded["iteration"]), loaded["extra"], content["optimizer"], with_rng)
 
 
 def _examine_together(directory: Path, iteration: int | None) -> tuple[Path, dict[str, Any]]:
@@ -238,6 +242,17 @@ def _sharded_state_dict(state: TrainingState, *, is_loading: bool, with_rng: boo
         # One state per rank of the world: pipeline stages and tensor-parallel ranks differ.
         sharded["rng"] = ShardedObject("rng_state", _get_rng(), (dist.get_world_size(),), (dist.get_rank(),))
     return sharded
+
+
+def _without_layer_state(sharded: dict[str, Any], models: Sequence[torch.nn.Module]) -> dict[str, dict[str, None]]:
+    """Ask only weights of a checkpoint of weights alone. By model: what layers get in the place of their state."""
+    left: dict[str, dict[str, None]] = {}
+    for name, _ in _named_models(models):
+        keys = [key for key, value in sharded[name].items() if isinstance(value, ShardedObject)]
+        left[name] = dict.fromkeys(keys)
+        for key in keys:
+            del sharded[name][key]
+    return left
 
 
 def _layout() -> dict[str, Any]:
@@ -297,14 +312,16 @@ def _damage(path: Path) -> str | None:
     return next(filter(None, _on_every_rank(lambda: checkpoint_digests.damage(path, rank, world))), None)
 
 
-def _check_content(path: Path, content: Mapping[str, Any], fingerprint: Mapping[str, Any], kind: str | None) -> None:
+def _check_content(
+    path: Path, content: Mapping[str, Any], fingerprint: Mapping[str, Any], kind: str | None, free: tuple[str, ...]
+) -> None:
     """Refuse another model or optimizer; every rank has the same arguments, so all raise or none."""
     saved = content["fingerprint"]
     missing = "(absent)"
     differing = [
         f"{key}: checkpoint {saved.get(key, missing)!r}, model {fingerprint.get(key, missing)!r}"
         for key in sorted(saved.keys() | fingerprint.keys())
-        if saved.get(key, missing) != fingerprint.get(key, missing)
+        if not key.startswith(free) and saved.get(key, missing) != fingerprint.get(key, missing)
     ]
     if differing:
         raise ValueError(
@@ -329,13 +346,16 @@ def _jsonable(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def check(directory: Path, fingerprint: Mapping[str, Any], iteration: int | None = None) -> Saved | None:
+def check(
+    directory: Path, fingerprint: Mapping[str, Any], iteration: int | None = None, free: tuple[str, ...] = ()
+) -> Saved | None:
     """See, in one process and without loading, that a checkpoint of ``directory`` is there and of this model.
 
     The digests of files with tensors, nearly all of its bytes, are left to ``load``.
 
     Args:
         iteration: which checkpoint; None for the latest.
+        free: how keys of the fingerprint begin that may differ.
 
     Returns:
         What it says; None if there is no checkpoint.
@@ -355,5 +375,5 @@ def check(directory: Path, fingerprint: Mapping[str, Any], iteration: int | None
     except Damaged as error:
         raise with_remedy(error, directory, number, once, checkpoint_digests.damage) from error
     content = common["content_metadata"]
-    _check_content(path, content, _jsonable("fingerprint", fingerprint), content["optimizer"])
-    return Saved(number, common["extra"])
+    _check_content(path, content, _jsonable("fingerprint", fingerprint), content["optimizer"], free)
+    return Saved(number, common["extra"], content["optimizer"])

@@ -77,6 +77,12 @@ def read_common(path: Path) -> dict[str, Any]:
     return common
 
 
+def tensor_of(content: bytes, name: str) -> torch.Tensor:
+    """A tensor as a checkpoint's files hold it. Raises as `read_metadata`."""
+    found: torch.Tensor = _plain(io.BytesIO(content), name)
+    return found
+
+
 def _plain(source: Any, name: str) -> Any:
     """Plain values and tensors that ``torch.save`` has written."""
     try:

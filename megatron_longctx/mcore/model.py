@@ -22,6 +22,8 @@ from .spec import block_spec
 
 logger = logging.getLogger(__name__)
 
+# How keys of `fingerprint` begin that no weight depends on.
+RETRAINABLE = ("rope_",)
 _SOFTMAX = {"none": "vanilla", "off_by_one": "off-by-one", "learnable": "learnable"}
 
 
@@ -79,7 +81,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         gated_linear_unit=swiglu,
         activation_func=functional.silu if swiglu else functional.gelu,
         add_bias_linear=model.bias,
-        add_qkv_bias=model.bias,
+        add_qkv_bias=model.bias or model.qkv_bias,
         init_method_std=model.init_std,
         window_size=None if model.window is None else (model.window, 0),
         window_attn_skip_freq=model.window_pattern,
@@ -156,8 +158,8 @@ def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
     """What a checkpoint must agree on with the model that loads it; nothing about parallel sizes."""
     model = config.model
     # Only where set, so that checkpoints from before these keys load.
-    special = {key: getattr(model, key) for key in ("window", "window_pattern", "sinks")}
-    return {key: value for key, value in special.items() if value not in (None, "none")} | {
+    special = {key: getattr(model, key) for key in ("window", "window_pattern", "sinks", "qkv_bias")}
+    return {key: value for key, value in special.items() if value not in (None, "none", False)} | {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,

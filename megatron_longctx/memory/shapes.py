@@ -161,8 +161,10 @@ def layer_parameters(job: Job) -> int:
     fc1 = _FC1_COLUMNS[model.activation] * model.ffn_hidden_size
     sharded = model.hidden_size * (heads + out + fc1 + model.ffn_hidden_size)
     whole = 2 * model.hidden_size * (2 if model.normalization == "layernorm" else 1)
+    if model.bias or model.qkv_bias:
+        sharded += heads
     if model.bias:
-        sharded += heads + fc1
+        sharded += fc1
         whole += 2 * model.hidden_size
     if model.sinks == "learnable":
         sharded += model.num_attention_heads

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -225,6 +226,7 @@ class Trainer:
     def _resume(self) -> tuple[int, int]:
         """Steps and tokens that the run has been trained on."""
         if checkpoint.latest(self.folder.checkpoints) is None:
+            self._begin()
             return 0, 0
         loaded = checkpoint.load(self.folder.checkpoints, self._state())
         if (untold := resume.check(self.config, self.folder.path, loaded, self.identity)) and dist.get_rank() == 0:
@@ -233,6 +235,15 @@ class Trainer:
         samples = loaded.extra["consumed_samples"]
         # Earlier versions did not count tokens, and packs may be shorter than this.
         return loaded.iteration, loaded.extra.get("consumed_tokens", samples * self.config.data.seq_length)
+
+    def _begin(self) -> None:
+        """With the weights of another run, if `train.init_from` names one."""
+        if (run := self.config.train.init_from) is None:
+            return
+        weights = checkpoint.TrainingState(self.models, fingerprint=model.fingerprint(self.config, self.vocab_size))
+        loaded = checkpoint.load(Path(run, "checkpoints"), weights, free=model.RETRAINABLE)
+        self.optimizer.reload_model_params()
+        logger.info("begins with the weights of step %d of %s", loaded.iteration, run)
 
     def _save(self) -> None:
         begin = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import torch
 
@@ -14,11 +15,11 @@ from ..kernels import KernelRequest, auto_order, available
 from ..mcore import checkpoint
 from ..mcore.corpus import check_corpus, check_tokenizer
 from ..mcore.identity import identity
-from ..mcore.model import fingerprint, padded_vocab_size, uses_transformer_engine
+from ..mcore.model import RETRAINABLE, fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
 from ..schedules import build_plan
-from . import resume
+from . import resume, saved_run
 from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,12 @@ def check(config: Config, world_size: int) -> int | None:
     except OSError as error:
         raise folder.unusable(error, config.run.root) from error
     if resumed is None:
+        if config.train.init_from is not None:
+            saved_run.check("train.init_from", Path(config.train.init_from), config, free=RETRAINABLE)
         return None
+    if resumed.optimizer is None:
+        remedy = f"Set another run.name, and train.init_from={folder.path}."
+        raise refuse("run.name", config.run.name, f"a run that was trained; {folder.path} has weights alone", remedy)
     resume.check(config, folder.path, resumed, identity(config, tokenizer))
     return resumed.iteration
 

@@ -1,0 +1,178 @@
+"""Checkpoints of weights alone, written and read by one process, a parameter at a time.
+
+A model need not be built for it, nor fit into memory. The files are those that Megatron's ``torch_dist`` format has,
+which ``checkpoint.load`` reads at any parallel sizes: every layer's parameter is a slice of one tensor of all layers.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from . import checkpoint_folder, checkpoint_reader
+from .checkpoint_check import Damaged
+
+_LAYER = ".{layer}"
+_MOST_FILE_BYTES = 4 * 2**30  # after which another begins: ranks and threads share the files when they check them
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One of the whole model, or with `{layer}` in its name that of one layer.
+
+    Args:
+        layer: counted from 0; None for a parameter outside of layers.
+        shape: over all tensor-parallel ranks.
+        value: makes it; of this shape and of the checkpoint's dtype.
+    """
+
+    name: str
+    layer: int | None
+    shape: tuple[int, ...]
+    value: Callable[[], Tensor]
+
+    @property
+    def key(self) -> str:
+        return self.name.replace(_LAYER, "")
+
+    @property
+    def offsets(self) -> torch.Size:
+        """Where it begins in the tensor of its key."""
+        return torch.Size(((self.layer,) if self.layer is not None else ()) + (0,) * len(self.shape))
+
+    @property
+    def sizes(self) -> torch.Size:
+        return torch.Size(((1,) if self.layer is not None else ()) + self.shape)
+
+
+def write(
+    directory: Path,
+    parameters: Iterable[Parameter],
+    num_layers: int,
+    dtype: torch.dtype,
+    fingerprint: Mapping[str, Any],
+    extra: Mapping[str, Any],
+) -> None:
+    """Write iteration 0 of a checkpoint directory.
+
+    Args:
+        parameters: taken one by one; each is forgotten before the next is made.
+        fingerprint, extra: as ``checkpoint.save`` has them.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    final = checkpoint_folder.iteration_directory(directory, 0)
+    partial = final.with_name(final.name + ".partial")
+    checkpoint_folder.start(partial)
+    metadata = _write_tensors(partial, parameters, num_layers, dtype)
+    with (partial / ".metadata").open("wb") as stream:
+        pickle.dump(metadata, stream)
+    # No parallel sizes: there are no random states, and no state of layers.
+    content = {"fingerprint": dict(fingerprint), "layout": {}, "optimizer": None}
+    common = {"iteration": 0, "extra": dict(extra), "content_metadata": content}
+    torch.save(common, partial / COMMON_STATE_FNAME)
+    save_config(CheckpointingConfig("torch_dist", 1), str(partial))
+    checkpoint_folder.publish(partial, final, {}, None)
+
+
+def _write_tensors(partial: Path, parameters: Iterable[Parameter], num_layers: int, dtype: torch.dtype) -> Metadata:
+    tensors: dict[str, Any] = {}  # of TensorStorageMetadata
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    number, waiting = 0, iter(parameters)
+    parameter = next(waiting, None)
+    while parameter is not None:
+        name = f"__0_{number}.distcp"
+        with (partial / name).open("wb") as stream:
+            while parameter is not None and stream.tell() < _MOST_FILE_BYTES:
+                begin = stream.tell()
+                value = parameter.value()
+                assert value.dtype == dtype and tuple(value.shape) == parameter.shape, parameter.name
+                torch.save(value.reshape(parameter.sizes).clone(), stream)  # a view would bring all that it is of
+                del value
+                index = MetadataIndex(parameter.key, parameter.offsets)
+                places[index] = _StorageInfo(name, begin, stream.tell() - begin)
+                whole = torch.Size((num_layers, *parameter.shape) if parameter.layer is not None else parameter.shape)
+                found = TensorStorageMetadata(TensorProperties(dtype), whole, [])
+                chunk = ChunkStorageMetadata(parameter.offsets, parameter.sizes)
+                tensors.setdefault(parameter.key, found).chunks.append(chunk)
+                parameter = next(waiting, None)
+        number += 1
+    return Metadata(tensors, storage_data=places)
+
+
+class Reader:
+    """The weights of a checkpoint, which has been examined. path: of the iteration."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._metadata = checkpoint_reader.read_metadata(path)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a parameter, or of all layers' of this name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return self._entry(name).properties.dtype
+
+    def read(self, name: str, layer: int | None, shape: tuple[int, ...]) -> Tensor:
+        """A parameter.
+
+        Raises:
+            ValueError: it is not there, or of another shape.
+        """
+        entry, key = self._entry(name), name.replace(_LAYER, "")
+        before = () if layer is None else (layer,)
+        found = tuple(entry.size[len(before) :])
+        if found != shape:
+            raise Damaged(f"{self._path}: {key} has the shape {found}, expected {shape}")
+        out, filled = torch.empty(shape, dtype=entry.properties.dtype), 0
+        for chunk in entry.chunks:
+            if before and not chunk.offsets[0] <= before[0] < chunk.offsets[0] + chunk.sizes[0]:
+                continue
+            part = self._part(MetadataIndex(key, chunk.offsets))
+            if before:
+                part = part[before[0] - chunk.offsets[0]]
+            spans = zip(chunk.offsets[len(before) :], part.shape, strict=True)
+            out[tuple(slice(begin, begin + size) for begin, size in spans)] = part
+            filled += part.numel()
+        if filled != out.numel():
+            raise Damaged(f"{self._path}: {key} has {filled} values, expected {out.numel()}")
+        return out
+
+    def unread(self, names: Iterable[str]) -> Iterator[str]:
+        """Keys of the model's tensors that are none of `names`."""
+        keys = {name.replace(_LAYER, "") for name in names}
+        for key, entry in self._metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata) and not key.startswith("optimizer.") and key not in keys:
+                yield key
+
+    def _entry(self, name: str) -> TensorStorageMetadata:
+        key = name.replace(_LAYER, "")
+        entry = self._metadata.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise Damaged(f"{self._path} has no {key}, expected the weights of the run's model")
+        return entry
+
+    def _part(self, index: MetadataIndex) -> Tensor:
+        place = self._metadata.storage_data[index]
+        with (self._path / place.relative_path).open("rb") as stream:
+            stream.seek(place.offset)
+            return checkpoint_reader.tensor_of(stream.read(place.length), index.fqn)

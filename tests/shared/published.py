@@ -1,0 +1,92 @@
+"""Tiny published models, as `transformers` writes them, and what this project's engine makes of imported ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_longctx.compose import RESOLVED, load_config
+from megatron_longctx.config import Config
+from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.inference import build_engine, for_inference
+from tests.shared.training import changed
+
+VOCAB = 300
+CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "bos_token_id": 0,
+    "eos_token_id": 1,
+}  # fmt: skip
+TEXTS = ("the quick brown fox jumps over the lazy dog", "all that glitters is not gold", "to be, or not to be?")
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of a few merges, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|begin|>", "<|end|>"]
+    bpe.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=VOCAB - 10, special_tokens=special, initial_alphabet=alphabet)
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=special[0], eos_token=special[1])
+    fast.chat_template = CHAT
+    fast.save_pretrained(folder)
+
+
+def write_model(folder: Path, family: str, dtype: torch.dtype, shard_size: str = "5GB", **fields: Any) -> Any:
+    """A random model of a family, with its tokenizer; the model of `transformers` itself comes back."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(len(family))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | fields), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases begin as ones and zeros, which would hide where they are put
+                parameter.add_(0.2 * torch.randn(parameter.shape).to(dtype))
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    write_tokenizer(folder)
+    return model.eval()
+
+
+def theirs(model: Any, prompt: Sequence[int], new_tokens: int, tokens: int) -> tuple[Tensor, list[int]]:
+    """Logits of the last token of a prompt, and the likeliest tokens after it among the first `tokens`, by
+    `transformers`."""
+    ids, found, first = torch.tensor([prompt]), [], None
+    cache = None
+    with torch.inference_mode():
+        for _ in range(new_tokens):
+            out = model(ids, past_key_values=cache, use_cache=True)
+            cache, logits = out.past_key_values, out.logits[0, -1, :tokens].float()
+            first = logits if first is None else first
+            found.append(int(logits.argmax()))
+            ids = torch.tensor([found[-1:]])
+    assert first is not None
+    return first, found
+
+
+def ours(
+    rank: int, run: str, prompt: Sequence[int], new_tokens: int, sizes: dict[str, int]
+) -> tuple[Tensor, list[int]]:
+    """The same by this project's engine, as this rank of a joined group."""
+    config: Config = load_config(Path(run, RESOLVED))
+    settings = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()}
+    collection = groups.initialize(tensor=sizes.get("tensor", 1), context=sizes.get("context", 1))
+    engine, tokenizer = build_engine(for_inference(changed(config, settings)), collection, Path(run, "checkpoints"))
+    session = engine.open()
+    session.append(prompt)
+    logits = engine.next_logits([session])[0][: tokenizer.vocab_size].clone()
+    found = session.generate(Sampling(max_new_tokens=new_tokens, temperature=0.0))
+    engine.release()
+    groups.destroy()
+    return logits, found

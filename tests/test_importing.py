@@ -1,0 +1,300 @@
+"""Published models become runs and come back: to the bit, with the same logits as `transformers`, or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_longctx import cli
+from megatron_longctx.compose import RESOLVED, load_config
+from megatron_longctx.exporting import export_model
+from megatron_longctx.importing import import_model
+from megatron_longctx.mcore import checkpoint_reader
+from megatron_longctx.models.huggingface import HuggingFaceFolder
+from megatron_longctx.testing.distributed import run_distributed
+from tests.shared.published import VOCAB, ours, theirs, write_model
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+# By name: family, dtype, and what differs from the tiny model.
+MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
+    "llama": ("llama", torch.float32, {}),
+    "llama, biases, tied, bf16": (
+        "llama", torch.bfloat16, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "qwen2, in shards": ("qwen2", torch.float32, {"head_dim": 16, "shard_size": "20KB", "rope_theta": 1e6}),
+}  # fmt: skip
+PROMPT = list(range(5, 40))
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """The folder of every model, and the model of `transformers`."""
+    root = tmp_path_factory.mktemp("published")
+    return {
+        name: (root / str(number), write_model(root / str(number), family, dtype, **fields))
+        for number, (name, (family, dtype, fields)) in enumerate(MODELS.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(published: dict[str, tuple[Path, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("runs")
+    found = {}
+    for number, (name, (folder, _)) in enumerate(published.items()):
+        found[name] = root / str(number)
+        import_model(str(folder), [f"out={found[name]}"])
+    return found
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[key].dtype == value.dtype and torch.equal(found[key], value) for key, value in expected.items()
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tensor_comes_back_as_it_was(
+    name: str, published: dict[str, tuple[Path, Any]], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export_model([f"checkpoint={runs[name]}", f"out={tmp_path / 'back'}"])
+    folder, model = published[name]
+    assert same(tensors_of(tmp_path / "back"), tensors_of(folder))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
+    assert again.dtype == model.dtype
+    assert torch.equal(again(torch.tensor([PROMPT])).logits, model(torch.tensor([PROMPT])).logits)
+    tokenizers = [AutoTokenizer.from_pretrained(each) for each in (folder, tmp_path / "back")]
+    assert tokenizers[0].chat_template == tokenizers[1].chat_template
+    assert tokenizers[0]("the quick fox?").input_ids == tokenizers[1]("the quick fox?").input_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("llama", {}), ("llama", {"tensor": 2}), ("qwen2, in shards", {"context": 2})]
+)
+def test_logits_and_tokens_are_those_of_transformers(
+    name: str, sizes: dict[str, int], published: dict[str, tuple[Path, Any]], runs: dict[str, Path]
+) -> None:
+    ranks = run_distributed(ours, max([1, *sizes.values()]), str(runs[name]), PROMPT, 200, sizes)
+    logits, tokens = ranks[0]
+    expected, likeliest = theirs(published[name][1], PROMPT, 200, len(logits))
+    assert VOCAB - 10 <= len(logits) < VOCAB  # the tokenizer's
+    assert (logits - expected).norm() < 1e-4 * expected.norm()
+    assert tokens == likeliest and len(set(tokens)) > 5
+
+
+def test_a_run_says_what_it_was_made_of(published: dict[str, tuple[Path, Any]], runs: dict[str, Path]) -> None:
+    config = load_config(runs["qwen2, in shards"] / RESOLVED)
+    assert (config.model.name, config.model.head_dim, config.model.qkv_bias) == ("qwen2", 16, True)
+    assert (config.model.rope_base, config.model.vocab_size, config.data.seq_length) == (1e6, VOCAB, 256)
+    assert config.train.precision == "fp32"
+    assert load_config(runs["llama, biases, tied, bf16"] / RESOLVED).train.precision == "bf16"
+    folder = Path(config.data.tokenizer_path or "")
+    assert config.data.tokenizer == "huggingface" and folder == runs["qwen2, in shards"] / "tokenizer"
+    source = published["qwen2, in shards"][0]
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
+        assert (folder / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_rows_are_added_for_tensor_parallel_ranks_and_taken_off_again(
+    published: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    folder, _ = published["llama"]
+    words = [f"out={tmp_path / 'run'}", "model.vocab_size=304", "parallelism.tensor_parallel_size=2"]
+    import_model(str(folder), words)
+    assert load_config(tmp_path / "run" / RESOLVED).model.vocab_size == 304
+    export_model([f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'back'}"])
+    assert same(tensors_of(tmp_path / "back"), tensors_of(folder))
+    assert json.loads((tmp_path / "back/config.json").read_text())["vocab_size"] == VOCAB
+
+
+def test_a_precision_that_is_asked_for_rounds(published: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    folder, _ = published["llama"]
+    import_model(str(folder), [f"out={tmp_path / 'run'}", "train.precision=bf16"])
+    export_model([f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'back'}"])
+    assert same(tensors_of(tmp_path / "back"), {key: x.bfloat16() for key, x in tensors_of(folder).items()})
+
+
+def _without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _without_second_shard(folder: Path) -> None:
+    next(folder.glob("model-00002-of-*.safetensors")).unlink()
+
+
+def _cut(name: str) -> Callable[[Path], None]:
+    def cut(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return cut
+
+
+def _fields(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return write
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+WRONG: dict[str, tuple[str, Callable[[Path], None], list[str], str]] = {
+    "no config": ("llama", _without("config.json"), [], r"SOURCE=.*: expected a folder with config\.json"),
+    "no JSON": ("llama", _cut("config.json"), [], r"config\.json: expected a JSON file"),
+    "no weights": ("llama", _without("model.safetensors"), [], r"expected model\.safetensors, or .*pickles"),
+    "truncated": ("llama", _cut("model.safetensors"), [], r"model\.safetensors: damaged, or no safetensors file"),
+    "missing shard": (
+        "qwen2, in shards", _without_second_shard, [],
+        r"model-00002-of-0000\d\.safetensors: expected this file of the model; it is missing",
+    ),
+    "truncated index": ("qwen2, in shards", _cut("model.safetensors.index.json"), [], r"expected a JSON file"),
+    "missing tensor": ("llama", _tensors(lambda t: t.pop(NORM)), [], rf"tensors={NORM}: expected it in the files"),
+    "another tensor": (
+        "llama", _tensors(lambda t: t.update(x=t[NORM].clone())), [], r"tensors=x: expected tensors that the architec",
+    ),
+    "wrong shape": (
+        "llama", _tensors(lambda t: t.update({NORM: t[NORM][1:].clone()})), [],
+        rf"tensors={NORM} \(31,\): expected the shape \(32,\)",
+    ),
+    "wrong dtype": ("llama", _tensors(lambda t: t.update({NORM: t[NORM].char()})), [], rf"{NORM} is of I8, expected"),
+    "another size": ("llama", _fields(intermediate_size=64), [], r"expected the shape \(64, 32\), as config\.json"),
+    "architecture": ("llama", _fields(architectures=["FooForCausalLM"]), [], r"architectures=\['FooForCausalLM'\]"),
+    "scaling": (
+        "llama", _fields(rope_parameters={"rope_type": "wavy", "rope_theta": 1e4}), [], r"rope_parameters=.*wavy",
+    ),
+    "tokenizer": ("llama", _fields(vocab_size=280), [], r"expected the shape \(280, 32\)"),
+    "no tokenizer": ("llama", _cut("tokenizer.json"), [], r"data\.tokenizer_path=.*: cannot be read by huggingface"),
+    "other function": ("llama", lambda folder: None, ["model.window=8"], r"model\.window=8: expected None, as .* has"),
+    "fewer rows": ("llama", lambda folder: None, ["model.vocab_size=299"], r"model\.vocab_size=299: expected at least"),
+    "no such setting": ("llama", lambda folder: None, ["model.windw=8"], r"model\.windw: expected a key"),
+    "no divisor": (
+        "llama", lambda folder: None, ["parallelism.tensor_parallel_size=4"], r"parallelism\.tensor_parallel_size=4",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_by_name_and_leaves_nothing(
+    name: str, published: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    model, spoil, words, said = WRONG[name]
+    folder = shutil.copytree(published[model][0], tmp_path / "source")
+    spoil(folder)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match=said):
+        import_model(str(folder), [f"out={tmp_path / 'out/run'}", *words])
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", "llama", torch.float32, vocab_size=280)
+    with pytest.raises(ValueError, match=r"data\.tokenizer_path=.*expected at most the 280 tokens .*; this has 290"):
+        import_model(str(tmp_path / "source"), [f"out={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_that_are_there_are_kept(
+    published: dict[str, tuple[Path, Any]], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    for refused in (
+        lambda: import_model(str(published["llama"][0]), [f"out={tmp_path / 'out'}"]),
+        lambda: export_model([f"checkpoint={runs['llama']}", f"out={tmp_path / 'out'}"]),
+    ):
+        with pytest.raises(ValueError, match=r"out=.*: expected a new folder; this is there already"):
+            refused()
+    with pytest.raises(ValueError, match=r"out=: expected out=FOLDER"):
+        import_model(str(published["llama"][0]), [])
+
+
+def test_a_full_disk_leaves_nothing(
+    published: dict[str, tuple[Path, Any]], runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.save
+
+    def full(*args: Any, **how: Any) -> None:
+        real(*args, **how)
+        if args[1].tell() > 30_000:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        import_model(str(published["llama"][0]), [f"out={tmp_path / 'run'}"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_buffers_of_old_versions_and_saved_copies_of_tied_weights_are_no_fault(
+    published: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    name = "llama, biases, tied, bf16"
+    folder = shutil.copytree(published[name][0], tmp_path / "source")
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    _tensors(lambda t: t.update(inv_freq | {"lm_head.weight": embedding.clone()}))(folder)
+    import_model(str(folder), [f"out={tmp_path / 'run'}"])
+    _tensors(lambda t: t.update({"lm_head.weight": embedding + 1}))(folder)
+    with pytest.raises(ValueError, match=r"tensors=lm_head\.weight: expected tensors that the architecture has"):
+        import_model(str(folder), [f"out={tmp_path / 'other'}"])
+
+
+def test_no_more_than_a_few_tensors_are_in_memory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "source", "llama", torch.float32, num_hidden_layers=24)
+    largest, whole = VOCAB * 32 * 4, sum(x.nbytes for x in tensors_of(tmp_path / "source").values())
+    reads = _alive(monkeypatch, HuggingFaceFolder, "read")
+    import_model(str(tmp_path / "source"), [f"out={tmp_path / 'run'}"])
+    assert sum(reads) > 0 and max(reads) <= 2 * largest < whole / 8
+    reads = _alive(monkeypatch, checkpoint_reader, "tensor_of")
+    export_model([f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'back'}"])
+    assert sum(reads) > 0 and max(reads) <= 2 * largest
+    assert same(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "source"))
+
+
+def _alive(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
+    """By call of a function that reads tensors, the bytes of those that are then in memory."""
+    real, found, read = getattr(owner, name), [], []
+
+    def counted(*args: Any) -> torch.Tensor:
+        tensor: torch.Tensor = real(*args)
+        read.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
+        found.append(sum(size for storage, size in read if not storage.expired()))
+        return tensor
+
+    monkeypatch.setattr(owner, name, counted)
+    return found
+
+
+def test_the_commands_say_what_they_did(
+    published: dict[str, tuple[Path, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="megatron_longctx")
+    folder, _ = published["llama"]
+    assert cli.main(["import", str(folder), f"out={tmp_path / 'run'}"]) == 0
+    assert cli.main(["export", f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'back'}", "iteration=0"]) == 0
+    said = [record.getMessage() for record in caplog.records]
+    assert f"imported {folder} (llama, fp32) into {tmp_path / 'run'}" in said[0]
+    assert f"exported step 0 of {tmp_path / 'run'} (llama, float32) into {tmp_path / 'back'}" in said[-1]
+    assert cli.main(["export", f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'b'}", "iteration=5"]) == 2
+    assert cli.main(["export", f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'b'}", "train.steps=5"]) == 2
