@@ -15,6 +15,7 @@ from ..schedules.cache_modes import CACHE_MODES
 from ..schedules.modes import MODES, outer_modes
 from ..schedules.save_remote import KEEP_RECEIVED
 from .bounds import choice, folder_name, number, path, text
+from .rope_scaling import RopeScaling
 
 TRANSPORTS = ("auto", "peer", "p2p")
 RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
@@ -59,9 +60,12 @@ class ModelConfig:
     activation: str = choice("swiglu", ("swiglu", "gelu"))
     position_embedding: str = choice("rope", ("rope", "learned"))
     rope_base: float = number(500_000.0, 1, 1e15)
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     # Tokens before itself that a token sees; null: all. Every window_pattern-th layer sees all in any case; null: none.
     window: int | None = number(None, 1, MOST_TOKENS)
     window_pattern: int | None = number(None, 2, 10_000)
+    # RoPE's base in the layers with a window, which is not scaled; null: as in the others.
+    window_rope_base: float | None = number(None, 1, 1e15)
     # A logit per head that takes part in every softmax and has no value: none, 0 (off_by_one), or learnable.
     sinks: str = choice("none", SINKS)
     bias: bool = False  # of all linear layers but the output's

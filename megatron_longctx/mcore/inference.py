@@ -29,10 +29,11 @@ from ..inference.choice import Chooser
 from ..inference.decode import DecodeSettings
 from ..inference.engine import EngineSettings, LongContextEngine
 from ..inference.figures import agreed_figures
+from ..schedules.mask import Window
 from . import checkpoint
 from .direct import Attend, DirectLayer, why_not_direct
 from .model import build_model, fingerprint, padded_vocab_size, transformer_config
-from .rope import Rotation, ShardedRotaryEmbedding
+from .rope import Rotations, ShardedRotaryEmbedding
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import build_sequence
 from .settings import layer_window
@@ -47,7 +48,7 @@ class NewTokens:
 
     def __init__(self) -> None:
         self.now = torch.empty(0, dtype=torch.int64)
-        self.rotation: Rotation | None = None
+        self.rotations: Rotations | None = None
 
 
 class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
@@ -62,14 +63,15 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
             raise refuse("window", window, f"{expected}, as the cache's layer {self.layer} has it", remedy)
         self.softmax_scale = original.softmax_scale
         self.softmax_offset = original.softmax_offset
-        self._rotates = original.rotates
+        self._rotates, self.window = original.rotates, original.window
         self._attention = attention
         self._new = new
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """`[s, 1, h/tp, d]`, `[s, 1, g/tp, d]` twice, to `[s, 1, h/tp * d]`; masks are the plan's matter."""
-        rotation = self._new.rotation
-        if rotation is not None and self._rotates and query.shape[0]:
+        rotations = self._new.rotations
+        if rotations is not None and self._rotates and query.shape[0]:
+            rotation = rotations.of(self.window)
             query, key = rotation(query), rotation(key)
         sink = self.softmax_offset
         return self._attention(self.layer, query, key, value, self.softmax_scale, sink).flatten(2)
@@ -85,11 +87,11 @@ class CachedRotaryEmbedding(ShardedRotaryEmbedding):
     def _take(self, sequence: Any) -> None:
         """No sequence turns by it."""
 
-    def of_new(self) -> Rotation:
-        return self.rotation(self._new.now.to(self.inv_freq.device))
+    def of_new(self) -> Rotations:
+        return self.rotations(self._new.now.to(self.inv_freq.device))
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> None:
-        self._new.rotation = self.of_new()
+        self._new.rotations = self.of_new()
 
 
 class CachedGPT:
@@ -115,8 +117,8 @@ class CachedGPT:
         gpt.eval()
         self._layers = self._direct_layers(gpt)
 
-    def _direct_layers(self, gpt: GPTModel) -> list[tuple[DirectLayer, Attend]] | None:
-        """With what each attends; None to run Megatron's own."""
+    def _direct_layers(self, gpt: GPTModel) -> list[tuple[DirectLayer, Window, Attend]] | None:
+        """With the window of each and what it attends; None to run Megatron's own."""
         why = why_not_direct(gpt)
         if why is not None:
             logger.info("layers run as Megatron's own, which takes the host longer: %s", why)
@@ -125,7 +127,8 @@ class CachedGPT:
         attends = [
             partial(self.attention, core.layer, scale=core.softmax_scale, sink=core.softmax_offset) for core in cores
         ]
-        return [(DirectLayer(layer), attend) for layer, attend in zip(gpt.decoder.layers, attends, strict=True)]
+        windows = [core.window for core in cores]
+        return list(zip(map(DirectLayer, gpt.decoder.layers), windows, attends, strict=True))
 
     def follow(self, policy: ReductionPolicy) -> None:
         """Let every layer that was built with a reduction sum by this policy from now on. All ranks call it."""
@@ -163,9 +166,9 @@ class CachedGPT:
         if self._layers is None:
             return gpt(tokens, positions, None)  # type: ignore[no-any-return]
         hidden = gpt.embedding(tokens, positions)
-        rotation = gpt.rotary_pos_emb.of_new() if gpt.position_embedding_type == "rope" else None
-        for layer, attend in self._layers:
-            hidden = layer(hidden, rotation, attend)
+        rotations = gpt.rotary_pos_emb.of_new() if gpt.position_embedding_type == "rope" else None
+        for layer, window, attend in self._layers:
+            hidden = layer(hidden, None if rotations is None else rotations.of(window), attend)
         return gpt.decoder.final_layernorm(hidden)  # type: ignore[no-any-return]
 
     def _attend_without_tokens(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
 from ..config import Config, ModelConfig
+from ..models.rope_scaling import frequencies_of
 from .head import ChunkedHeadGPT
 from .rope import ShardedRotaryEmbedding
 from .row_parallel import RowReductions
@@ -146,7 +148,7 @@ def build_model(
         pg_collection=groups,
     )
     if model.position_embedding == "rope":
-        gpt.rotary_pos_emb = ShardedRotaryEmbedding(gpt.rotary_pos_emb, sequence)
+        gpt.rotary_pos_emb = ShardedRotaryEmbedding(gpt.rotary_pos_emb, sequence, *frequencies_of(model))
     return gpt
 
 
@@ -158,7 +160,10 @@ def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
     """What a checkpoint must agree on with the model that loads it; nothing about parallel sizes."""
     model = config.model
     # Only where set, so that checkpoints from before these keys load.
-    special = {key: getattr(model, key) for key in ("window", "window_pattern", "sinks", "qkv_bias")}
+    keys = ("window", "window_pattern", "window_rope_base", "sinks", "qkv_bias")
+    special = {key: getattr(model, key) for key in keys}
+    if model.rope_scaling.kind != "none":
+        special["rope_scaling"] = asdict(model.rope_scaling)
     return {key: value for key, value in special.items() if value not in (None, "none", False)} | {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,

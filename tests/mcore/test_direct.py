@@ -191,7 +191,7 @@ def what_is_left(rank: int, config: Config) -> list[bool]:
     rotation = gpt.rotary_pos_emb
     rotation._new.now = torch.arange(9)
     with torch.no_grad():
-        DirectLayer(layer)(torch.ones(9, 1, config.model.hidden_size), rotation.of_new(), attend)
+        DirectLayer(layer)(torch.ones(9, 1, config.model.hidden_size), rotation.of_new().everywhere, attend)
     groups.destroy()
     return gone
 
