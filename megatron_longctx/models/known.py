@@ -9,10 +9,13 @@ from ..config import ModelConfig
 from ..errors import refuse
 from .family import Family
 from .fields import refused
+from .gemma3 import GEMMA3
 from .llama import LLAMA
+from .mistral import MISTRAL
 from .qwen2 import QWEN2
+from .qwen3 import QWEN3
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA3)
 
 
 def family_of_source(config: Mapping[str, Any]) -> Family:
