@@ -181,6 +181,17 @@ def test_unknown_architectures_are_refused_by_name() -> None:
             family_of_source(config)
 
 
+def test_families_that_are_known_and_not_served_are_refused_with_the_reason() -> None:
+    for config, said in (
+        ({"architectures": ["GptOssForCausalLM"]}, "Their experts are not served"),
+        ({"model_type": "gpt_oss"}, "Their experts are not served"),
+        ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "They cap logits"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Its images are not served"),
+    ):
+        with pytest.raises(ValueError, match=f"expected one of LlamaForCausalLM, .* {said}"):
+            family_of_source(config)
+
+
 def test_a_model_of_no_family_is_refused_by_the_key_that_no_field_says() -> None:
     gpt2 = replace(MODEL, name="x", normalization="layernorm", activation="gelu", position_embedding="learned")
     with pytest.raises(ValueError, match=r"model=x: expected one that a family .*model\.normalization=layernorm"):
