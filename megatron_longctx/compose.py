@@ -82,12 +82,15 @@ def override_config(config: Config, overrides: Sequence[str]) -> Config:
             raise refuse(name, value, "settings of a run that exists already", "Set single keys instead.")
         if name in recipes():
             layers.append(OmegaConf.create({name: read_yaml(_recipe(name, value))}))
-    keys: dict[str, dict[str, str | None]] = {}
+    keys: dict[str, Any] = {}
     for word in overrides:
         name, _, value = word.partition("=")
         if name in _fields():
-            section, _, key = name.partition(".")
-            keys.setdefault(section, {})[key] = _plain(name, value)
+            *sections, key = name.split(".")
+            part = keys
+            for section in sections:
+                part = part.setdefault(section, {})
+            part[key] = _plain(name, value)
     try:
         result = cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), *layers, OmegaConf.create(keys))))
     except OmegaConfBaseException as error:

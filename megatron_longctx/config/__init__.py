@@ -1,8 +1,9 @@
 """The typed configuration (`tree`), what each key may be (`bounds`), and its only validation (`checks`)."""
 
 from .bounds import keys_of
-from .checks import check_value, data_parallel_size, validate
+from .checks import check_model, check_value, data_parallel_size, validate
 from .planned import configured_mode, mode_options, planned_mask, token_unit, workload_of
+from .rope_scaling import RopeScaling
 from .tree import (
     CACHE_RULES,
     CUDA_GRAPHS,
@@ -54,9 +55,11 @@ __all__ = [
     "ParallelismConfig",
     "RecomputeConfig",
     "ReductionConfig",
+    "RopeScaling",
     "RunConfig",
     "ServeConfig",
     "TrainConfig",
+    "check_model",
     "check_value",
     "configured_mode",
     "data_parallel_size",

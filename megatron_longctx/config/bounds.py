@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 
 from ..errors import is_line, refuse
@@ -148,6 +148,9 @@ def keys_of(cls: Any) -> dict[str, tuple[Key, ...]]:
 def _keys(section: str, cls: Any) -> Iterator[Key]:
     types = get_type_hints(cls)
     for item in fields(cls):
+        if is_dataclass(types[item.name]):
+            yield from _keys(f"{section}.{item.name}", types[item.name])
+            continue
         options = get_args(types[item.name]) or (types[item.name],)
         kind = next(option for option in options if option is not type(None))
         bounds = item.metadata.get(_BOUNDS)

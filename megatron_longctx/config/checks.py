@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 
 from ..errors import refuse
 from ..schedules.mask import causal
 from .bounds import check, keys_of
 from .planned import configured_mode
+from .rope_scaling import check_rope_scaling
 from .tree import LEAST_WEIGHT, Config, ModelConfig
 
 
@@ -34,7 +36,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // k for k in small)})
 
 
-def _validate_model(model: ModelConfig) -> None:
+def _check_whole_model(model: ModelConfig) -> None:
     if model.head_dim is None:
         _divides("model.num_attention_heads", model.num_attention_heads, "model.hidden_size", model.hidden_size)
     _divides("model.num_kv_heads", model.num_kv_heads, "model.num_attention_heads", model.num_attention_heads)
@@ -42,9 +44,23 @@ def _validate_model(model: ModelConfig) -> None:
         raise refuse("model.head_dim", model.kv_channels, "an even head dimension with rope", "Set model.head_dim.")
     if model.qkv_bias and model.bias:
         raise refuse("model.qkv_bias", True, "false with model.bias=true, which it is a part of", "Leave it false.")
-    if model.window_pattern is not None and model.window is None:
-        remedy = "Set model.window, or leave window_pattern null: without windows all layers see everything."
-        raise refuse("model.window_pattern", model.window_pattern, "null with model.window=null", remedy)
+    for key in ("window_pattern", "window_rope_base"):
+        if getattr(model, key) is not None and model.window is None:
+            remedy = f"Set model.window, or leave {key} null: without windows all layers see everything."
+            raise refuse(f"model.{key}", getattr(model, key), "null with model.window=null", remedy)
+    _validate_rope(model)
+
+
+def _validate_rope(model: ModelConfig) -> None:
+    if model.position_embedding != "rope":
+        for key, value, unset in (
+            ("rope_scaling.kind", model.rope_scaling.kind, "none"),
+            ("window_rope_base", model.window_rope_base, None),
+        ):
+            if value != unset:
+                expected = f"{unset or 'null'} with model.position_embedding={model.position_embedding}"
+                raise refuse(f"model.{key}", value, expected, "Only RoPE turns tokens.")
+    check_rope_scaling(model.rope_scaling, model.kv_channels, model.rope_base)
 
 
 def _validate_parallelism(config: Config) -> None:
@@ -155,16 +171,27 @@ def _validate_baseline(config: Config) -> None:
         _divides("2 x parallelism.context_parallel_size", 2 * size, "data.seq_length", config.data.seq_length)
 
 
+def check_model(model: ModelConfig) -> None:
+    """Check a model that is given without a configuration.
+
+    Raises:
+        ValueError: names the key and value, what was expected and what to do.
+    """
+    for key in keys_of(Config)["model"]:
+        check(key, attrgetter(key.name.partition(".")[2])(model))
+    _check_whole_model(model)
+
+
 def validate(config: Config) -> None:
     """Check everything that can be known without devices, data or ranks.
 
     Raises:
         ValueError: names the key and value, what was expected and what to do.
     """
-    for section, keys in keys_of(Config).items():
+    for keys in keys_of(Config).values():
         for key in keys:
-            check(key, getattr(getattr(config, section), key.name.partition(".")[2]))
-    _validate_model(config.model)
+            check(key, attrgetter(key.name)(config))
+    _check_whole_model(config.model)
     _validate_parallelism(config)
     if config.attention.kv_int8 and config.parallelism.context_parallel_size > 1 and config.model.kv_channels % 4:
         expected = f"false with model.head_dim={config.model.kv_channels}, which 4 does not divide"

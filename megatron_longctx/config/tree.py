@@ -15,11 +15,13 @@ from ..schedules.cache_modes import CACHE_MODES
 from ..schedules.modes import MODES, outer_modes
 from ..schedules.save_remote import KEEP_RECEIVED
 from .bounds import choice, folder_name, number, path, text
+from .rope_scaling import RopeScaling
 
 TRANSPORTS = ("auto", "peer", "p2p")
 RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
 REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
 REDUCTION_TRANSPORTS = ("auto", "peer", "collective")
+ACTIVATIONS = ("swiglu", "gelu", "geglu")
 SINKS = ("none", "off_by_one", "learnable")
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -56,12 +58,21 @@ class ModelConfig:
     vocab_multiple: int = number(128, 1, 10**6)
     normalization: str = choice("rmsnorm", ("rmsnorm", "layernorm"))
     norm_epsilon: float = number(1e-5, 1e-20, 1)  # less is 0 in fp32, or near it
-    activation: str = choice("swiglu", ("swiglu", "gelu"))
+    zero_centered_norms: bool = False  # weights of norms are kept less 1
+    qk_norm: bool = False  # queries and keys are normed, each head by itself
+    post_norms: bool = False  # what attention and the MLP give is normed, too, before it is added
+    activation: str = choice("swiglu", ACTIVATIONS)  # geglu: gated by the tanh form of gelu
+    # What scores are multiplied by; null: 1 / sqrt(head_dim).
+    attention_scale: float | None = number(None, 0, 1e6, above=True)
+    scale_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size), rounded to the model's precision
     position_embedding: str = choice("rope", ("rope", "learned"))
     rope_base: float = number(500_000.0, 1, 1e15)
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     # Tokens before itself that a token sees; null: all. Every window_pattern-th layer sees all in any case; null: none.
     window: int | None = number(None, 1, MOST_TOKENS)
     window_pattern: int | None = number(None, 2, 10_000)
+    # RoPE's base in the layers with a window, which is not scaled; null: as in the others.
+    window_rope_base: float | None = number(None, 1, 1e15)
     # A logit per head that takes part in every softmax and has no value: none, 0 (off_by_one), or learnable.
     sinks: str = choice("none", SINKS)
     bias: bool = False  # of all linear layers but the output's

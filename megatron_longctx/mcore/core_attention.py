@@ -181,7 +181,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
                 f"{sequence.attention.rank} of {sequence.attention.world} holds of {pack.length}. Give the model "
                 "what sequence.shard_batch(batch) returns; where the length changes, a sequence.pack([length]) to both."
             )
-        rotation = sequence.rotation(pack)
+        rotation = sequence.rotation(pack, self.window)
         if rotation is not None and self.rotates:
             query, key = rotation(query), rotation(key)
         attention, mask = sequence.attention, pack.mask(served[mask_type], self.window)

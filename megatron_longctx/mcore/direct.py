@@ -8,8 +8,10 @@ at few tokens takes longer than the GPU does: autograd functions, contexts, modu
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu, swiglu
 from megatron.core.models.gpt import GPTModel
@@ -21,6 +23,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import functional
 
+from .norms import LayerNorm, RMSNorm
+from .post_norm import PostNormAdd
 from .rope import Rotation
 from .row_parallel import ReducedRowParallelLinear
 
@@ -57,10 +61,12 @@ def why_not_direct(gpt: GPTModel) -> str | None:
             ("pre_cross_attn_layernorm", (IdentityOp,)),
             ("cross_attention", (IdentityOp,)),
             ("self_attention", (SelfAttention,)),
-            ("self_attention.q_layernorm", (IdentityOp, type(None))),
-            ("self_attention.k_layernorm", (IdentityOp, type(None))),
+            ("self_attn_bda", (FunctionType, PostNormAdd)),
+            ("self_attention.q_layernorm", (IdentityOp, RMSNorm, LayerNorm, type(None))),
+            ("self_attention.k_layernorm", (IdentityOp, RMSNorm, LayerNorm, type(None))),
             ("self_attention.linear_qkv", (ColumnParallelLinear,)),
             ("self_attention.linear_proj", (RowParallelLinear, ReducedRowParallelLinear)),
+            ("mlp_bda", (FunctionType, PostNormAdd)),
             ("mlp", (MLP,)),
             ("mlp.linear_fc1", (ColumnParallelLinear,)),
             ("mlp.linear_fc2", (RowParallelLinear, ReducedRowParallelLinear)),
@@ -90,19 +96,25 @@ class DirectLayer:
         self._queries = attention.num_attention_heads_per_partition // self._groups  # of a group
         self._fused, self._gated = config.bias_activation_fusion, config.gated_linear_unit
         self._activation = config.activation_func
+        self._q_norm, self._k_norm = _norm(attention.q_layernorm), _norm(attention.k_layernorm)
+        self._norms_behind = [_norm(getattr(bda, "norm", None)) for bda in (layer.self_attn_bda, layer.mlp_bda)]
 
     def __call__(self, hidden: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         """`[s, 1, h]` to the same; `attend` gets rotated queries and keys."""
-        hidden = _row_parallel(self._projection, self._attended(hidden, rotation, attend)).add_(hidden)
+        behind_attention, behind_mlp = self._norms_behind
+        attended = _row_parallel(self._projection, self._attended(hidden, rotation, attend))
+        hidden = behind_attention(attended).add_(hidden)
+        del attended
         wide = functional.linear(self._mlp_norm(hidden), self._up.weight)
         wide = self._activated(wide)
-        return _row_parallel(self._down, wide).add_(hidden)
+        return behind_mlp(_row_parallel(self._down, wide)).add_(hidden)
 
     def _attended(self, hidden: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         """`[s, 1, h d]`. What is made on the way ends here, not with the layer."""
         mixed = _times(self._input_norm(hidden), self._qkv.weight, self._qkv.bias)
         mixed = mixed.view(*mixed.shape[:2], self._groups, self._queries + 2, -1)
         q, k, v = mixed.split_with_sizes((self._queries, 1, 1), 3)
+        q, k = self._q_norm(q), self._k_norm(k)
         if rotation is not None:
             q, k = rotation.of_both(q, k)
         return attend(q.flatten(2, 3), k.squeeze(3), v.squeeze(3)).flatten(2)
@@ -119,6 +131,15 @@ class DirectLayer:
             return self._activation(wide)  # type: ignore[no-any-return]
         gate, value = wide.chunk(2, -1)
         return self._activation(gate) * value  # type: ignore[no-any-return]
+
+
+def _norm(norm: torch.nn.Module | None) -> Callable[[Tensor], Tensor]:
+    """What it does, without a call of what does nothing."""
+    return _as_it_is if norm is None or isinstance(norm, IdentityOp) else norm
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _times(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -29,13 +29,14 @@ from ..inference.choice import Chooser
 from ..inference.decode import DecodeSettings
 from ..inference.engine import EngineSettings, LongContextEngine
 from ..inference.figures import agreed_figures
+from ..schedules.mask import Window
 from . import checkpoint
 from .direct import Attend, DirectLayer, why_not_direct
 from .model import build_model, fingerprint, padded_vocab_size, transformer_config
-from .pack import UNBOUNDED
-from .rope import Rotation, ShardedRotaryEmbedding
+from .rope import Rotations, ShardedRotaryEmbedding
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import build_sequence
+from .settings import layer_window
 from .step import local_device
 from .tokenizer import build_tokenizer
 
@@ -47,7 +48,7 @@ class NewTokens:
 
     def __init__(self) -> None:
         self.now = torch.empty(0, dtype=torch.int64)
-        self.rotation: Rotation | None = None
+        self.rotations: Rotations | None = None
 
 
 class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
@@ -55,22 +56,25 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
 
     def __init__(self, original: Any, attention: CachedAttention, new: NewTokens) -> None:
         super().__init__(config=original.config)
-        for name, plain in (("window", UNBOUNDED), ("softmax_offset", None)):
-            if getattr(original, name) != plain:
-                remedy = "Attention over the cache does not know it yet."
-                raise refuse(name, getattr(original, name), f"{plain} for inference", remedy)
         self.layer = original.layer_number - 1
+        window, expected = original.window[0], attention.shape.window(self.layer)
+        if window != expected:
+            remedy = "Build the cache with the windows of the model's layers."
+            raise refuse("window", window, f"{expected}, as the cache's layer {self.layer} has it", remedy)
         self.softmax_scale = original.softmax_scale
-        self._rotates = original.rotates
+        self.softmax_offset = original.softmax_offset
+        self._rotates, self.window = original.rotates, original.window
         self._attention = attention
         self._new = new
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """`[s, 1, h/tp, d]`, `[s, 1, g/tp, d]` twice, to `[s, 1, h/tp * d]`; masks are the plan's matter."""
-        rotation = self._new.rotation
-        if rotation is not None and self._rotates and query.shape[0]:
+        rotations = self._new.rotations
+        if rotations is not None and self._rotates and query.shape[0]:
+            rotation = rotations.of(self.window)
             query, key = rotation(query), rotation(key)
-        return self._attention(self.layer, query, key, value, self.softmax_scale).flatten(2)
+        sink = self.softmax_offset
+        return self._attention(self.layer, query, key, value, self.softmax_scale, sink).flatten(2)
 
 
 class CachedRotaryEmbedding(ShardedRotaryEmbedding):
@@ -83,11 +87,11 @@ class CachedRotaryEmbedding(ShardedRotaryEmbedding):
     def _take(self, sequence: Any) -> None:
         """No sequence turns by it."""
 
-    def of_new(self) -> Rotation:
-        return self.rotation(self._new.now.to(self.inv_freq.device))
+    def of_new(self) -> Rotations:
+        return self.rotations(self._new.now.to(self.inv_freq.device))
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> None:
-        self._new.rotation = self.of_new()
+        self._new.rotations = self.of_new()
 
 
 class CachedGPT:
@@ -113,15 +117,18 @@ class CachedGPT:
         gpt.eval()
         self._layers = self._direct_layers(gpt)
 
-    def _direct_layers(self, gpt: GPTModel) -> list[tuple[DirectLayer, Attend]] | None:
-        """With what each attends; None to run Megatron's own."""
+    def _direct_layers(self, gpt: GPTModel) -> list[tuple[DirectLayer, Window, Attend]] | None:
+        """With the window of each and what it attends; None to run Megatron's own."""
         why = why_not_direct(gpt)
         if why is not None:
             logger.info("layers run as Megatron's own, which takes the host longer: %s", why)
             return None
-        layers = gpt.decoder.layers
-        scale = [layer.self_attention.core_attention.softmax_scale for layer in layers]
-        return [(DirectLayer(layer), partial(self.attention, i, scale=scale[i])) for i, layer in enumerate(layers)]
+        cores = [layer.self_attention.core_attention for layer in gpt.decoder.layers]
+        attends = [
+            partial(self.attention, core.layer, scale=core.softmax_scale, sink=core.softmax_offset) for core in cores
+        ]
+        windows = [core.window for core in cores]
+        return list(zip(map(DirectLayer, gpt.decoder.layers), windows, attends, strict=True))
 
     def follow(self, policy: ReductionPolicy) -> None:
         """Let every layer that was built with a reduction sum by this policy from now on. All ranks call it."""
@@ -159,9 +166,9 @@ class CachedGPT:
         if self._layers is None:
             return gpt(tokens, positions, None)  # type: ignore[no-any-return]
         hidden = gpt.embedding(tokens, positions)
-        rotation = gpt.rotary_pos_emb.of_new() if gpt.position_embedding_type == "rope" else None
-        for layer, attend in self._layers:
-            hidden = layer(hidden, rotation, attend)
+        rotations = gpt.rotary_pos_emb.of_new() if gpt.position_embedding_type == "rope" else None
+        for layer, window, attend in self._layers:
+            hidden = layer(hidden, None if rotations is None else rotations.of(window), attend)
         return gpt.decoder.final_layernorm(hidden)  # type: ignore[no-any-return]
 
     def _attend_without_tokens(self) -> None:
@@ -181,11 +188,6 @@ def for_inference(config: Config) -> Config:
         ValueError: sizes that inference does not run at.
     """
     par = config.parallelism
-    for key, unset in (("window", None), ("sinks", "none")):
-        if getattr(config.model, key) != unset:
-            expected = f"{unset or 'null'} for inference"
-            remedy = "Attention over the cache does not know it yet, and would give other numbers than training did."
-            raise refuse(f"model.{key}", getattr(config.model, key), expected, remedy)
     if par.pipeline_parallel_size != 1:
         raise refuse(
             "parallelism.pipeline_parallel_size",
@@ -234,8 +236,10 @@ def build_engine(
         checkpoint.load(checkpoints, state, iteration=iteration)
     model, inference, n = config.model, config.inference, groups.cp.size()
     manager = CacheManager(n, pages_per_rank(config), inference.page_tokens)
+    windows = tuple(layer_window(megatron, number)[0] for number in range(1, model.num_layers + 1))
+    shape = replace(_cache_shape(config), windows=windows)
     attention = CachedAttention(
-        groups.cp, _cache_shape(config), manager.slots_per_rank, device, config.attention.kernel, inference.transport
+        groups.cp, shape, manager.slots_per_rank, device, config.attention.kernel, inference.transport
     )
     learned = model.position_embedding == "learned"
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)

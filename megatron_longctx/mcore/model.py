@@ -5,15 +5,20 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import math
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 from torch.nn import functional
 
 from ..config import Config, ModelConfig
+from ..models.rope_scaling import frequencies_of
 from .head import ChunkedHeadGPT
 from .rope import ShardedRotaryEmbedding
 from .row_parallel import RowReductions
@@ -23,7 +28,13 @@ from .spec import block_spec
 logger = logging.getLogger(__name__)
 
 # How keys of `fingerprint` begin that no weight depends on.
-RETRAINABLE = ("rope_",)
+RETRAINABLE = ("rope_", "window_rope_base")
+# By name, the function and whether it gates.
+_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "swiglu": (functional.silu, True),
+    "gelu": (functional.gelu, False),
+    "geglu": (functools.partial(functional.gelu, approximate="tanh"), True),
+}
 _SOFTMAX = {"none": "vanilla", "off_by_one": "off-by-one", "learnable": "learnable"}
 
 
@@ -65,7 +76,7 @@ def transformer_config(config: Config) -> TransformerConfig:
     # Tiles of the MLP add their gradients up themselves.
     tiled = config.recompute.mlp_tile_tokens is not None
     fused_accumulation = cuda and not tiled and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    swiglu = model.activation == "swiglu"
+    activation, gated = _ACTIVATIONS[model.activation]
     recompute: dict[str, Any] = {}
     if config.recompute.mode == "layer":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -78,8 +89,11 @@ def transformer_config(config: Config) -> TransformerConfig:
         ffn_hidden_size=model.ffn_hidden_size,
         normalization={"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[model.normalization],
         layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=swiglu,
-        activation_func=functional.silu if swiglu else functional.gelu,
+        layernorm_zero_centered_gamma=model.zero_centered_norms,
+        qk_layernorm=model.qk_norm,
+        softmax_scale=model.attention_scale,
+        gated_linear_unit=gated,
+        activation_func=activation,
         add_bias_linear=model.bias,
         add_qkv_bias=model.bias or model.qkv_bias,
         init_method_std=model.init_std,
@@ -101,7 +115,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         calculate_per_token_loss=True,
         batch_p2p_comm=cuda,
         batch_p2p_sync=False,
-        bias_activation_fusion=cuda and swiglu,
+        bias_activation_fusion=cuda and model.activation == "swiglu",
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         cross_entropy_loss_fusion=cuda and bf16,  # its gradients are bf16, whatever the logits' dtype
@@ -135,6 +149,7 @@ def build_model(
             transformer_engine=use_te,
             recompute=config.recompute,
             reductions=RowReductions.of(config.reduction),
+            post_norms=model.post_norms,
         ),
         vocab_size=vocab_size,
         max_sequence_length=config.data.seq_length,
@@ -146,8 +161,15 @@ def build_model(
         pg_collection=groups,
     )
     if model.position_embedding == "rope":
-        gpt.rotary_pos_emb = ShardedRotaryEmbedding(gpt.rotary_pos_emb, sequence)
+        gpt.rotary_pos_emb = ShardedRotaryEmbedding(gpt.rotary_pos_emb, sequence, *frequencies_of(model))
+    if model.scale_embedding and gpt.pre_process:
+        gpt.embedding.register_forward_hook(_scaled)
     return gpt
+
+
+def _scaled(embedding: torch.nn.Module, given: Any, found: Tensor) -> Tensor:
+    """Gemma's embedding; the factor is rounded as its authors' was."""
+    return found * torch.tensor(math.sqrt(found.shape[-1]), dtype=found.dtype)
 
 
 def dist_rank_zero() -> bool:
@@ -158,7 +180,13 @@ def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
     """What a checkpoint must agree on with the model that loads it; nothing about parallel sizes."""
     model = config.model
     # Only where set, so that checkpoints from before these keys load.
-    special = {key: getattr(model, key) for key in ("window", "window_pattern", "sinks", "qkv_bias")}
+    keys = (
+        *("window", "window_pattern", "window_rope_base", "sinks", "qkv_bias"),
+        *("zero_centered_norms", "qk_norm", "post_norms", "attention_scale", "scale_embedding"),
+    )
+    special = {key: getattr(model, key) for key in keys}
+    if model.rope_scaling.kind != "none":
+        special["rope_scaling"] = asdict(model.rope_scaling)
     return {key: value for key, value in special.items() if value not in (None, "none", False)} | {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,

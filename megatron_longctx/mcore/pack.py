@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -18,6 +19,13 @@ from ..schedules.mask import Window
 UNBOUNDED: Window = (None, None)
 
 
+class Turns(Protocol):
+    """How tokens turn."""
+
+    def of(self, window: Window) -> Callable[[Tensor], Tensor]:
+        """What turns queries and keys in layers with this window."""
+
+
 class Pack(PackedSeqParams):  # type: ignore[misc]
     """Documents that lie one after the other and see nothing of each other; `ShardedSequence.pack` makes it.
 
@@ -30,7 +38,7 @@ class Pack(PackedSeqParams):  # type: ignore[misc]
         self.documents = tuple(documents)
         longest = max(self.documents, default=0)
         super().__init__(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest)
-        self.rotation: Callable[[Tensor], Tensor] | None = None  # see `ShardedSequence.rotation`
+        self.rotations: Turns | None = None  # see `ShardedSequence.rotation`
         self._attention = attention
         self._masks: dict[tuple[bool, Window], Mask] = {}
         self._tokens: dict[torch.device, Tensor] = {}

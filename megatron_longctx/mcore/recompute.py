@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import refuse
 from ..recompute import AttentionTape, Store
 from .core_attention import ContextParallelCoreAttention
+from .post_norm import PostNormAdd
 from .tiles import TiledMLP
 from .unread import unread_output
 
@@ -60,7 +61,9 @@ class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
 
     def _output_unread(self) -> AbstractContextManager[None]:
         """Nobody reads the repetition's output: tiles of the MLP are computed once more in backward only, and of a
-        whole MLP the last product is left out."""
+        whole MLP the last product is left out. A norm behind the MLP does read it."""
+        if isinstance(self.mlp_bda, PostNormAdd):
+            return nullcontext()
         if isinstance(self.mlp, TiledMLP):
             return self.mlp.shape_only()
         return unread_output(getattr(self.mlp, "linear_fc2", None))

@@ -16,7 +16,9 @@ from torch import Tensor
 from ..errors import refuse
 from ..kernels.no_grad import first_order
 from ..kernels.rotate import rotate
-from .pack import Pack
+from ..models.rope_scaling import Frequencies
+from ..schedules.mask import Window
+from .pack import UNBOUNDED, Pack
 from .sequence import ShardedSequence
 
 
@@ -24,8 +26,9 @@ from .sequence import ShardedSequence
 class Rotation:
     """The rotation of one rank's tokens.
 
-    cos, sin: fp32 `[s, r / 2]`: of the angle of every token and pair of elements; r is at most the head dimension, and
-    elements from r on stay as they are. interleaved: elements (2i, 2i + 1) make a pair, otherwise (i, i + r / 2).
+    cos, sin: fp32 `[s, r / 2]`: of the angle of every token and pair of elements, times what scaling stretches them by;
+    r is at most the head dimension, and elements from r on stay as they are. interleaved: elements (2i, 2i + 1) make a
+    pair, otherwise (i, i + r / 2).
     """
 
     cos: Tensor
@@ -42,30 +45,60 @@ class Rotation:
         return q, k
 
 
+@dataclass(frozen=True)
+class Rotations:
+    """Of layers that see everything, and of those with a window, which may turn tokens otherwise."""
+
+    everywhere: Rotation
+    windowed: Rotation
+
+    def of(self, window: Window) -> Rotation:
+        return self.everywhere if window == UNBOUNDED else self.windowed
+
+
 class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
     """Replaces `GPTModel.rotary_pos_emb`, which knows the zigzag layout of even lengths only.
 
     It tells the sequence how tokens turn, whose core attention turns them; called by the model it returns None, so that
     Megatron's layers rotate nothing themselves.
 
+    Args:
+        original: what it replaces.
+        everywhere: how fast tokens turn; None: as `original` says.
+        windowed: the same in layers with a window; None: as in the others.
+
     Raises:
         ValueError: an embedding of another kind, whose angles or sizes its own methods say (YaRN, multimodal), or a
             sequence that a model of other angles has.
     """
 
-    def __init__(self, original: RotaryEmbedding, sequence: ShardedSequence) -> None:
+    def __init__(
+        self,
+        original: RotaryEmbedding,
+        sequence: ShardedSequence,
+        everywhere: Frequencies | None = None,
+        windowed: Frequencies | None = None,
+    ) -> None:
         _refuse_other_kinds(original)
         torch.nn.Module.__init__(self)
         self.rotary_interleaved = original.rotary_interleaved
         self.seq_len_interpolation_factor = original.seq_len_interpolation_factor
         self.inv_freq = original.inv_freq
         self.cp_group = original.cp_group
+        self._frequencies: tuple[Frequencies, ...]  # of layers that see everything, of those with a window
+        if isinstance(original, ShardedRotaryEmbedding):
+            self._frequencies = original._frequencies
+        else:
+            found = everywhere or Frequencies(original.inv_freq), *([windowed] if windowed is not None else [])
+            apart = len(found) > 1 and not found[0].equals(found[1])
+            self._frequencies = tuple(x.to(original.inv_freq.device) for x in found[: 1 + apart])
         self._take(sequence)
 
     def _take(self, sequence: ShardedSequence) -> None:
         before = sequence.rope
         if isinstance(before, ShardedRotaryEmbedding) and not (
-            torch.equal(before.inv_freq.cpu(), self.inv_freq.cpu())
+            len(before._frequencies) == len(self._frequencies)
+            and all(x.equals(own) for x, own in zip(before._frequencies, self._frequencies, strict=True))
             and before.rotary_interleaved == self.rotary_interleaved
             and before.seq_len_interpolation_factor == self.seq_len_interpolation_factor
         ):
@@ -73,18 +106,25 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
             raise refuse("sequence", "of a model whose tokens turn otherwise", "one of this model's", remedy)
         sequence.rope = self
 
-    def of_pack(self, pack: Pack) -> Rotation:
+    def of_pack(self, pack: Pack) -> Rotations:
         """Of this rank's tokens, by where they lie in their documents."""
-        return self.rotation(pack.positions(self.inv_freq.device))
+        return self.rotations(pack.positions(self.inv_freq.device))
 
-    def rotation(self, positions: Tensor) -> Rotation:
-        """Of tokens at these positions, int64 `[s]`; angles in fp64, as at a million tokens those in fp32 are off by
-        0.03 rad."""
+    def rotations(self, positions: Tensor) -> Rotations:
+        """Of tokens at these positions, int64 `[s]`."""
+        turns = [self._rotation(positions, found) for found in self._frequencies]
+        return Rotations(turns[0], turns[-1])
+
+    def _rotation(self, positions: Tensor, found: Frequencies) -> Rotation:
+        """Angles in fp64, as at a million tokens those in fp32 are off by 0.03 rad."""
         exact = positions.double()
         if self.seq_len_interpolation_factor is not None:
             exact = exact * (1 / self.seq_len_interpolation_factor)
-        angles = torch.outer(exact, self.inv_freq.double())
-        return Rotation(angles.cos().float(), angles.sin().float(), self.rotary_interleaved)
+        angles = torch.outer(exact, found.inverse.double())
+        cos, sin = angles.cos(), angles.sin()
+        if found.stretch != 1:
+            cos, sin = cos * found.stretch, sin * found.stretch
+        return Rotation(cos.float(), sin.float(), self.rotary_interleaved)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> None:
         """Nothing to turn by outside of core attention."""
@@ -100,7 +140,8 @@ def _refuse_other_kinds(original: torch.nn.Module) -> None:
             "rotary_pos_emb",
             type(original).__name__,
             "Megatron's RotaryEmbedding (position_embedding_type=rope)",
-            "YaRN and multimodal positions are not served; rope_scaling and seq_len_interpolation_factor are.",
+            "Multimodal positions are not served; YaRN is, as ShardedRotaryEmbedding's own frequencies "
+            "(model.rope_scaling), and so are rope_scaling and seq_len_interpolation_factor.",
         )
 
 

@@ -15,7 +15,7 @@ from ..attention import ContextParallelAttention
 from ..config import Config, mode_options, token_unit
 from ..schedules.mask import Window
 from .baseline import TransformerEngineAttention
-from .pack import Pack, documents_of
+from .pack import UNBOUNDED, Pack, Turns, documents_of
 
 Rotate = Callable[[Tensor], Tensor]
 
@@ -23,7 +23,7 @@ Rotate = Callable[[Tensor], Tensor]
 class Rope(Protocol):
     """How tokens turn."""
 
-    def of_pack(self, pack: Pack) -> Rotate:
+    def of_pack(self, pack: Pack) -> Turns:
         """What turns the queries and keys of this rank's tokens."""
 
 
@@ -87,12 +87,13 @@ class ShardedSequence:
             known = params._longctx = _Read(self, _stated(params), self.pack(documents_of(params)))
         return known.pack
 
-    def rotation(self, pack: Pack) -> Rotate | None:
-        """What turns the queries and keys of this rank's tokens, where the model has RoPE; made once for a pack."""
-        if self.rope is not None and pack.rotation is None:
+    def rotation(self, pack: Pack, window: Window = UNBOUNDED) -> Rotate | None:
+        """What turns the queries and keys of this rank's tokens in layers with this window, where the model has RoPE;
+        made once for a pack."""
+        if self.rope is not None and pack.rotations is None:
             with torch.inference_mode(False):  # it may first be asked for there, and then be trained with
-                pack.rotation = self.rope.of_pack(pack)
-        return pack.rotation
+                pack.rotations = self.rope.of_pack(pack)
+        return None if pack.rotations is None else pack.rotations.of(window)
 
     def shard_batch(self, batch: Mapping[str, Tensor], packed: PackedSeqParams | None = None) -> dict[str, Tensor]:
         """This rank's tokens of every `[b, S]` tensor, as `[b, s]`.

@@ -19,6 +19,7 @@ from ..errors import refuse
 from ..recompute import DeviceStore, HostStore
 from .core_attention import ContextParallelCoreAttention
 from .norms import norm_class
+from .post_norm import with_post_norms
 from .recompute import with_recompute
 from .row_parallel import RowReductions, with_reductions
 from .sequence import ShardedSequence
@@ -67,12 +68,14 @@ def block_spec(
     transformer_engine: bool,
     recompute: RecomputeConfig = KEEP_ALL,
     reductions: RowReductions | None = None,
+    post_norms: bool = False,
 ) -> TransformerBlockSubmodules:
     """The spec of this pipeline stage's layers: Megatron's own, local or TransformerEngine's, with our attention and,
     where `reductions` says so, our sums over tensor-parallel ranks.
 
     Args:
         recompute: the mode `layer` is `config`'s own business.
+        post_norms: see `post_norm.PostNormAdd`.
 
     Raises:
         ValueError: TransformerEngine asked for and not importable.
@@ -81,7 +84,7 @@ def block_spec(
         require_transformer_engine()
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer, final_norm = get_gpt_layer_with_transformer_engine_spec(), TENorm
+        layer, final_norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
     else:
         layer, final_norm = (
             get_gpt_layer_local_spec(normalization=config.normalization),
@@ -91,7 +94,12 @@ def block_spec(
         layer = copy.deepcopy(layer)
         layer.submodules.input_layernorm = final_norm
         layer.submodules.pre_mlp_layernorm = final_norm
+        if config.qk_layernorm:
+            inner = layer.submodules.self_attention.submodules
+            inner.q_layernorm = inner.k_layernorm = final_norm
     layer = with_context_parallel(layer, sequence)
+    if post_norms:
+        layer = with_post_norms(layer, config, final_norm)
     if recompute.mlp_tile_tokens is not None:
         layer = with_mlp_tiles(layer, recompute.mlp_tile_tokens)
     if recompute.mode.startswith("attention_output"):

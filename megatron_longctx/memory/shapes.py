@@ -21,7 +21,7 @@ from ..schedules import (
 )
 from ..schedules.footprint import Footprint, footprint
 
-_FC1_COLUMNS = {"swiglu": 2, "gelu": 1}
+_FC1_COLUMNS = {"swiglu": 2, "geglu": 2, "gelu": 1}
 """Columns of the MLP's first matrix, in units of the MLP's width."""
 
 
@@ -168,6 +168,8 @@ def layer_parameters(job: Job) -> int:
         whole += 2 * model.hidden_size
     if model.sinks == "learnable":
         sharded += model.num_attention_heads
+    norm = 2 if model.normalization == "layernorm" else 1
+    whole += norm * (2 * model.kv_channels * model.qk_norm + 2 * model.hidden_size * model.post_norms)
     return sharded // tp + whole
 
 
@@ -219,15 +221,25 @@ def layer_bytes(job: Job) -> LayerBytes:
     fc1 = e * tokens * _FC1_COLUMNS[model.activation] * model.ffn_hidden_size // tp
     act = e * tokens * model.ffn_hidden_size // tp
     rms = model.normalization == "rmsnorm"
-    norm = hidden + 4 * job.hidden_tokens * (1 if rms else 2) + (0 if job.fused or not rms else hidden)
-    between = 2 * act if model.activation == "swiglu" and not job.fused else 0
+
+    def normed(size: int, rows: int) -> int:
+        """What a norm of `size` bytes keeps, but its input."""
+        return size + 4 * rows * (1 if rms else 2) + (0 if job.fused or not rms else size)
+
+    norm = normed(hidden, job.hidden_tokens)
+    seen += sum(
+        size + normed(size, size // (e * model.kv_channels)) for size in ((q, kv // 2) if model.qk_norm else ())
+    )
+    behind = 2 * norm if model.post_norms else 0  # and the norm's input is in the place of its output
+    fused = job.fused and model.activation == "swiglu"
+    between = 2 * act if _FC1_COLUMNS[model.activation] == 2 and not fused else 0
     inside, size = fc1 + act + between, job.config.recompute.mlp_tile_tokens
     return LayerBytes(
         input=hidden,
         result=per_sequence * workload.token_bytes(Kind.OUT),
         attention=norm + seen + kept,
         qkv=taken + kept,
-        mlp=hidden + norm + (inside if size is None else 0),
+        mlp=hidden + norm + behind + (inside if size is None else 0),
         fc1=fc1,
         norm=norm,
         # Beside them the gradient of the first output: the last activation is freed by then.

@@ -27,9 +27,9 @@ from megatron_longctx.config import ModelConfig
 FORMULA = (
     "3 * (L*(2*T*H*d*(h + 2*g) + 2*T*h*d*H + 2*T*M*H*F) + A + 2*T*H*V), "
     "A = 4*(P - L*T/2)*h*d (causal; P visible pairs of all layers, L*T*(S + 1)/2 without documents and windows) "
-    "or 4*L*T*S*h*d (dense), M = 3 (swiglu) or 2 (gelu); recomputation not counted"
+    "or 4*L*T*S*h*d (dense), M = 3 (swiglu, geglu) or 2 (gelu); recomputation not counted"
 )
-_MLP_MATRICES = {"swiglu": 3, "gelu": 2}
+_MLP_MATRICES = {"swiglu": 3, "geglu": 3, "gelu": 2}
 
 
 @dataclass(frozen=True)

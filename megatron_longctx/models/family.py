@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..config import ModelConfig, check_value
+from ..config import ModelConfig, check_model, check_value
 from ..errors import refuse
 from .fields import Fields
 from .forms import PLAIN, Form
@@ -139,10 +139,10 @@ class Family:
         found = {"name": self.name, "vocab_size": vocab_size, "init_std": given.take("initializer_range", 0.02)}
         found |= self.read(given)
         given.finish()
-        for key, value in found.items():
-            check_value(f"model.{key}", value)
+        model = ModelConfig(**found)
+        check_model(model)
         check_value("data.seq_length", seq_length)
-        return ModelConfig(**found), seq_length
+        return model, seq_length
 
     def config_of(self, model: ModelConfig, vocab_size: int, seq_length: int) -> dict[str, Any]:
         """The `config.json` of a model. vocab_size: rows of the published embedding.

@@ -8,11 +8,12 @@ from typing import Any
 from ..errors import refuse
 
 # What changes no number of a forward pass: how a model was made, saved or is to be sampled from.
-_HARMLESS = frozenset((
+HARMLESS = frozenset((
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "id2label", "label2id", "problem_type"),
     *("_attn_implementation", "_attn_implementation_autoset", "output_attentions", "output_hidden_states"),
-    *("return_dict", "torchscript", "task_specific_params", "is_llama_config", "transformers.js_config"),
+    *("return_dict", "torchscript", "chunk_size_feed_forward", "task_specific_params", "is_llama_config"),
+    *("transformers.js_config",),
     *("do_sample", "temperature", "top_p", "top_k", "max_length"),
 ))  # fmt: skip
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", dict: "an object", list: "a list", str: "text"}
@@ -48,6 +49,10 @@ class Fields:
             raise refused(name, value, _KINDS[kind], "Take the config.json that was published with the model.")
         return value
 
+    def has(self, name: str) -> bool:
+        """Whether a field is there, be it null."""
+        return name in self._values
+
     def need(self, name: str) -> int:
         """The value of a field without which there is no model.
 
@@ -81,7 +86,9 @@ class Fields:
             ValueError: names one; what it does is not known here, and to ignore it could give other numbers.
         """
         for name, value in self._values.items():
-            if name not in self._read and name not in _HARMLESS and value is not None:
+            if name == "is_encoder_decoder" and value is False:
+                continue
+            if name not in self._read and name not in HARMLESS and value is not None:
                 remedy = "What it changes is not known here; delete it from the file if that is nothing."
                 raise refused(name, value, "fields that this family is known to have", remedy)
 

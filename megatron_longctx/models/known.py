@@ -9,10 +9,23 @@ from ..config import ModelConfig
 from ..errors import refuse
 from .family import Family
 from .fields import refused
+from .gemma3 import GEMMA3
 from .llama import LLAMA
+from .mistral import MISTRAL
 from .qwen2 import QWEN2
+from .qwen3 import QWEN3
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA3)
+
+_OTHERS = "Models of other architectures are not served yet."
+_EXPERTS = "Their experts are not served: the project's layers have dense MLPs alone."
+_CAPPED = "They cap logits, which no kernel here does."
+_NOT_SERVED = {
+    **dict.fromkeys(("GptOssForCausalLM", "gpt_oss", "MixtralForCausalLM", "Qwen3MoeForCausalLM"), _EXPERTS),
+    **dict.fromkeys(("Gemma2ForCausalLM", "gemma2"), _CAPPED),
+    "Gemma3ForConditionalGeneration": "Its images are not served; take a model of text alone.",
+}
+"""By architecture or `model_type`, why."""
 
 
 def family_of_source(config: Mapping[str, Any]) -> Family:
@@ -29,7 +42,8 @@ def family_of_source(config: Mapping[str, Any]) -> Family:
             return family
     known = ", ".join(family.architectures[0] for family in FAMILIES)
     given = named if named else config.get("model_type")
-    raise refused("architectures", given, f"one of {known}", "Models of other architectures are not served yet.")
+    why = next((_NOT_SERVED[name] for name in _NOT_SERVED if name in (*named, config.get("model_type"))), _OTHERS)
+    raise refused("architectures", given, f"one of {known}", why)
 
 
 def family_of_model(model: ModelConfig) -> Family:

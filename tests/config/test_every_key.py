@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_longctx.config.bounds import Choice, Key, Number, choice, number
 from megatron_longctx.errors import is_line
 from megatron_longctx.memory import predict
 from megatron_longctx.memory.command import planned_job
+from tests.shared.training import with_values as replaced
 
 KEYS = {key.name: key for keys in keys_of(Config).values() for key in keys}
 WRONG_TYPES: tuple[Any, ...] = (None, True, "x", 1.5, 1, [], {}, (1,), b"x")
@@ -32,6 +34,8 @@ TEXTS = (
     *("x" * 10_000, "a\nb", "a\rb", "a\0b", "a\x1b[31mb", "a\u2028b", "a\ud800b", "${train.steps}", "${oc.env:HOME}"),
     *("nan", "-1,2,3", "0,1", "1e2,0,0", "foo", "1,2,3,4", "٣,0,0", "1" * 400),
 )
+LLAMA3 = {"model.rope_scaling.kind": "llama3", "model.rope_scaling.original_length": 64}
+YARN = {"model.rope_scaling.kind": "yarn", "model.rope_scaling.original_length": 64}
 # Fields of keys that mean something only beside another.
 BESIDE: dict[str, dict[str, Any]] = {
     "parallelism.inner_size": {"parallelism.schedule": "usp"},
@@ -48,6 +52,15 @@ BESIDE: dict[str, dict[str, Any]] = {
     "train.steps": {"optim.warmup_steps": 0},
     "model.num_layers": {},
     "model.window_pattern": {"model.window": 4},
+    "model.window_rope_base": {"model.window": 4},
+    "model.rope_scaling.factor": {"model.rope_scaling.kind": "linear"},
+    "model.rope_scaling.original_length": LLAMA3,
+    "model.rope_scaling.low_freq_factor": {**LLAMA3, "model.rope_scaling.high_freq_factor": 1e6},
+    "model.rope_scaling.high_freq_factor": {**LLAMA3, "model.rope_scaling.low_freq_factor": 5e-324},
+    "model.rope_scaling.beta_fast": {**YARN, "model.rope_scaling.beta_slow": 5e-324},
+    "model.rope_scaling.beta_slow": {**YARN, "model.rope_scaling.beta_fast": 1e6},
+    "model.rope_scaling.attention_factor": YARN,
+    "model.rope_scaling.truncate": YARN,
     "model.num_attention_heads": {"model.num_kv_heads": 1, "model.head_dim": 2},
     "model.num_kv_heads": {"model.num_attention_heads": 100_000, "model.head_dim": 2},
     "model.hidden_size": {"model.num_attention_heads": 1, "model.num_kv_heads": 1, "model.head_dim": 2},
@@ -57,19 +70,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 def with_values(values: dict[str, Any]) -> Config:
     """A configuration that nothing has checked."""
-    parts: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        section, _, key = name.partition(".")
-        parts.setdefault(section, {})[key] = value
-    config = Config()
-    return dataclasses.replace(
-        config, **{name: dataclasses.replace(getattr(config, name), **part) for name, part in parts.items()}
-    )
-
-
-def meant(config: Config, name: str) -> Any:
-    section, _, key = name.partition(".")
-    return getattr(getattr(config, section), key)
+    return replaced(Config(), values)
 
 
 def edges(key: Key) -> Iterator[Any]:
@@ -116,7 +117,7 @@ def test_what_a_key_cannot_be_is_refused_by_its_name(name: str) -> None:
             assert name in said, (value, said)
             continue
         taken += 1
-        value = meant(with_values({**beside, name: value}), name)
+        value = attrgetter(name)(with_values({**beside, name: value}))
         kind = type(value)
         assert kind is key.kind or (value is None and key.nullable) or (kind is int and key.kind is float), value
         if kind in (int, float):

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_longctx import compose
 from megatron_longctx.compose import compose_config, override_config
-from megatron_longctx.config import Config, data_parallel_size, mode_options
+from megatron_longctx.config import Config, RopeScaling, data_parallel_size, mode_options
 from megatron_longctx.kernels.interface import PROVIDERS
 from megatron_longctx.schedules import MODES, build_plan
 from tests.config.test_settings_refused import refusal
@@ -31,7 +31,7 @@ def ready(config: Config) -> int:
 
 
 def test_the_promised_recipes_are_there() -> None:
-    assert set(GROUPS["model"]) >= {"tiny", "llama3_8b", "llama3_70b", "gpt2"}
+    assert set(GROUPS["model"]) >= {"tiny", "llama3_8b", "llama3_1_8b", "llama3_70b", "gpt2"}
     assert set(GROUPS["parallelism"]) >= {"single", "cp2", "cp4", "cp8", "tp2_cp4"}
     assert set(GROUPS["experiment"]) >= {"demo", "llama3_8b_128k_cp8_h200"}
     assert set(GROUPS["recompute"]) >= {"none", "layer", "attention_output", "attention_output+offload"}
@@ -65,6 +65,7 @@ def test_every_experiment_on_its_own(experiment: str) -> None:
 def test_shapes_of_the_published_models() -> None:
     shapes = {
         "llama3_8b": (32, 4096, 32, 8, 14336, 128256, 500_000.0),
+        "llama3_1_8b": (32, 4096, 32, 8, 14336, 128256, 500_000.0),
         "llama3_70b": (80, 8192, 64, 8, 28672, 128256, 500_000.0),
         "gpt2": (12, 768, 12, 12, 3072, 50304, 500_000.0),
     }
@@ -73,6 +74,7 @@ def test_shapes_of_the_published_models() -> None:
         found = (m.num_layers, m.hidden_size, m.num_attention_heads, m.num_kv_heads, m.ffn_hidden_size)
         assert (*found, m.vocab_size, m.rope_base) == shape
         llama = name.startswith("llama")
+        assert m.rope_scaling == (RopeScaling("llama3", 8.0, 8192) if name == "llama3_1_8b" else RopeScaling())
         assert (m.normalization, m.activation) == (("rmsnorm", "swiglu") if llama else ("layernorm", "gelu"))
         assert (m.position_embedding, m.bias, m.tie_embeddings) == (
             ("rope", False, False) if llama else ("learned", True, True)

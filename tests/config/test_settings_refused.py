@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -34,7 +34,7 @@ WHOLE_MESSAGES = {
     "train.steps=abc": "train.steps=abc: expected an integer. For example train.steps=20.",
     "data.prefix=???": "data.prefix=???: expected text. For example data.prefix=data/stdlib.",
     "run.name=a\nb": "run.name=a\\nb: expected a plain folder name of at most 200 bytes. default is the default.",
-    "model=tin": "model=tin: expected one of gpt2, llama3_70b, llama3_8b, tiny. Nearest: tiny.",
+    "model=tin": "model=tin: expected one of gpt2, llama3_1_8b, llama3_70b, llama3_8b, tiny. Nearest: tiny.",
     "+train.steps=11": (
         "+train.steps=11: expected key=value without +; every key exists and is only set. Write train.steps=11."
     ),
@@ -126,10 +126,10 @@ def test_removals(word: str) -> None:
     assert refusal(word).startswith(f"{word}: expected key=value; keys cannot be removed. Leave ")
 
 
-def every_key() -> dict[str, object]:
+def every_key(cls: Any = Config, prefix: str = "") -> dict[str, object]:
     found: dict[str, object] = {}
-    for section, cls in get_type_hints(Config).items():
-        found |= {f"{section}.{field.name}": get_type_hints(cls)[field.name] for field in dataclasses.fields(cls)}
+    for name, kind in get_type_hints(cls).items():
+        found |= every_key(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else {prefix + name: kind}
     return found
 
 
@@ -155,12 +155,15 @@ NEEDED_WITH = {
     "train.steps": "optim.warmup_steps=0",
     "model.head_dim": "model.position_embedding=learned",
     "model.window_pattern": "model.window=4",
+    "model.window_rope_base": "model.window=4",
+    "model.rope_scaling.original_length": "model.rope_scaling.kind=yarn",
+    "model.rope_scaling.attention_factor": "model.rope_scaling.kind=yarn model.rope_scaling.original_length=8",
 }
 
 
 def test_the_examples_in_messages_are_accepted() -> None:
     for key, (_, example) in compose._fields().items():
-        override_config(Config(), [f"{key}={example}", *filter(None, [NEEDED_WITH.get(key)])])
+        override_config(Config(), [f"{key}={example}", *NEEDED_WITH.get(key, "").split()])
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,28 @@ GPT2 = {
     "model.position_embedding": "learned",
     "model.tie_embeddings": True,
 }
+GEMMA = {
+    "model.activation": "geglu",
+    "model.zero_centered_norms": True,
+    "model.qk_norm": True,
+    "model.post_norms": True,
+    "model.scale_embedding": True,
+    "model.attention_scale": 0.3,
+    "model.window": 5,
+    "model.window_pattern": 2,
+    "model.window_rope_base": 100.0,
+    "model.rope_scaling.kind": "linear",
+    "model.rope_scaling.factor": 8.0,
+}
 ALONE: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama in bf16": {"train.precision": "bf16"},
     "gpt2": GPT2,
     "biased swiglu": {"model.bias": True},
     "a KV head a query": {"model.num_kv_heads": 4},
+    "gemma": GEMMA,
+    "gemma in bf16": {**GEMMA, "train.precision": "bf16"},
+    "windows and sinks": {"model.window": 5, "model.window_pattern": 2, "model.sinks": "learnable"},
 }
 REDUCED = {"reduction.output_projection": "int8", "reduction.down_projection": "int4", "reduction.min_kib": 0.0}
 
@@ -190,7 +206,7 @@ def what_is_left(rank: int, config: Config) -> list[bool]:
     rotation = gpt.rotary_pos_emb
     rotation._new.now = torch.arange(9)
     with torch.no_grad():
-        DirectLayer(layer)(torch.ones(9, 1, config.model.hidden_size), rotation.of_new(), attend)
+        DirectLayer(layer)(torch.ones(9, 1, config.model.hidden_size), rotation.of_new().everywhere, attend)
     groups.destroy()
     return gone
 

@@ -135,13 +135,16 @@ def test_padded_vocab_size() -> None:
         padded_vocab_size(ModelConfig(vocab_size=256), 257)
 
 
+SCALED = {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": 2.0}
+
+
 def test_the_fingerprint_is_of_the_model_alone(tmp_path: Path) -> None:
     one = tiny_config(tmp_path, "one")
     parallel = {"parallelism.tensor_parallel_size": 2, "parallelism.context_parallel_size": 4, "train.steps": 7}
     assert fingerprint(one, 384) == fingerprint(tiny_config(tmp_path, "two", parallel), 384)
     # Left to itself, the head size is known all the same.
     assert fingerprint(one, 384) == fingerprint(tiny_config(tmp_path, "one", {"model.head_dim": 8}), 384)
-    for change in ({"model.tie_embeddings": True}, {"model.head_dim": 16}, {"model.rope_base": 2.0}):
+    for change in ({"model.tie_embeddings": True}, {"model.head_dim": 16}, {"model.rope_base": 2.0}, SCALED):
         assert fingerprint(one, 384) != fingerprint(tiny_config(tmp_path, "one", change), 384)
     assert fingerprint(one, 384) != fingerprint(one, 512)
 

@@ -50,6 +50,20 @@ def test_value_and_dtype(name: str, parameters: torch.dtype, inputs: torch.dtype
 
 
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_kept_less_one(name: str, dtype: torch.dtype) -> None:
+    """1 + weight is not rounded to the model's dtype."""
+    norm: Any = norms.norm_class(name)(_config(params_dtype=dtype, layernorm_zero_centered_gamma=True), HIDDEN)
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
+    plain: Any = norms.norm_class(name)(_config(), HIDDEN)
+    assert torch.equal(norm(x), plain(x.float()).to(dtype)), "fresh, all are 1"
+    with torch.no_grad():
+        norm.weight.fill_(2**-10)
+        plain.weight.fill_(1 + 2**-10)
+    assert torch.equal(norm(x), plain(x.float()).to(dtype)) and norm.weight.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_gradients(name: str) -> None:
     torch.manual_seed(0)
     norm: Any = norms.norm_class(name)(_config(params_dtype=torch.float64), 6)
@@ -70,6 +84,3 @@ def test_refusals() -> None:
     assert norms.norm_class("LayerNorm") is norms.LayerNorm
     with pytest.raises(ValueError, match="'L2Norm', expected rmsnorm or layernorm"):
         norms.norm_class("L2Norm")
-    for name in ("rmsnorm", "layernorm"):
-        with pytest.raises(ValueError, match="layernorm_zero_centered_gamma is True, expected False"):
-            norms.norm_class(name)(_config(layernorm_zero_centered_gamma=True), HIDDEN)

@@ -9,6 +9,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from megatron_longctx.kernels.rotate import rotate_torch
 from megatron_longctx.mcore.rope import Rotation, ShardedRotaryEmbedding
+from megatron_longctx.models.rope_scaling import Frequencies
 from tests.shared.sequences import sequence_of
 
 
@@ -100,7 +101,7 @@ def test_the_rotation_is_its_packs() -> None:
     turned = sequence.rotation(pack)
     assert sequence.rotation(sequence.whole) is first and sequence.rotation(pack) is turned, "made once"
     inside = torch.tensor([0, 1, 2, 0, 0, 1])[pack.tokens(torch.device("cpu"))]
-    assert torch.equal(turned.cos, rope.rotation(inside).cos) and len(inside) == pack.num_local_tokens == 3
+    assert torch.equal(turned.cos, rope.rotations(inside).everywhere.cos) and len(inside) == pack.num_local_tokens == 3
     assert torch.equal(pack.positions(torch.device("cpu")), inside)
 
 
@@ -122,6 +123,25 @@ def test_a_sequence_is_not_shared_by_models_of_other_angles() -> None:
     for other in VARIANTS[1:]:
         with pytest.raises(ValueError, match="sequence=of a model whose tokens turn otherwise: expected one of this"):
             ShardedRotaryEmbedding(_megatron(**other), sequence)  # type: ignore[arg-type]
+
+
+def test_scaled_frequencies_and_those_of_windows() -> None:
+    """In layers with a window, in those without, and again in the cache's embedding, which is made of this one."""
+    sequence = sequence_of(rank=1, world=2, length=10)
+    scaled, local = Frequencies(torch.rand(8), stretch=1.5), Frequencies(torch.rand(8))
+    rope = ShardedRotaryEmbedding(_megatron(), sequence, scaled, local)
+    positions = sequence.whole.positions(torch.device("cpu"))
+    for again in (rope, ShardedRotaryEmbedding(rope, sequence)):
+        sequence.whole.rotations = None
+        for window, found in (((None, None), scaled), ((3, 0), local)):
+            rotation = sequence.rotation(sequence.whole, window)
+            angles = torch.outer(positions.double(), found.inverse.double())
+            torch.testing.assert_close(rotation.cos.double(), angles.cos() * found.stretch, rtol=1e-7, atol=1e-7)
+            torch.testing.assert_close(rotation.sin.double(), angles.sin() * found.stretch, rtol=1e-7, atol=1e-7)
+            assert again.rotations(positions).of(window).cos.equal(rotation.cos)
+    for other in ((scaled, scaled), (Frequencies(scaled.inverse), local)):
+        with pytest.raises(ValueError, match="sequence=of a model whose tokens turn otherwise"):
+            ShardedRotaryEmbedding(_megatron(), sequence, *other)
 
 
 def _rotations(variant: dict[str, object]) -> list[Rotation]:

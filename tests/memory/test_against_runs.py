@@ -46,6 +46,9 @@ SAVED: dict[str, dict[str, Any]] = {
     "gpt2 ulysses": {CP: 2, SCHEDULE: "ulysses", KEEP: "true", **GPT2},
     "ulysses, fetched": {CP: 2, SCHEDULE: "ulysses", KEEP: "false"},
     "all_gather, kept": {CP: 2, SCHEDULE: "all_gather", KEEP: "true"},
+    "gemma": {
+        CP: 2, "model.activation": "geglu", "model.qk_norm": True, "model.post_norms": True,
+    },
     "windows": {
         CP: 2, SCHEDULE: "ulysses", KEEP: "true",
         "model.window": 40, "model.sinks": "learnable", "model.qkv_bias": True,

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from megatron_longctx.config import ModelConfig
+from megatron_longctx.config import ModelConfig, RopeScaling
 from megatron_longctx.models import FAMILIES, Dims, Family, family_of_model, family_of_source
+from megatron_longctx.models.fields import HARMLESS
 from megatron_longctx.models.forms import GATE_UP, PLAIN, QKV, VOCAB
 
 MODEL = ModelConfig(
@@ -22,7 +24,17 @@ MODEL = ModelConfig(
     rope_base=1e4,
 )
 # What each family needs besides.
-OF_FAMILY: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {"qkv_bias": True}}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "mistral": {"window": 7},
+    "gemma3_text": {
+        "activation": "geglu", "zero_centered_norms": True, "qk_norm": True, "post_norms": True,
+        "scale_embedding": True, "attention_scale": 48**-0.5, "window": 7, "window_pattern": 2, "window_rope_base": 1e3,
+        "rope_scaling": RopeScaling("linear", 8.0),
+    },
+}  # fmt: skip
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {"tie_embeddings": True, "rope_base": 5e5, "norm_epsilon": 1e-6},
@@ -48,10 +60,6 @@ def test_a_model_comes_back_from_its_published_fields(family: Family, changes: d
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"rope_scaling": {"rope_type": "wavy", "factor": 2.0}}, r"config\.json: rope_scaling=\{'rope_type': 'wavy'"),
-        ({"rope_parameters": {"rope_type": "wavy", "rope_theta": 1e4}}, r"config\.json: rope_parameters=\{'rope_type'"),
-        ({"rope_parameters": {"rope_theta": 2e4, "rope_type": "default"}}, r"rope_theta=10000\.0: expected 20000\.0"),
-        ({"rope_scaling": "linear"}, r"rope_scaling=linear: expected an object"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5: expected 1\.0"),
         ({"hidden_act": "relu2"}, r"hidden_act=relu2: expected silu"),
         ({"logit_scale": 0.5}, r"logit_scale=0\.5: expected fields that this family is known to have"),
@@ -69,6 +77,21 @@ def test_what_would_change_numbers_is_refused_by_name(family: Family, fields: di
         family.model_of(family.config_of(model_of(family), 50, 64) | fields)
 
 
+@pytest.mark.parametrize("family", FAMILIES[:4], ids=[family.name for family in FAMILIES[:4]])
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"rope_scaling": {"rope_type": "wavy", "factor": 2.0}}, r"config\.json: rope_scaling=\{'rope_type': 'wavy'"),
+        ({"rope_parameters": {"rope_type": "wavy", "rope_theta": 1e4}}, r"config\.json: rope_parameters=\{'rope_type'"),
+        ({"rope_parameters": {"rope_theta": 2e4, "rope_type": "default"}}, r"rope_theta=10000\.0: expected 20000\.0"),
+        ({"rope_scaling": "linear"}, r"rope_scaling=linear: expected an object"),
+    ],
+)
+def test_rope_that_is_not_served_is_refused_by_name(family: Family, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        family.model_of(family.config_of(model_of(family), 50, 64) | fields)
+
+
 @by_name
 def test_harmless_fields_and_nulls_are_taken(family: Family) -> None:
     written = family.config_of(model_of(family), 50, 64)
@@ -81,6 +104,28 @@ def test_fields_of_single_families_are_refused() -> None:
         ("llama", {"attention_bias": True}, "attention_bias=True: expected False, as mlp_bias"),
         ("llama", {"pretraining_tp": 2}, "pretraining_tp=2: expected 1"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1: expected 0.0"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True: expected False"),
+        ("qwen3", {"head_dim": None}, "head_dim=None: expected an integer"),
+        ("mistral", {"sliding_window": 0}, r"model\.window=-1: expected null or at least 1"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: expected None. Soft-capping"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0: expected None. Soft-capping"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True: expected False"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0: expected a number above 0"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window=None: expected a number with layers of sliding"),
+        ("gemma3_text", {"layer_types": ["wide"] * 3}, "layer_types=wide: expected full_attention and sliding"),
+        ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types=.*: expected 3, as num_hidden_layers"),
+        (
+            "gemma3_text",
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "layer_types=.*: expected sliding_attention in all layers, or in all but every k-th",
+        ),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta=10000.0: expected full_"),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "wavy"}}, "rope_parameters.full_attention=.*wavy"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.sliding_attention=.*: expected rope_type default",
+        ),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True: expected False"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* expected .*full"),
     ):
@@ -89,9 +134,61 @@ def test_fields_of_single_families_are_refused() -> None:
             found.model_of(found.config_of(model_of(found), 50, 64) | fields)
 
 
+PUBLISHED = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "mistral": MistralConfig,
+    "gemma3_text": Gemma3TextConfig,
+}
+# Fields that say nothing beside the others of a default configuration.
+WITHOUT_MEANING = {
+    "qwen2": {"max_window_layers", "sliding_window"},
+    "qwen3": {"max_window_layers", "sliding_window"},
+    "gemma3_text": {"_sliding_window_pattern"},
+}
+
+
+@by_name
+def test_every_field_of_transformers_is_mapped_harmless_or_refused(family: Family) -> None:
+    """Another value of a field that is not harmless gives another model, or is refused by the field's name."""
+    default = PUBLISHED[family.name]().to_dict()
+    default["architectures"] = [family.architectures[0]]
+    plain = family.model_of(default)
+    for name in default.keys() - HARMLESS - WITHOUT_MEANING.get(family.name, set()):
+        changed = default | {name: _another(default[name])}
+        try:
+            found = family.model_of(changed)
+        except ValueError as error:
+            assert name in str(error) or "model." in str(error), (name, error)
+        else:
+            assert found != plain, name
+
+
+def _another(value: Any) -> Any:
+    if isinstance(value, bool) or value is None:
+        return value is not True
+    if isinstance(value, dict):
+        return {name: _another(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_another(value[0]), *value[1:]]
+    return value + "x" if isinstance(value, str) else 2 * value + 2
+
+
 def test_unknown_architectures_are_refused_by_name() -> None:
     for config in ({"architectures": ["FooForCausalLM"]}, {"model_type": "foo"}, {}):
         with pytest.raises(ValueError, match=r"architectures=.*: expected one of LlamaForCausalLM, Qwen2ForCausalLM"):
+            family_of_source(config)
+
+
+def test_families_that_are_known_and_not_served_are_refused_with_the_reason() -> None:
+    for config, said in (
+        ({"architectures": ["GptOssForCausalLM"]}, "Their experts are not served"),
+        ({"model_type": "gpt_oss"}, "Their experts are not served"),
+        ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "They cap logits"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Its images are not served"),
+    ):
+        with pytest.raises(ValueError, match=f"expected one of LlamaForCausalLM, .* {said}"):
             family_of_source(config)
 
 

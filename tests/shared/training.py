@@ -74,16 +74,30 @@ def changed(config: Config, settings: Mapping[str, Any]) -> Config:
     Raises:
         ValueError: as `tiny_config`.
     """
-    by_group: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        group, _, name = key.partition(".")
-        if name not in {f.name for f in dataclasses.fields(getattr(config, group))}:
-            raise ValueError(f"{key}: expected a key of the configuration.")
-        by_group.setdefault(group, {})[name] = value
-    parts = {group: dataclasses.replace(getattr(config, group), **values) for group, values in by_group.items()}
-    result = dataclasses.replace(config, **parts)
+    result = with_values(config, settings)
     validate(result)
     return result
+
+
+def with_values(config: Any, settings: Mapping[str, Any]) -> Any:
+    """A copy of a configuration, or of a part of it, with other values under some dotted keys; nothing is checked.
+
+    Raises:
+        ValueError: a key that it does not have.
+    """
+    known, by_name = {f.name for f in dataclasses.fields(config)}, {}
+    inside: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        name, _, rest = key.partition(".")
+        if name not in known:
+            raise ValueError(f"{key}: expected a key of the configuration.")
+        if rest:
+            inside.setdefault(name, {})[rest] = value
+        else:
+            by_name[name] = value
+    for name, values in inside.items():
+        by_name[name] = with_values(by_name.get(name, getattr(config, name)), values)
+    return dataclasses.replace(config, **by_name)
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,13 @@ MODELS: dict[str, dict[str, Any]] = {
     # In units of two tokens (TP=2 with sequence parallelism) the zigzag pieces of 102 are 24, 26, 26 and 26.
     "mix": {**SHORT, "data.seq_length": 102, "data.mask_eod_loss": True,
             "train.micro_batch_size": 2, "train.global_batch_size": 8},
-    # As gpt-oss. Sharded sinks are in checkpoints, by which gradients are merged, and in the gradients' norm.
+    # As gpt-oss and Gemma. Sharded sinks are in checkpoints, by which gradients are merged, and in the gradients' norm.
     "windows": {**SHORT, "data.seq_length": 102, "model.window": 9, "model.window_pattern": 2,
-                "model.sinks": "learnable", "train.micro_batch_size": 2, "train.global_batch_size": 4},
+                "model.sinks": "learnable", "model.window_rope_base": 100.0, "model.rope_scaling.kind": "yarn",
+                "model.rope_scaling.factor": 4.0, "model.rope_scaling.original_length": 32, "model.activation": "geglu",
+                "model.zero_centered_norms": True, "model.qk_norm": True, "model.post_norms": True,
+                "model.scale_embedding": True, "model.attention_scale": 0.3,
+                "train.micro_batch_size": 2, "train.global_batch_size": 4},
     # The end of document lies in a few ranks' shares, and some ranks hold one or two tokens.
     "few tokens": {**SHORT, "data.seq_length": 19, "train.global_batch_size": 2, "data.mask_eod_loss": True},
 }  # fmt: skip

@@ -1,0 +1,117 @@
+"""Every family computes what `transformers` computes, at every parallel size: whole sequences, and 200 tokens after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_longctx.compose import RESOLVED, load_config
+from megatron_longctx.config import Config
+from megatron_longctx.importing import import_model
+from megatron_longctx.mcore import checkpoint, groups
+from megatron_longctx.mcore.model import build_model, fingerprint, transformer_config
+from megatron_longctx.mcore.sequence import build_sequence
+from megatron_longctx.models import FAMILIES
+from megatron_longctx.testing.distributed import run_distributed
+from tests.shared.published import ours, theirs, write_model
+from tests.shared.training import changed
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+LENGTH = 97
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "max_position_embeddings": 512}
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+# Sequences are longer than the contexts that RoPE is stretched from, and than windows.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    "qwen2": {"rope_parameters": YARN},
+    "qwen3": {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}, "head_dim": 32,
+              "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 20},
+    "gemma3_text": {
+        "head_dim": 32, "query_pre_attn_scalar": 48, "sliding_window": 16, "tie_word_embeddings": False,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+}  # fmt: skip
+CASES: dict[int, tuple[dict[str, int], ...]] = {
+    1: ({},),
+    2: ({"context": 2},),
+    3: ({"context": 3},),
+    4: ({"context": 4}, {"tensor": 2, "context": 2}),
+}
+GENERATED = {1: 200, 2: 20}
+"""By number of ranks, all context-parallel, how many tokens are generated."""
+TOKENS = torch.randint(5, 290, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Any]]:
+    """The run that was made of every model, and the model of `transformers`."""
+    root, found = tmp_path_factory.mktemp("published"), {}
+    for family, fields in MODELS.items():
+        model = write_model(root / family, family, torch.float32, **SIZES | fields)
+        import_model(str(root / family), [f"out={root / 'runs' / family}"])
+        found[family] = str(root / "runs" / family), model
+    return found
+
+
+def whole_logits(run: str, sizes: dict[str, int]) -> Tensor:
+    """Of this rank's tokens, with their places in front: `[s, 1 + vocabulary]`; by the model as it is trained."""
+    config: Config = load_config(Path(run, RESOLVED))
+    parallel = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()}
+    config = changed(config, {**parallel, "data.seq_length": LENGTH, "parallelism.sequence_parallel": False})
+    collection = groups.initialize(tensor=sizes.get("tensor", 1), context=sizes.get("context", 1))
+    sequence = build_sequence(config, collection.cp)
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None
+    gpt = build_model(config, transformer_config(config), collection, sequence, vocab_size).eval()
+    state = checkpoint.TrainingState([gpt], fingerprint=fingerprint(config, vocab_size))
+    checkpoint.load(Path(run, "checkpoints"), state)
+    mine = sequence.shard_batch({"tokens": TOKENS, "positions": torch.arange(LENGTH)[None]})
+    with torch.no_grad():
+        logits = gpt(mine["tokens"], mine["positions"], None)[0]
+    shards = [torch.empty_like(logits) for _ in range(collection.tp.size())]
+    dist.all_gather(shards, logits.contiguous(), group=collection.tp)
+    groups.destroy()
+    return torch.cat([mine["positions"][0, :, None].float(), *shards], dim=1)
+
+
+def run_all(rank: int, runs: dict[str, str], world: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for family, run in runs.items():
+        found[family] = [whole_logits(run, sizes) for sizes in CASES[world]]
+        if world in GENERATED:
+            sizes = {"context": world}
+            found[f"{family} generates"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], sizes)
+    return found
+
+
+def test_all_families_are_here() -> None:
+    assert {family.name for family in FAMILIES} == MODELS.keys()
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_logits_and_tokens_are_those_of_transformers(world: int, published: dict[str, tuple[str, Any]]) -> None:
+    ranks = run_distributed(run_all, world, {name: run for name, (run, _) in published.items()}, world)
+    for family, (_, model) in published.items():
+        with torch.no_grad():
+            expected = model(TOKENS).logits[0]
+        for number, sizes in enumerate(CASES[world]):
+            rows = torch.cat([rank[family][number] for rank in ranks])
+            whole = torch.full_like(expected, torch.nan)
+            whole[rows[:, 0].long()] = rows[:, 1 : 1 + expected.shape[1]]
+            assert (whole - expected).norm() < 1e-4 * expected.norm(), (family, sizes)
+        if world in GENERATED:
+            vocabulary = len(ranks[0][f"{family} generates"][0])
+            _, tokens = theirs(model, TOKENS[0].tolist(), GENERATED[world], vocabulary)
+            for rank in ranks:
+                assert rank[f"{family} generates"][1] == tokens and len(set(tokens)) > 5, family
