@@ -18,7 +18,7 @@ MOST_LINES = 400
 # In the order data flows: a room imports itself and what stands before it.
 ROOMS = (
     *("names", "errors", "files", "layout", "topology", "schedules", "config", "compose"),
-    *("memory", "kernels", "comm", "attention", "recompute", "metrics"),
+    *("memory", "kernels", "comm", "attention", "recompute", "metrics", "evaluation"),
     *("inference", "mcore", "chat_template", "chat", "training", "calibrate"),
     *("inference_job", "generate", "http_api", "serve"),
     *("plan", "doctor", "demo", "check", "cli", "__main__", "testing"),
@@ -33,6 +33,7 @@ FORBIDDEN = (
     ("topology", "torch", ("measure.py",)),
     ("schedules", "torch", ()),
     ("memory", "torch", ()),
+    ("evaluation", "torch", ()),
     ("metrics", "torch", ("hardware.py", "environment.py")),
     ("kernels", "torch.distributed", ()),
     *(("metrics", f"{PACKAGE}.{room}", ()) for room in ROOMS if room not in ("metrics", *NEEDED_BY_METRICS)),
