@@ -1,8 +1,8 @@
 """The tasks: needles in a haystack, and those of RULER (https://github.com/NVIDIA/RULER) that need no download.
 
 Definitions and wording are RULER's (`scripts/synthetic.yaml`): `niah_single` is its niah_single_1, `niah_multikey` its
-niah_multikey_1. RULER's words come from a package; here they come from lists of our own, so that scores compare with each
-other and only roughly with published ones.
+niah_multikey_1. RULER's words come from a package and ours from lists of our own: scores compare with each other, and
+only roughly with published ones.
 """
 
 from __future__ import annotations
