@@ -20,7 +20,7 @@ ROOMS = (
     *("names", "errors", "files", "layout", "topology", "schedules", "config", "compose"),
     *("memory", "kernels", "comm", "attention", "recompute", "metrics", "evaluation"),
     *("inference", "mcore", "chat_template", "chat", "training", "calibrate"),
-    *("inference_job", "generate", "http_api", "serve"),
+    *("inference_job", "generate", "evaluate", "http_api", "serve"),
     *("plan", "doctor", "demo", "check", "cli", "__main__", "testing"),
 )
 NEEDED_BY_METRICS = ("names", "errors", "files", "config")

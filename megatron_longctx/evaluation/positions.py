@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_FIRST = 16  # positions of the first range: each alone would have one token of a text
+
 
 def edges(length: int) -> list[int]:
-    """The first position of every range, and `length`: 0, 1, 2, 3, 4, 6, 8, 12, … two ranges for every doubling."""
-    found = [0, 1]
+    """The first position of every range, and `length`: 0, 16, 24, 32, 48, 64, … two ranges for every doubling."""
+    found = [0, _FIRST]
     while found[-1] < length:
-        power = 1 << (found[-1].bit_length() - 1)
-        found.append(found[-1] + max(1, power // 2))
+        found.append(found[-1] + (1 << (found[-1].bit_length() - 2)))
     return [*(edge for edge in found if edge < length), length]
 
 
