@@ -214,6 +214,17 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("words", nargs="+", metavar="word", help="checkpoint=RUN, out=FOLDER, a new one, iteration=N")
     export.set_defaults(run=_export)
 
+    evaluate = verbs.add_parser(
+        "eval",
+        help="a run's checkpoint on long texts: losses by position, needles, RULER's tasks",
+        description="Writes eval.json, eval.md and pictures. Words: docs/evaluation.md.",
+    )
+    evaluate.takes_settings(
+        "checkpoint=RUN, iteration=N, tasks=NAME,…, lengths=N,…, samples=N, depths=X,…, seed=N, data=PREFIX, "
+        "haystack=FOLDER, chat=true, out=FOLDER, and words that replace the run's settings"
+    )
+    evaluate.set_defaults(run=_eval)
+
     data = verbs.add_parser("data", help="turn text into Megatron's indexed dataset")
     data.add_argument("--source", required=True, help="stdlib, a folder, or a .jsonl file with a `text` in each line")
     data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
@@ -254,6 +265,12 @@ def _generate(arguments: argparse.Namespace) -> None:
     from .generate import generate
 
     generate(arguments.settings, arguments.chat)
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    from .evaluate import evaluate
+
+    evaluate(arguments.settings)
 
 
 def _serve(arguments: argparse.Namespace) -> None:

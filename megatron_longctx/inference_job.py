@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class InferenceJob:
 
 Work = Callable[[InferenceJob, LongContextEngine, Any], None]
 """What every rank does with the engine and the tokenizer; a module-level function."""
+RankWork = Callable[[InferenceJob, Any], None]
+"""What every rank does with its process groups; it can be pickled."""
 
 
 def split_words(words: Sequence[str], own_keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -77,8 +80,16 @@ def checkpoint_of(own: Mapping[str, str]) -> tuple[Path, int | None]:
     return Path(own["checkpoint"]), None if iteration is None else int(iteration)
 
 
-def job_of(own: Mapping[str, str], settings: Sequence[str], options: Any = None) -> InferenceJob:
+def job_of(
+    own: Mapping[str, str],
+    settings: Sequence[str],
+    options: Any = None,
+    adapted: Callable[[Config], Config] = for_inference,
+) -> InferenceJob:
     """The job of `checkpoint=RUN` and `iteration=N`, checked as far as one process can.
+
+    Args:
+        adapted: the run's configuration, with the settings, as the verb takes it.
 
     Raises:
         ValueError: a checkpoint, settings or sizes that cannot be used.
@@ -88,7 +99,7 @@ def job_of(own: Mapping[str, str], settings: Sequence[str], options: Any = None)
     # Training's own sizes and attention say nothing about these.
     whole = replace(loaded.parallelism, pipeline_parallel_size=1, data_parallel_size=None)
     ours = replace(loaded.attention, baseline=None)
-    config = for_inference(override_config(replace(loaded, parallelism=whole, attention=ours), settings))
+    config = adapted(override_config(replace(loaded, parallelism=whole, attention=ours), settings))
     saved_run.check("checkpoint", run, config, iteration)
     job = InferenceJob(config, run / "checkpoints", iteration, options)
     device = device_type(config)
@@ -103,15 +114,24 @@ def job_of(own: Mapping[str, str], settings: Sequence[str], options: Any = None)
 
 
 def run(job: InferenceJob, work: Work) -> None:
+    """Run `work` with the engine on every rank. See `start`.
+
+    Raises:
+        ValueError: a cache that does not fit, too.
+    """
+    check_memory(job)
+    start(job, partial(_with_engine, work=work))
+
+
+def start(job: InferenceJob, work: RankWork) -> None:
     """Run `work` on every rank, of this host or as torchrun has started them.
 
     Raises:
-        ValueError: a cache that does not fit, or what `work` raised on all ranks.
+        ValueError: what `work` raised on all ranks.
         JobFailed: another rank ended.
     """
     if job.config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    check_cache(job.config, _memory_of_a_rank(job))
     place = Placement.of_torchrun(os.environ)
     if place is not None:
         if place.world_size != job.world_size:
@@ -125,15 +145,17 @@ def run(job: InferenceJob, work: Work) -> None:
         _work(job, work)
 
 
-def _memory_of_a_rank(job: InferenceJob) -> int:
-    """Bytes: of a GPU, or this host's share."""
-    if device_type(job.config) == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory
-    return host_bytes(job.world_size)
+def check_memory(job: InferenceJob) -> None:
+    """Refuse a cache that does not fit a GPU, or a rank's share of this host."""
+    on_gpus = device_type(job.config) == "cuda"
+    check_cache(
+        job.config,
+        torch.cuda.get_device_properties(0).total_memory if on_gpus else host_bytes(job.world_size),
+    )
 
 
 @contextmanager
-def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
+def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
     """The other ranks, for as long as the context takes; this process is rank 0."""
     store = host_store(listen(), job.timeout_s)
     others: list[Any] = []
@@ -179,7 +201,7 @@ def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
                 process.kill()
 
 
-def _other_rank(index: int, job: InferenceJob, work: Work, port: int) -> None:
+def _other_rank(index: int, job: InferenceJob, work: RankWork, port: int) -> None:
     end_with_parent()
     place, store = Placement.local(index + 1, job.world_size), join_store(port, job.timeout_s)
     join(place, store, job.timeout_s, torch.cuda.is_available())
@@ -191,14 +213,25 @@ def _other_rank(index: int, job: InferenceJob, work: Work, port: int) -> None:
     dist.destroy_process_group()
 
 
-def _work(job: InferenceJob, work: Work) -> None:
+def _work(job: InferenceJob, work: RankWork) -> None:
     par = job.config.parallelism
     collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size)
     try:
-        engine, tokenizer = build_engine(job.config, collection, job.checkpoints, job.iteration)
-        try:
-            work(job, engine, tokenizer)
-        finally:
-            engine.release()
+        work(job, collection)
     finally:
         groups.destroy()
+
+
+def _with_engine(job: InferenceJob, collection: Any, work: Work) -> None:
+    with engine_of(job, collection) as (engine, tokenizer):
+        work(job, engine, tokenizer)
+
+
+@contextmanager
+def engine_of(job: InferenceJob, collection: Any) -> Iterator[tuple[LongContextEngine, Any]]:
+    """The engine and the tokenizer of the job's checkpoint. All ranks call it."""
+    engine, tokenizer = build_engine(job.config, collection, job.checkpoints, job.iteration)
+    try:
+        yield engine, tokenizer
+    finally:
+        engine.release()

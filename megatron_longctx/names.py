@@ -25,6 +25,7 @@ TOKENS: Final = "train/tokens"
 LOSS: Final = "train/loss"
 GRAD_NORM: Final = "train/grad_norm"
 LEARNING_RATE: Final = "train/lr"
+VALIDATION_LOSS: Final = "loss/validation"
 
 STEP_S: Final = "perf/step_s"
 DATA_WAIT_S: Final = "perf/data_wait_s"

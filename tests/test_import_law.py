@@ -18,9 +18,9 @@ MOST_LINES = 400
 # In the order data flows: a room imports itself and what stands before it.
 ROOMS = (
     *("names", "errors", "files", "layout", "topology", "schedules", "config", "compose"),
-    *("models", "memory", "kernels", "comm", "attention", "recompute", "metrics"),
+    *("models", "memory", "kernels", "comm", "attention", "recompute", "metrics", "evaluation"),
     *("inference", "mcore", "chat_template", "chat", "training", "calibrate"),
-    *("inference_job", "importing", "exporting", "generate", "http_api", "serve"),
+    *("inference_job", "importing", "exporting", "generate", "evaluate", "http_api", "serve"),
     *("plan", "doctor", "demo", "check", "cli", "__main__", "testing"),
 )
 NEEDED_BY_METRICS = ("names", "errors", "files", "config")
@@ -33,6 +33,7 @@ FORBIDDEN = (
     ("topology", "torch", ("measure.py",)),
     ("schedules", "torch", ()),
     ("memory", "torch", ()),
+    ("evaluation", "torch", ()),
     ("metrics", "torch", ("hardware.py", "environment.py")),
     ("kernels", "torch.distributed", ()),
     ("models", "torch.distributed", ()),

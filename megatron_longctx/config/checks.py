@@ -144,6 +144,13 @@ def _validate_training(config: Config) -> None:
             f"1 with data.packing={data.packing}",
             "A pack is one sequence of many documents; raise data.seq_length instead.",
         )
+    if train.eval_interval is not None and not data.has_held_out:
+        expected = f"null with data.split={data.split}, which has no second part"
+        remedy = "Set data.split=95,5,0, say, or leave it null."
+        raise refuse("train.eval_interval", train.eval_interval, expected, remedy)
+    if train.eval_interval is not None and train.eval_samples % train.micro_batch_size:
+        expected = f"a multiple of train.micro_batch_size={train.micro_batch_size}"
+        raise refuse("train.eval_samples", train.eval_samples, expected, "Change one of them.")
     total = sum(weight for weight, _ in data.datasets)
     if least := [prefix for weight, prefix in data.datasets if weight < LEAST_WEIGHT * total or total == 0]:
         expected = f"weights that are each at least 1/{round(1 / LEAST_WEIGHT)} of their sum; {least[0]} has less"

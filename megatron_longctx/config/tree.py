@@ -207,13 +207,19 @@ class DataConfig:
     workers: int = number(2, 0, 256)  # processes of a rank that read ahead; 0: a thread of its own
     tokenizer: str = choice("byte-level", TOKENIZERS)
     tokenizer_path: str | None = path(None)  # needed by all but byte-level
-    # Shares of the documents for training, validation and test, of which training takes the first.
+    # Shares of the documents for training, validation and test. Training takes the first, `train.eval_interval` and
+    # `eval` the second.
     split: str = text(
         "100,0,0",
         "one to three weights such as 90,10,0, the first above 0",
         rf"(?= *[0-9.]*[1-9]){_WEIGHT}(,{_WEIGHT}){{0,2}}",
     )
     mask_eod_loss: bool = False
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether `split` has a second part."""
+        return any(map(float, self.split.split(",")[1:2]))
 
     @property
     def datasets(self) -> tuple[tuple[float, str], ...]:
@@ -258,6 +264,9 @@ class TrainConfig:
     save: bool = True  # checkpoint at the end and when stopped
     save_interval: int | None = number(None, 1, _MOST)  # steps; null: only at the end and when stopped
     keep_checkpoints: int | None = number(None, 1, _MOST)  # null: all
+    # Steps between losses of the second part of data.split (`loss/validation`); null: never.
+    eval_interval: int | None = number(None, 1, _MOST)
+    eval_samples: int = number(32, 1, 10**6)  # sequences of that part, always the same ones, over all ranks
     # Ranks started on this host; null: one per GPU, or the smallest that fits on CPU.
     num_processes: int | None = number(None, 1, _MOST_RANKS)
 

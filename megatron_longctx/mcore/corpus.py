@@ -118,10 +118,12 @@ def open_dataset(prefix: str) -> IndexedDataset:
     return _WholeDataset(prefix)
 
 
-def trained_documents(data: DataConfig, lengths: numpy.ndarray) -> numpy.ndarray:
-    """Of the lengths of all documents those that `data.split` leaves to training. Megatron splits whole documents."""
-    weights = [float(weight) for weight in data.split.split(",")]
-    return lengths[: round(weights[0] / sum(weights) * len(lengths))]
+def documents_of(data: DataConfig, part: int, count: int) -> slice:
+    """Of `count` documents those of a part of `data.split`: 0 for training, 1 for validation. Megatron splits whole
+    documents."""
+    weights = [*map(float, data.split.split(",")), 0.0]
+    bounds = [round(sum(weights[:parts]) / sum(weights) * count) for parts in (part, part + 1)]
+    return slice(*bounds)
 
 
 def check_corpus(data: DataConfig) -> int:
@@ -138,7 +140,7 @@ def check_corpus(data: DataConfig) -> int:
 
 def _check_dataset(data: DataConfig, prefix: str) -> int:
     lengths = _lengths(data, prefix)
-    tokens, trained = int(lengths.sum()), int(trained_documents(data, lengths).sum())
+    tokens, trained = int(lengths.sum()), int(lengths[documents_of(data, 0, len(lengths))].sum())
     least = data.seq_length + 1 if data.packing != "best_fit" else 2
     if tokens < least:
         raise refuse(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy
@@ -13,7 +14,7 @@ from torch.utils.data import Dataset
 from ..config import Config, DataConfig, token_unit
 from ..errors import refuse
 from .batch import Batch
-from .corpus import open_dataset, trained_documents
+from .corpus import documents_of, open_dataset
 from .identity import mask_of
 from .packing import Blend, Order, Packs, Pieces, Stream
 
@@ -25,14 +26,15 @@ class TrainingData(Dataset[Batch]):
         config: `data` and `train.seed` are read, and what a sequence's tokens must be a multiple of.
         tokenizer: the one the data was written with.
         vocab_size: rows of the model's embedding.
+        part: of `data.split`: 0 for training, 1 for validation.
     """
 
-    def __init__(self, config: Config, tokenizer: MegatronTokenizerText, vocab_size: int) -> None:
+    def __init__(self, config: Config, tokenizer: MegatronTokenizerText, vocab_size: int, part: int = 0) -> None:
         self._data, self._unit = config.data, token_unit(config.parallelism)
         self._eod: int = tokenizer.eod
         self._vocab_size = vocab_size
         weights, prefixes = zip(*config.data.datasets, strict=True)
-        self._sources = [_Source(config.data, prefix, config.train.seed) for prefix in prefixes]
+        self._sources = [_Source(config.data, prefix, config.train.seed, part) for prefix in prefixes]
         self._blend = Blend(weights) if len(weights) > 1 else None
 
     def __getitem__(self, samples: Sequence[int]) -> Batch:
@@ -59,7 +61,7 @@ class TrainingData(Dataset[Batch]):
         """Tokens, labels, loss mask and positions, and the lengths of documents."""
         dataset, sample = self._blend.locate(sample) if self._blend else (0, sample)
         source = self._sources[dataset]
-        pieces = source.order.pieces(sample)
+        pieces = source.pieces(sample)
         text = read(source.tokens, pieces).astype(numpy.int64)
         self._check(text, source.prefix)
         tokens, following = text[: self._data.seq_length], text[1 : self._data.seq_length + 1]
@@ -92,15 +94,22 @@ class TrainingData(Dataset[Batch]):
 
 
 class _Source:
-    """One dataset, and the order of its samples."""
+    """A part of one dataset, and the order of its samples."""
 
-    def __init__(self, data: DataConfig, prefix: str, seed: int) -> None:
+    def __init__(self, data: DataConfig, prefix: str, seed: int, part: int) -> None:
         self.prefix = prefix
         self.tokens = open_dataset(prefix)
         self.learned = open_dataset(mask) if (mask := mask_of(prefix)) else None
-        lengths = numpy.array(trained_documents(data, self.tokens.sequence_lengths))
+        documents = documents_of(data, part, len(self.tokens.sequence_lengths))
+        self._first = documents.start
+        lengths = numpy.array(self.tokens.sequence_lengths[documents])
         self.order: Order = (Packs if data.packing == "best_fit" else Stream)(lengths, data.seq_length, seed)
         self._seq_length = data.seq_length
+
+    def pieces(self, sample: int) -> Pieces:
+        """By the dataset's own numbers of documents."""
+        found = self.order.pieces(sample)
+        return found._replace(documents=found.documents + self._first)
 
     def describe(self, packs: Packs, unit: int) -> str:
         full = 100 * int(packs.tokens.sum()) / packs.size / self._seq_length
@@ -109,6 +118,29 @@ class _Source:
             f"{self.prefix}: {packs.size:,} packs, {full:.2f}% full, the least full of {packs.tokens.min():,} tokens; "
             f"{padding:,} tokens of padding, {packs.num_cut:,} documents longer than data.seq_length cut"
         )
+
+
+def check_samples(config: Config, part: int, count: int, key: str) -> None:
+    """Refuse a part of `data.split` whose first `count` samples are not all different. key: that asks for them.
+
+    Raises:
+        ValueError: names the dataset and how many it has.
+    """
+    weights, prefixes = zip(*config.data.datasets, strict=True)
+    blend = Blend(weights) if len(weights) > 1 else None
+    asked = Counter(blend.locate(sample)[0] for sample in range(count)) if blend else Counter({0: count})
+    for number, prefix in enumerate(prefixes):
+        dataset = open_dataset(prefix)  # its end unmaps what it has given
+        lengths = dataset.sequence_lengths[documents_of(config.data, part, len(dataset.sequence_lengths))]
+        tokens = int(lengths.sum(dtype=numpy.int64))
+        least = 2 if config.data.packing == "best_fit" else config.data.seq_length + 1
+        found = _Source(config.data, prefix, config.train.seed, part).order.size if tokens >= least else 0
+        if found < asked[number]:
+            expected = (
+                f"at most {found * count // asked[number]}: part {part + 1} of data.split={config.data.split} has "
+            )
+            expected += f"{found} sequences of {config.data.seq_length} tokens in {prefix}"
+            raise refuse(key, count, expected, "Ask for fewer or shorter ones, or give that part more weight or text.")
 
 
 def read(dataset: IndexedDataset, pieces: Pieces) -> numpy.ndarray:

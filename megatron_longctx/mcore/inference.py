@@ -35,7 +35,7 @@ from .direct import Attend, DirectLayer, why_not_direct
 from .model import build_model, fingerprint, padded_vocab_size, transformer_config
 from .rope import Rotations, ShardedRotaryEmbedding
 from .row_parallel import ReducedRowParallelLinear
-from .sequence import build_sequence
+from .sequence import ShardedSequence, build_sequence
 from .settings import layer_window
 from .step import local_device
 from .tokenizer import build_tokenizer
@@ -188,15 +188,7 @@ def for_inference(config: Config) -> Config:
         ValueError: sizes that inference does not run at.
     """
     par = config.parallelism
-    if par.pipeline_parallel_size != 1:
-        raise refuse(
-            "parallelism.pipeline_parallel_size",
-            par.pipeline_parallel_size,
-            "1 for inference",
-            "Set it to 1; checkpoints load at any sizes.",
-        )
-    if par.data_parallel_size not in (None, 1):
-        raise refuse("parallelism.data_parallel_size", par.data_parallel_size, "1 for inference", "Set it to 1.")
+    check_sizes(par)
     if config.train.device == "cpu" or not torch.cuda.is_available():
         if config.inference.transport == "peer":
             raise refuse("inference.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
@@ -213,6 +205,19 @@ def for_inference(config: Config) -> Config:
     return replace(config, parallelism=plain, recompute=RecomputeConfig())
 
 
+def check_sizes(par: ParallelismConfig) -> None:
+    """Refuse what only training has, ValueError."""
+    if par.pipeline_parallel_size != 1:
+        raise refuse(
+            "parallelism.pipeline_parallel_size",
+            par.pipeline_parallel_size,
+            "1 for inference",
+            "Set it to 1; checkpoints load at any sizes.",
+        )
+    if par.data_parallel_size not in (None, 1):
+        raise refuse("parallelism.data_parallel_size", par.data_parallel_size, "1 for inference", "Set it to 1.")
+
+
 def build_engine(
     config: Config, groups: ProcessGroupCollection, checkpoints: Path | None, iteration: int | None = None
 ) -> tuple[LongContextEngine, MegatronTokenizerText]:
@@ -225,18 +230,11 @@ def build_engine(
     Raises:
         ValueError: no checkpoint, one of another model, or a cache that does not fit.
     """
-    tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
-    vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
-    megatron = transformer_config(config)
-    gpt = build_model(config, megatron, groups, build_sequence(config, groups.cp), vocab_size)
+    gpt, tokenizer = load_model(config, groups, build_sequence(config, groups.cp), checkpoints, iteration)
     device = local_device()
-    gpt.to(device)
-    if checkpoints is not None:
-        state = checkpoint.TrainingState([gpt], fingerprint=fingerprint(config, vocab_size))
-        checkpoint.load(checkpoints, state, iteration=iteration)
     model, inference, n = config.model, config.inference, groups.cp.size()
     manager = CacheManager(n, pages_per_rank(config), inference.page_tokens)
-    windows = tuple(layer_window(megatron, number)[0] for number in range(1, model.num_layers + 1))
+    windows = tuple(layer_window(gpt.config, number)[0] for number in range(1, model.num_layers + 1))
     shape = replace(_cache_shape(config), windows=windows)
     attention = CachedAttention(
         groups.cp, shape, manager.slots_per_rank, device, config.attention.kernel, inference.transport
@@ -247,6 +245,24 @@ def build_engine(
     decode = DecodeSettings(inference.decode, inference.cuda_graphs)
     settings = EngineSettings(inference.prefill_chunk, inference.evict, inference.exact_reuse, decode)
     return LongContextEngine(cached, manager, chooser, settings), tokenizer
+
+
+def load_model(
+    config: Config,
+    groups: ProcessGroupCollection,
+    sequence: ShardedSequence,
+    checkpoints: Path | None,
+    iteration: int | None = None,
+) -> tuple[GPTModel, MegatronTokenizerText]:
+    """A run's model on this rank's device, with its tokenizer. See `build_engine`."""
+    tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
+    vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
+    gpt = build_model(config, transformer_config(config), groups, sequence, vocab_size)
+    gpt.to(local_device())
+    if checkpoints is not None:
+        state = checkpoint.TrainingState([gpt], fingerprint=fingerprint(config, vocab_size))
+        checkpoint.load(checkpoints, state, iteration=iteration)
+    return gpt, tokenizer
 
 
 def check_cache(config: Config, capacity: int) -> None:

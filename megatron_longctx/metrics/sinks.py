@@ -169,7 +169,8 @@ class WandbSink:
 
 
 class ConsoleSink:
-    """One line a step: step/total, loss, gradient norm, lr, tokens/s, TFLOP/s, MFU both ways, memory, time left.
+    """One line a step: step/total, loss, that of validation where it was taken, gradient norm, lr, tokens/s, TFLOP/s,
+    MFU both ways, memory, time left.
 
     Args:
         total_steps: of the run, for `step 3/20` and the time left.
@@ -196,12 +197,14 @@ class ConsoleSink:
             value = record.get(key)
             return "—" if value is None else format(value, spec)
 
+        validation = record.get(names.VALIDATION_LOSS)
         causal, dense = number(names.MFU_CAUSAL_PCT, ".1f"), number(names.MFU_DENSE_PCT, ".1f")
         known = record.get(names.MFU_CAUSAL_PCT) is not None
         return " | ".join(
             (
                 f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}",
                 f"loss {number(names.LOSS, '.5f')}",
+                *([] if validation is None else [f"validation {validation:.5f}"]),
                 f"grad norm {number(names.GRAD_NORM, '.3f')}",
                 f"lr {number(names.LEARNING_RATE, '.2e')}",
                 f"{number(names.TOKENS_PER_S, ',.0f')} tokens/s",

@@ -35,6 +35,7 @@ from .nonfinite import NonFiniteError, dump
 from .profiling import profiled
 from .run_folder import RunFolder
 from .signals import StopRequest
+from .validation import Validation
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Trainer:
             micro_batch_size=train.micro_batch_size,
             num_micro_batches=train.global_batch_size // train.micro_batch_size // dp_size,
         )
+        self.validation = Validation.of(config, tokenizer, self.vocab_size, self.train_step)
         self.step, self.tokens = self._resume()
         self._imbalances_pct: list[float] = []
         self.loader = Loader(
@@ -104,7 +106,10 @@ class Trainer:
                     result = self._one_step()
                 self.step += 1
                 self.tokens += result.loss.work.tokens
-                self._report(result, time.perf_counter() - begin)
+                record = self._record(result, time.perf_counter() - begin)
+                record[names.VALIDATION_LOSS] = self._validation_loss()
+                for sink in self.sinks:
+                    sink.write(record)
                 if train.save_interval and self.step % train.save_interval == 0 and train.save:
                     self._save()
                     saved = self.step
@@ -187,12 +192,13 @@ class Trainer:
                 f"the last checkpoint is untouched. Lower optim.lr, check the data, or try train.precision=fp32."
             )
 
-    def _report(self, result: StepResult, seconds: float) -> None:
+    def _record(self, result: StepResult, seconds: float) -> dict[str, Any]:
+        """Of a step, on the rank that reports it."""
         if not self.sinks:
-            return
+            return {}
         config = self.config
         flops = training_flops(config.model, self.vocab_size, result.loss.work)
-        record: dict[str, Any] = {
+        return {
             names.STEP: self.step,
             names.TOKENS: self.tokens,
             names.LOSS: result.loss.mean,
@@ -204,8 +210,15 @@ class Trainer:
             names.IMBALANCE_PCT: fmean(self._imbalances_pct),
             names.EXPOSED_COMM_S: self.sequence.attention.waited_seconds(),
         }
-        for sink in self.sinks:
-            sink.write(record)
+
+    def _validation_loss(self) -> float | None:
+        """Of the second part of `data.split`, in the steps that `train.eval_interval` asks for it."""
+        if self.validation is None or self.step % self.validation.interval:
+            return None
+        loss = self.validation.loss()
+        if self.sinks:
+            self.sequence.attention.waited_seconds()  # it is no part of the next step
+        return loss
 
     def _open_sinks(self) -> list[Sink]:
         config = self.config

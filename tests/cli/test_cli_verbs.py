@@ -13,7 +13,10 @@ import pytest
 from megatron_longctx import __version__, cli
 from tests.shared.jobs import CLI, PATIENCE_S, clean_environment, started
 
-VERBS = ("train", "plan", "generate", "serve", "import", "export", "data", "calibrate", "check", "doctor", "demo")
+VERBS = (
+    *("train", "plan", "generate", "eval", "serve", "import", "export"),
+    *("data", "calibrate", "check", "doctor", "demo"),
+)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -39,6 +39,7 @@ YARN = {"model.rope_scaling.kind": "yarn", "model.rope_scaling.original_length":
 # Fields of keys that mean something only beside another.
 BESIDE: dict[str, dict[str, Any]] = {
     "parallelism.inner_size": {"parallelism.schedule": "usp"},
+    "train.eval_interval": {"data.split": "95,5,0"},
     "parallelism.outer_schedule": {"parallelism.schedule": "usp"},
     "parallelism.head_chunks": {"parallelism.schedule": "ulysses"},
     "parallelism.max_buffer_tokens": {"parallelism.schedule": "all_gather"},

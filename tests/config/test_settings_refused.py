@@ -150,6 +150,7 @@ NEEDED_WITH = {
     "parallelism.max_buffer_tokens": "parallelism.schedule=all_gather",
     "parallelism.max_attention_gib": "parallelism.schedule=auto",
     "parallelism.inner_size": "parallelism.schedule=usp",
+    "train.eval_interval": "data.split=90,10",
     "parallelism.outer_schedule": "parallelism.schedule=usp",
     "optim.decay_steps": "optim.warmup_steps=0",
     "train.steps": "optim.warmup_steps=0",

@@ -17,6 +17,7 @@ from benchmarks.__main__ import parse as parse_benchmark
 from megatron_longctx.cli import parse
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
+from megatron_longctx.evaluate import OWN_WORDS as EVAL_WORDS
 from megatron_longctx.inference_job import split_words
 from tests.shared.jobs import PATIENCE_S
 from tests.test_import_law import PACKAGE, ROOMS
@@ -28,7 +29,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 FOLDERS = ("recipes", "launch", "benchmarks", "analysis", "tests", "docs", PACKAGE)
 GROUPS = {field.name: field.default_factory for field in dataclasses.fields(Config)}
-OWN_WORDS = ("checkpoint", "prompt", "prompt_file", "iteration")
+OWN_WORDS = ("prompt", "prompt_file", *EVAL_WORDS)
 
 
 def prose(page: Path) -> str:

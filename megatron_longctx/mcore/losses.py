@@ -1,0 +1,86 @@
+"""A run's losses by position: the training forward over held-out text of any length, without a cache."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from ..config import Config, RecomputeConfig
+from ..evaluation.positions import Losses, edges
+from .data import TrainingData
+from .inference import check_sizes, load_model
+from .model import padded_vocab_size
+from .sequence import build_sequence
+from .step import EvalStep
+
+_HEAD_CHUNK_TOKENS = 4096
+
+
+def for_losses(config: Config) -> Config:
+    """A run's configuration for its losses: its mode of context parallelism, and nothing kept for backward.
+
+    Raises:
+        ValueError: sizes that only training has.
+    """
+    par, recompute = config.parallelism, config.recompute
+    check_sizes(par)
+    return replace(
+        config,
+        parallelism=replace(
+            par,
+            data_parallel_size=1,
+            sequence_parallel=False,  # lengths need not divide
+            overlap_grad_reduce=False,
+            overlap_param_gather=False,
+        ),
+        recompute=RecomputeConfig(
+            head_chunk_tokens=recompute.head_chunk_tokens or _HEAD_CHUNK_TOKENS,
+            mlp_tile_tokens=recompute.mlp_tile_tokens,
+        ),
+        train=replace(config.train, micro_batch_size=1, global_batch_size=1, eval_interval=None),
+    )
+
+
+def at_length(config: Config, length: int) -> Config:
+    """With samples of so many tokens."""
+    return replace(config, data=replace(config.data, seq_length=length))
+
+
+class LossesByPosition:
+    """A run's model. Construction is collective, and so is every call.
+
+    Args:
+        config: what `for_losses` returns.
+        part: of `data.split`: 0 for training, 1 for validation.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        groups: ProcessGroupCollection,
+        checkpoints: Path,
+        iteration: int | None = None,
+        part: int = 0,
+    ) -> None:
+        sequence = build_sequence(config, groups.cp)
+        gpt, self._tokenizer = load_model(config, groups, sequence, checkpoints, iteration)
+        self._config, self._part = config, part
+        self._step = EvalStep([gpt], sequence, groups, micro_batch_size=1)
+
+    def __call__(self, length: int, samples: int) -> Losses:
+        """Over the first samples, in the order of `train.seed`, of so many tokens."""
+        vocab_size = padded_vocab_size(self._config.model, self._tokenizer.vocab_size)
+        data = TrainingData(at_length(self._config, length), self._tokenizer, vocab_size, self._part)
+        table = self._step.run(lambda number: data[[number]], range(samples), samples, edges(length)).sum(0)
+        return Losses(length, table[:, 0].tolist(), table[:, 1].tolist())
+
+    def release(self) -> None:
+        """Free the model."""
+        del self._step
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
