@@ -19,6 +19,13 @@ def merge_sink(out: Tensor, lse: Tensor, sink: Tensor, heads: range) -> tuple[Te
     return (out * share).to(out.dtype), total.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
+def add_sink_(out: Tensor, lse: Tensor, sink: Tensor) -> None:
+    """`merge_sink` in place: `out` `[..., h, e]` and `lse` `[..., h]` in the same dtype. Nothing waits for the host."""
+    total = torch.logaddexp(lse, sink.to(lse.dtype))
+    out.mul_(torch.exp(lse - total).unsqueeze(-1))
+    lse.copy_(total)
+
+
 def sink_gradient(sink: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> Tensor:
     """The gradient of the sinks, of this rank's queries alone.
 

@@ -7,7 +7,7 @@ key block is a run of slots in place: nothing is gathered before a plan runs, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -38,7 +38,13 @@ class Batch:
 
     @property
     def cached(self) -> int:
-        return sum(chunk.cached for chunk in self.chunks)
+        """Cached tokens that some new one sees."""
+        most = FAR if self.window is None else self.window
+        return sum(min(chunk.cached, most) for chunk in self.chunks)
+
+    def within(self, window: int | None) -> Batch:
+        """The same tokens, as layers with another window see them."""
+        return self if window == self.window else replace(self, window=window)
 
     @cached_property
     def rows(self) -> tuple[tuple[int, ...], ...]:

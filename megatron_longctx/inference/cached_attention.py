@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from ..attention.bind import Bound, Engine, bind
 from ..attention.kv_format import Int8KV, KVFormat, StackedKV
 from ..attention.run import Run
 from ..attention.shapes import Shapes
+from ..attention.sinks import add_sink_, merge_sink
 from ..comm import (
     BufferPool,
     PeerMemoryError,
@@ -44,7 +45,8 @@ class CacheShape:
     """What a rank keeps per token: keys and values of `num_kv_heads` heads of `head_dim`, in `num_layers` layers.
 
     Heads are those of one tensor-parallel rank. int8: what is kept, sent and attended are 8-bit integers with a scale
-    for every token and head (`kernels.quantize_kv`); `dtype` is that of queries and outputs.
+    for every token and head (`kernels.quantize_kv`); `dtype` is that of queries and outputs. windows: by layer, tokens
+    before itself that a query sees, None for all; empty where all layers see all. Everything is kept in any case.
     """
 
     num_layers: int
@@ -53,6 +55,21 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     int8: bool = False
+    windows: tuple[int | None, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    @property
+    def kinds(self) -> tuple[int | None, ...]:
+        """The windows of layers, each once: of what plans, and a step's numbers, are made."""
+        return tuple(dict.fromkeys(self.windows)) or (None,)
+
+    @property
+    def widest(self) -> int | None:
+        """The window of the layers that see most, whose attention takes longest."""
+        bounds = [window for window in self.kinds if window is not None]
+        return None if len(bounds) < len(self.kinds) else max(bounds)
 
     @property
     def kv(self) -> KVFormat:
@@ -81,11 +98,12 @@ class Rows:
     """New tokens of several sequences, which all ranks compute alike.
 
     Attributes:
-        pages: what this rank holds of each row's sequence up to its token, that included where it is stored here.
+        pages: by window of layers, what this rank holds of each row's sequence up to its token, that included where it
+            is stored here.
         slots: int64 `[B]`, where the new keys and values are stored; `CachedAttention.nowhere` if on another rank.
     """
 
-    pages: Pages
+    pages: Mapping[int | None, Pages]
     slots: Tensor
 
 
@@ -126,9 +144,11 @@ class CachedAttention:
             # A conversation needs a little more memory for its messages in every turn.
             links = choose_transport(transport, group, device, growth=2.0, key="inference.transport")
         self._engine = Engine(choose(kernel, request), links, BufferPool(device))
+        near = any(window is not None for window in shape.kinds)
+        self._near = choose(kernel, replace(request, windows=True)) if near else self._engine.kernel
         self._shapes = Shapes(shape.workload, shape.dtype, device, shape.kv, shape.kv)
         self._merge: PeerMerge | None = None
-        self._bound: Bound | None = None
+        self._bound: dict[int | None, Bound] = {}  # by window of layers
         self._place: slice | Tensor = slice(0, 0)  # of the new tokens' keys and values
         self._num_new = 0
         self._rows: Rows | None = None
@@ -158,7 +178,8 @@ class CachedAttention:
         if self.device.type == "cuda":
             compile_merges(self.shape.num_heads, self.shape.head_dim, self.shape.dtype, self.device)
             q = torch.empty(0, self.shape.num_heads, self.shape.head_dim, dtype=self.shape.dtype, device=self.device)
-            compile_decode(q, self._storage[0][:, :, 0], page_tokens)
+            windows = {window is not None for window in self.shape.kinds}
+            compile_decode(q, self._storage[0][:, :, 0], page_tokens, windows)
             if self._merge is not None:
                 self._merge.compile(self.shape.num_heads, self.shape.head_dim, self.shape.dtype, self.device)
 
@@ -167,15 +188,19 @@ class CachedAttention:
         for layer in self._layers:
             layer[target.start : target.stop] = layer[source.start : source.stop]
 
-    def target(self, joined: bool) -> Target:
-        """What plans are lowered for; `joined` as there."""
-        engine = self._engine
+    def target(self, joined: bool, window: int | None = None) -> Target:
+        """What plans of layers with this window are lowered for; `joined` as there."""
+        engine = self._engine_of(window)
         hosts = None if engine.transport is None else engine.transport.hosts
         return Target(self._shapes.workload, engine.kernel.takes, hosts, joined)
 
+    def _engine_of(self, window: int | None) -> Engine:
+        """The fastest kernel for plain layers need not take windows."""
+        return self._engine if window is None else replace(self._engine, kernel=self._near)
+
     def begin(self, batch: Batch, mode: str, joined: bool = False) -> None:
-        """Follow the plan of a mode in the calls that come; keys and values of the batch's new tokens are stored where
-        it says.
+        """Follow the plan of a mode in the calls that come, of every window that layers have; keys and values of the
+        batch's new tokens are stored where it says.
 
         joined: one kernel call for all keys of a block of queries, copied together if they lie apart, so that results
         do not depend, bit for bit, on where in the cache tokens lie.
@@ -185,8 +210,15 @@ class CachedAttention:
                 "batch", f"of {batch.n} ranks", f"one of {self.world}", "Append to this group's cache manager."
             )
         self._rows = None
-        lowering = Lowering(batch.plan(mode), self.target(joined))
-        self._bound = bind(lowering, self.rank, self._shapes, self._engine)
+        self._bound = {
+            window: bind(
+                Lowering(batch.within(window).plan(mode), self.target(joined, window)),
+                self.rank,
+                self._shapes,
+                self._engine_of(window),
+            )
+            for window in self.shape.kinds
+        }
         runs = [run for chunk in batch.chunks for run in chunk.new_runs[self.rank] if run]
         self._num_new = sum(map(len, runs))
         if all(before.stop == after.start for before, after in pairwise(runs)):
@@ -221,14 +253,17 @@ class CachedAttention:
                 layer.normal_()
 
     @torch.inference_mode()
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-        """Store this rank's new keys and values, and attend over everything its queries see.
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, sink: Tensor | None = None
+    ) -> Tensor:
+        """Store this rank's new keys and values, and attend over everything its queries see in this layer.
 
         Args:
             layer: counted from 0.
             q: the new tokens of this rank, `[s, 1, h, d]`, in the order of the plan's rows.
             k, v: `[s, 1, g, d]`.
             scale: factor of the scores; default `d ** -0.5`.
+            sink: `[h]`, a logit per head that takes part in every softmax and has no value; None for none.
 
         Returns:
             `[s, 1, h, d]` in q's dtype.
@@ -236,7 +271,7 @@ class CachedAttention:
         Raises:
             ValueError: shapes that do not fit the plan or the cache.
         """
-        assert self._bound is not None or self._rows is not None, "begin() comes before the layers"
+        assert self._bound or self._rows is not None, "begin() comes before the layers"
         rows, shape = self._num_new, self.shape
         for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
             if x.shape != (rows, 1, heads, shape.head_dim):
@@ -247,11 +282,11 @@ class CachedAttention:
         self._store(layer, k, v)
         scale = shape.head_dim**-0.5 if scale is None else scale
         if self._rows is not None:
-            return self._attend_rows(layer, self._rows, q, scale)
-        assert self._bound is not None
-        run = Run(self._bound, {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
+            return self._attend_rows(layer, self._rows.pages[shape.window(layer)], q, scale, sink)
+        run = Run(self._bound[shape.window(layer)], {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
         run()
-        return run.result(Kind.OUT)[0]
+        out, lse = run.result(Kind.OUT)
+        return out if sink is None else merge_sink(out, lse, sink, range(shape.num_heads))[0]
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
         storage, kv = self._storage[layer], self.shape.kv
@@ -266,16 +301,22 @@ class CachedAttention:
         """Queries `[B, h, d]` over what this rank holds of their sequences; see `kernels.paged.attend_pages`."""
         return attend_pages(q, self._storage[layer][:, :, 0], pages, scale)
 
-    def _attend_rows(self, layer: int, rows: Rows, q: Tensor, scale: float) -> Tensor:
-        """Each rank attends over what it holds; all merge what all have found, in the same order."""
+    def _attend_rows(self, layer: int, pages: Pages, q: Tensor, scale: float, sink: Tensor | None) -> Tensor:
+        """Each rank attends over what it holds, the first one with the sink; all merge what all have found, in the
+        same order."""
         q = q[:, 0]
+        merge = self._merge if self._merge is not None and self._merge.fits(*q.shape) else None
+        if merge is None:
+            found = self.attend_here(layer, q, pages, scale)
+        else:
+            found = attend_shares(q, self._storage[layer][:, :, 0], pages, scale)
+        if sink is not None and self.rank == 0:
+            add_sink_(found.out.view(-1, *q.shape)[0], found.lse.view(-1, *q.shape[:2])[0], sink)
         if self.world == 1:
-            return self.attend_here(layer, q, rows.pages, scale).out.to(q.dtype).unsqueeze(1)
+            return found.out.to(q.dtype).unsqueeze(1)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if self._merge is not None and self._merge.fits(*q.shape):
-            shares = attend_shares(q, self._storage[layer][:, :, 0], rows.pages, scale)
-            return self._merge(shares, out).unsqueeze(1)
-        found = self.attend_here(layer, q, rows.pages, scale)
+        if merge is not None:
+            return merge(found, out).unsqueeze(1)
         gathered = PackedPartials(gather_over(self.group, found.flat), *q.shape)
         return merge_ranks(gathered, out).unsqueeze(1)
 

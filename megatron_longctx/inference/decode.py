@@ -16,7 +16,7 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ by plans (analysis/results/inference_rows_h200.md)."""
 NOT_FINITE = -1
 _EAGER = 2
 """Steps that run as they are before one is captured: kernels are compiled and chosen, communicators are set up."""
-_TOKEN, _POSITION, _SLOT, _COUNT, _ENDS = range(5)
+_ENDS, _TOKEN, _POSITION, _SLOT, _COUNT, _SKIPPED = range(6)  # and one more of each window but the first
 
 
 class Next(NamedTuple):
@@ -101,7 +101,9 @@ class Decoder:
         self._together = most_together(self._attention.shape.num_heads, self._attention.shape.num_kv_heads)
         self._captured: dict[tuple[int, int], _Captured] = {}
         places = max(MOST_ROWS, self.most_prompt // self._together) if self._most else 0
-        self._tables = _Tables(self._attention.device, places, manager.pages_per_rank)
+        self._windows = tuple(window for window in self._attention.shape.kinds if window is not None)
+        lines = _SKIPPED + len(self._windows)
+        self._tables = _Tables(self._attention.device, places, manager.pages_per_rank, lines)
         why = f"inference.decode={settings.decode}" + (f", inference.mode={mode}" if settings.decode == "auto" else "")
         logger.info("decode: %s (%s)", self.name, why)
 
@@ -150,13 +152,13 @@ class Decoder:
         self._captured.clear()
 
     def _step(self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]], together: int) -> list[Next]:
-        rows: list[tuple[int, int, int, int]] = []
+        rows: list[tuple[int, ...]] = []
         ends: list[int] = []  # by chunk, the row whose logits are computed
         for chunk, text in zip(chunks, texts, strict=True):
             first = len(rows) // together
             rows += self._rows(chunk, text)
             ends.append(len(rows) - 1)
-            rows += [(0, 0, self._attention.nowhere, 0)] * (-len(rows) % together)
+            rows += [(0, 0, self._attention.nowhere, 0, *[0] * len(self._windows))] * (-len(rows) % together)
             pages = self._cache_manager.pages(chunk.session, self._attention.rank)
             for place in range(first, len(rows) // together):
                 self._tables.hold(place, pages)
@@ -164,7 +166,7 @@ class Decoder:
         numbers = self._tables.staging(size)
         numbers.zero_()
         numbers[_SLOT] = self._attention.nowhere
-        numbers[:_ENDS, : len(rows)] = torch.tensor(rows).t()
+        numbers[_TOKEN:, : len(rows)] = torch.tensor(rows).t()
         numbers[_ENDS, : len(ends)] = torch.tensor(ends)
         self._tables.send(size)
         logits, ids = self._replay(size, together) if self._graphs else self._compute(size, together)
@@ -174,22 +176,29 @@ class Decoder:
         kept = logits[: len(ends)].clone()  # a replay writes where the last one did
         return [Next(row, token) for row, token in zip(kept, likeliest, strict=True)]
 
-    def _rows(self, chunk: ScheduledChunk, text: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    def _rows(self, chunk: ScheduledChunk, text: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Of each new token itself, its position, where this rank stores it, and how many of the sequence's tokens this
-        rank has up to there; the books may be further on."""
+        rank has up to there, and in front of each window; the books may be further on."""
         rank = self._attention.rank
         here, slots = set(chain.from_iterable(chunk.new_spans(rank))), iter(slots_of(chunk.new_runs[rank]))
         held = sum(map(len, chunk.cached_runs[rank]))
+        new = (range(span.start + chunk.cached, span.stop + chunk.cached) for span in chunk.new_spans(rank))
+        positions, total = (*chunk.positions[rank], *new), held + len(here)
         for i, token in enumerate(text):
             held += i in here
-            yield token, chunk.cached + i, next(slots) if i in here else self._attention.nowhere, held
+            at = chunk.cached + i
+            skipped = (total - _from(positions, at - window) for window in self._windows)
+            yield token, at, next(slots) if i in here else self._attention.nowhere, held, *skipped
 
     @torch.no_grad()
     def _compute(self, size: int, together: int) -> tuple[Tensor, Tensor]:
         """Logits `[size / together, vocabulary]`, of every chunk and as many more as there can be, and the likeliest
         tokens as the first rank has them."""
         numbers, places = self._tables.numbers(size), size // together
-        pages = Pages(self._tables.pages[:places], numbers[_COUNT], self._cache_manager.page_tokens, together)
+        whole = Pages(self._tables.pages[:places], numbers[_COUNT], self._cache_manager.page_tokens, together)
+        pages: dict[int | None, Pages] = {None: whole}
+        for window, skipped in zip(self._windows, numbers[_SKIPPED:], strict=True):
+            pages[window] = replace(whole, skipped=skipped)
         self._attention.begin_rows(Rows(pages, numbers[_SLOT]))
         logits = self._model.logits(numbers[_TOKEN], numbers[_POSITION], numbers[_ENDS, :places])
         ids = torch.where(torch.isfinite(logits).all(-1), logits.argmax(-1), NOT_FINITE)
@@ -239,28 +248,29 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
 
 
 class _Tables:
-    """What a step reads, in memory that stays: its numbers, and at most `pages` pages of each of `places`, which are
-    rows, or several together."""
+    """What a step reads, in memory that stays: its numbers, so many lines of them, and at most `pages` pages of each of
+    `places`, which are rows, or several together."""
 
-    def __init__(self, device: torch.device, places: int, pages: int) -> None:
+    def __init__(self, device: torch.device, places: int, pages: int, lines: int) -> None:
         most = max(MOST_ROWS, MOST_PROMPT_ROWS)
+        self._lines = lines
         with torch.inference_mode(False):  # they outlive the call
             self.pages = torch.zeros(places, pages, dtype=torch.int32, device=device)
-            self._numbers = torch.zeros(5 * most, dtype=torch.int64, device=device)
-            self._staging = torch.zeros(5 * most, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._numbers = torch.zeros(lines * most, dtype=torch.int64, device=device)
+            self._staging = torch.zeros(lines * most, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._held: list[list[int]] = [[] for _ in range(places)]
 
     def numbers(self, size: int) -> Tensor:
-        """int64 `[5, size]` on the device: by row its token, position, slot, and how many tokens it sees here; then, by
-        chunk, the row whose logits are computed."""
-        return self._numbers[: 5 * size].view(5, size)
+        """int64 `[lines, size]` on the device: by chunk, the row whose logits are computed; then by row its token,
+        position, slot, how many tokens there are here up to it, and how many in front of each window."""
+        return self._numbers[: self._lines * size].view(self._lines, size)
 
     def staging(self, size: int) -> Tensor:
         """The same on the host. A step has read its numbers when its tokens are known."""
-        return self._staging[: 5 * size].view(5, size)
+        return self._staging[: self._lines * size].view(self._lines, size)
 
     def send(self, size: int) -> None:
-        self._numbers[: 5 * size].copy_(self._staging[: 5 * size], non_blocking=True)
+        self.numbers(size).copy_(self.staging(size), non_blocking=True)
 
     def hold(self, place: int, pages: Sequence[int]) -> None:
         """See that a row of the table names these pages."""
@@ -270,6 +280,16 @@ class _Tables:
         same = len(held) if held == pages[: len(held)] else 0
         self.pages[place, same : len(pages)] = torch.tensor(pages[same:], dtype=torch.int32, device=self.pages.device)
         self._held[place] = list(pages)
+
+
+def _from(positions: Sequence[range], first: int) -> int:
+    """How many of these positions, which ascend, are `first` or behind it."""
+    found = 0
+    for span in reversed(positions):
+        if span.start < first:
+            return found + len(span[-(-(first - span.start) // span.step) :])
+        found += len(span)
+    return found
 
 
 def _padded(rows: int, together: int) -> int:

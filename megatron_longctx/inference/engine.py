@@ -381,9 +381,10 @@ class LongContextEngine:
             decoded = self._decoder(chunks, texts)
             return {session: found for session, found, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
-        batch = Batch(self.cache_manager.n, self.cache_manager.slots_per_rank, chunks)
-        exact = self.settings.exact
-        self._attention.begin(batch, self._chooser.choose(batch, self._attention.target(exact)).mode, joined=exact)
+        exact, widest = self.settings.exact, self._attention.shape.widest
+        batch = Batch(self.cache_manager.n, self.cache_manager.slots_per_rank, chunks, widest)
+        mode = self._chooser.choose(batch, self._attention.target(exact, widest)).mode
+        self._attention.begin(batch, mode, joined=exact)
         tokens, positions = rows_of(chunks, texts, rank)
         last = [batch.last_row(i) if end else (-1, -1) for i, end in enumerate(ends)]
         mine = [(session, row) for session, (home, row) in zip(sessions, last, strict=True) if home == rank]

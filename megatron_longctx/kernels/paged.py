@@ -1,7 +1,7 @@
 """Attention of few queries over a paged cache, and the merge of what several ranks have found: decode, short prompts.
 
 A sequence's tokens lie in the pages that its row of a table names, in order; a page is `page_tokens` slots. Of these a
-query sees the first, as many as it says: a causal mask.
+query sees the first, as many as it says, without those in front of its window: a causal mask.
 Shapes are static and lengths are read on the device, so that calls can be captured in CUDA graphs and replayed with
 other tables. Results are partial: over the keys in these pages alone, to be merged by their lse.
 """
@@ -34,12 +34,15 @@ class Pages:
         counts: `[B]` int32 or int64, tokens that each query sees, at most `P * page_tokens`; 0 for one that is none.
         page_tokens: slots of a page.
         together: neighbouring queries that are of one sequence, a power of two; 1 for decode.
+        skipped: `[B]`, of the counts' dtype: how many of the counted tokens, from the first on, lie in front of each
+            query's window; at most its count. None for no window.
     """
 
     table: Tensor
     counts: Tensor
     page_tokens: int
     together: int = 1
+    skipped: Tensor | None = None
 
 
 _TILE = 64
@@ -132,13 +135,17 @@ def merge_ranks(found: PackedPartials, out: Tensor) -> Tensor:
 def attend_pages_torch(q: Tensor, cache: Tensor, pages: Pages, scale: float, found: PackedPartials) -> None:
     """`attend_pages` in plain PyTorch: the reference, and the way on CPU. Reads the lengths on the host."""
     heads, kv_heads = q.shape[1], cache.shape[2]
-    for row, count in enumerate(pages.counts.tolist()):
-        if not count:
+    counts = pages.counts.tolist()
+    skipped = [0] * len(counts) if pages.skipped is None else pages.skipped.tolist()
+    for row, (first, count) in enumerate(zip(skipped, counts, strict=True)):
+        if first == count:
             found.out[row] = 0
             found.lse[row] = -torch.inf
             continue
-        used = pages.table[row // pages.together, : -(-count // pages.page_tokens)].tolist()
-        tokens = _tokens(cache, used, pages.page_tokens)[:count]
+        page = first // pages.page_tokens
+        used = pages.table[row // pages.together, page : -(-count // pages.page_tokens)].tolist()
+        before = page * pages.page_tokens
+        tokens = _tokens(cache, used, pages.page_tokens)[first - before : count - before]
         if cache.dtype == torch.uint8:
             tokens = torch.cat(unpack_kv(tokens.unsqueeze(2), q.dtype), dim=1)
         k, v = tokens.to(found.flat.dtype).permute(1, 2, 0, 3)  # [g, t, d]
@@ -187,11 +194,13 @@ def _check(q: Tensor, cache: Tensor, pages: Pages) -> None:
     if together < 1 or together & (together - 1) or rows % together:
         raise ValueError(f"together={together}: expected a power of two that divides the {rows} queries.")
     of_table, of_counts = tuple(pages.table.shape), tuple(pages.counts.shape)
-    if len(of_table) != 2 or of_table[0] != rows // together or of_counts != (rows,) or pages.page_tokens < 1:
+    of_skipped = of_counts if pages.skipped is None else tuple(pages.skipped.shape)
+    if len(of_table) != 2 or of_table[0] != rows // together or pages.page_tokens < 1:
         raise ValueError(
-            f"table {of_table}, counts {of_counts}, {pages.page_tokens} tokens a page: "
-            f"expected [{rows // together}, P], [{rows}] and 1 or more."
+            f"table {of_table}, {pages.page_tokens} tokens a page: expected [{rows // together}, P] and 1 or more."
         )
+    if not of_counts == of_skipped == (rows,):
+        raise ValueError(f"counts {of_counts}, skipped {of_skipped}: expected [{rows}] each.")
     if not (packed or q.dtype == cache.dtype) or q.stride(-1) != 1 or cache.stride(-1) != 1:
         raise ValueError(
             f"q is {q.dtype} with strides {q.stride()}, the cache {cache.dtype} with {cache.stride()}: expected one "

@@ -38,28 +38,32 @@ _MERGED = 16
 # where things lie that are read one by one.
 @triton.jit(
     do_not_specialize=["splits", "table_stride", "lse_split", "lse_row"],
-    do_not_specialize_on_alignment=["table", "counts", "lse"],
+    do_not_specialize_on_alignment=["table", "counts", "skipped", "lse"],
 )  # type: ignore[untyped-decorator]
 def _attend_kernel(  # type: ignore[no-untyped-def]
-    q, cache, table, counts, out, lse, scale, splits, group, head_dim,
+    q, cache, table, counts, skipped, out, lse, scale, splits, group, head_dim,
     q_row, q_head, slot_stride, value_stride, kv_head_stride, table_stride,
     out_split, out_row, lse_split, lse_row,
     PAGE: tl.constexpr, TOGETHER: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
-    INT8: tl.constexpr,
+    INT8: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     place = tl.arange(0, TOGETHER * HEADS)
     row = tl.program_id(2) * TOGETHER + place // HEADS
     head = place % HEADS
-    if TOGETHER > 1:
+    lowest = 0
+    if TOGETHER > 1 or WINDOW:
         count = tl.load(counts + row).to(tl.int32)
         longest = tl.max(count, 0)
+        if WINDOW:
+            skip = tl.load(skipped + row).to(tl.int32)
+            lowest = tl.min(tl.where(skip < count, skip, longest), 0) // KEYS * KEYS
     else:
         longest = tl.load(counts + tl.program_id(2)).to(tl.int32)
     # Shares are whole blocks, so that blocks lie inside a page wherever pages are whole blocks.
-    share = tl.cdiv(tl.cdiv(longest, splits), KEYS) * KEYS
-    first = split * share
+    share = tl.cdiv(tl.cdiv(longest - lowest, splits), KEYS) * KEYS
+    first = lowest + split * share
     stop = tl.minimum(first + share, longest)
     col = tl.arange(0, COLS)
     key = tl.arange(0, KEYS)
@@ -94,8 +98,11 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
             keys = (keys.to(tl.float32) * of_keys[:, None]).to(queries.dtype)
             values = (values.to(tl.float32) * of_values[:, None]).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * factor
-        if TOGETHER > 1:  # a query may see fewer keys than those beside it, of some blocks none
-            scores = tl.where(inside[None, :] & (token[None, :] < count[:, None]), scores, -float("inf"))
+        if TOGETHER > 1 or WINDOW:  # a query may see fewer keys than those beside it, of some blocks none
+            seen = inside[None, :] & (token[None, :] < count[:, None])
+            if WINDOW:
+                seen = seen & (token[None, :] >= skip[:, None])
+            scores = tl.where(seen, scores, -float("inf"))
             larger = tl.maximum(most, tl.max(scores, 1))
             origin = tl.where(larger == -float("inf"), 0.0, larger)
         else:  # every block has a key inside, so the maximum is a number
@@ -181,12 +188,14 @@ def _attend(q: Tensor, cache: Tensor, pages: Pages, scale: float, parts: PackedP
         "COLS": cols,
         "KEYS": max(_LEAST_ROWS, min(64, _KEY_BYTES // (cols * q.element_size()))),
         "INT8": cache.dtype == torch.uint8,
+        "WINDOW": pages.skipped is not None,
     }
+    skipped = pages.counts if pages.skipped is None else pages.skipped
     cache = cache.view(torch.int8) if constants["INT8"] else cache
     # The launch goes to the current device, which need not be the tensors'. A CPU tensor's index, -1, changes nothing.
     with torch.cuda.device(q.get_device()):
         _attend_kernel[(kv_heads, splits, rows // together)](
-            q, cache, pages.table, pages.counts, parts.out, parts.lse, scale, splits, group, head_dim,
+            q, cache, pages.table, pages.counts, skipped, parts.out, parts.lse, scale, splits, group, head_dim,
             *row_strides(q), *row_strides(cache), pages.table.stride(0),
             *row_strides(parts.out)[:2], *parts.lse.stride()[:2], **constants, num_warps=4, num_stages=_STAGES,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import product
 
 import torch
@@ -27,13 +28,14 @@ def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: to
         merge_partials(parts, values[2], torch.empty_like(lse))
 
 
-def compile_decode(q: Tensor, cache: Tensor, page_tokens: int) -> None:
+def compile_decode(q: Tensor, cache: Tensor, page_tokens: int, windows: Collection[bool] = (False,)) -> None:
     """Attend over pages, and merge what ranks have found, for 1 to 16 sequences, and for prompts of several queries
     together: results lie multiples of 16 numbers apart or not, which makes two variants of each kernel.
 
     Args:
         q: `[0, h, d]`. In a dtype that no fused kernel takes, nothing is compiled.
         cache: as `paged.attend_pages` takes it with such queries; not read.
+        windows: whether some layers have no window, and some have one.
     """
     if q.dtype not in DTYPES:
         return
@@ -41,6 +43,8 @@ def compile_decode(q: Tensor, cache: Tensor, page_tokens: int) -> None:
     for rows, beside in [(2**i, 1) for i in range(5)] + [(together << i, together) for i in range(6)]:
         queries = q.new_zeros(rows, *q.shape[1:])
         table = torch.zeros(rows // beside, 1, dtype=torch.int32, device=cache.device)
-        pages = Pages(table, torch.zeros(rows, dtype=torch.int64, device=cache.device), page_tokens, beside)
-        found = attend_pages(queries, cache, pages, 1.0).flat
+        counts = torch.zeros(rows, dtype=torch.int64, device=cache.device)
+        for window in windows:
+            pages = Pages(table, counts, page_tokens, beside, counts if window else None)
+            found = attend_pages(queries, cache, pages, 1.0).flat
         merge_ranks(PackedPartials(torch.stack((found, found)), *queries.shape), torch.empty_like(queries))

@@ -32,10 +32,10 @@ from ..inference.figures import agreed_figures
 from . import checkpoint
 from .direct import Attend, DirectLayer, why_not_direct
 from .model import build_model, fingerprint, padded_vocab_size, transformer_config
-from .pack import UNBOUNDED
 from .rope import Rotation, ShardedRotaryEmbedding
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import build_sequence
+from .settings import layer_window
 from .step import local_device
 from .tokenizer import build_tokenizer
 
@@ -55,12 +55,13 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
 
     def __init__(self, original: Any, attention: CachedAttention, new: NewTokens) -> None:
         super().__init__(config=original.config)
-        for name, plain in (("window", UNBOUNDED), ("softmax_offset", None)):
-            if getattr(original, name) != plain:
-                remedy = "Attention over the cache does not know it yet."
-                raise refuse(name, getattr(original, name), f"{plain} for inference", remedy)
         self.layer = original.layer_number - 1
+        window, expected = original.window[0], attention.shape.window(self.layer)
+        if window != expected:
+            remedy = "Build the cache with the windows of the model's layers."
+            raise refuse("window", window, f"{expected}, as the cache's layer {self.layer} has it", remedy)
         self.softmax_scale = original.softmax_scale
+        self.softmax_offset = original.softmax_offset
         self._rotates = original.rotates
         self._attention = attention
         self._new = new
@@ -70,7 +71,8 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
         rotation = self._new.rotation
         if rotation is not None and self._rotates and query.shape[0]:
             query, key = rotation(query), rotation(key)
-        return self._attention(self.layer, query, key, value, self.softmax_scale).flatten(2)
+        sink = self.softmax_offset
+        return self._attention(self.layer, query, key, value, self.softmax_scale, sink).flatten(2)
 
 
 class CachedRotaryEmbedding(ShardedRotaryEmbedding):
@@ -119,9 +121,11 @@ class CachedGPT:
         if why is not None:
             logger.info("layers run as Megatron's own, which takes the host longer: %s", why)
             return None
-        layers = gpt.decoder.layers
-        scale = [layer.self_attention.core_attention.softmax_scale for layer in layers]
-        return [(DirectLayer(layer), partial(self.attention, i, scale=scale[i])) for i, layer in enumerate(layers)]
+        cores = [layer.self_attention.core_attention for layer in gpt.decoder.layers]
+        attends = [
+            partial(self.attention, core.layer, scale=core.softmax_scale, sink=core.softmax_offset) for core in cores
+        ]
+        return [(DirectLayer(layer), attend) for layer, attend in zip(gpt.decoder.layers, attends, strict=True)]
 
     def follow(self, policy: ReductionPolicy) -> None:
         """Let every layer that was built with a reduction sum by this policy from now on. All ranks call it."""
@@ -181,11 +185,6 @@ def for_inference(config: Config) -> Config:
         ValueError: sizes that inference does not run at.
     """
     par = config.parallelism
-    for key, unset in (("window", None), ("sinks", "none")):
-        if getattr(config.model, key) != unset:
-            expected = f"{unset or 'null'} for inference"
-            remedy = "Attention over the cache does not know it yet, and would give other numbers than training did."
-            raise refuse(f"model.{key}", getattr(config.model, key), expected, remedy)
     if par.pipeline_parallel_size != 1:
         raise refuse(
             "parallelism.pipeline_parallel_size",
@@ -234,8 +233,10 @@ def build_engine(
         checkpoint.load(checkpoints, state, iteration=iteration)
     model, inference, n = config.model, config.inference, groups.cp.size()
     manager = CacheManager(n, pages_per_rank(config), inference.page_tokens)
+    windows = tuple(layer_window(megatron, number)[0] for number in range(1, model.num_layers + 1))
+    shape = replace(_cache_shape(config), windows=windows)
     attention = CachedAttention(
-        groups.cp, _cache_shape(config), manager.slots_per_rank, device, config.attention.kernel, inference.transport
+        groups.cp, shape, manager.slots_per_rank, device, config.attention.kernel, inference.transport
     )
     learned = model.position_embedding == "learned"
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_longctx.config import AttentionConfig, Config, ParallelismConfig
@@ -97,8 +98,15 @@ def truths(rank: int, models: Sequence[Model]) -> list[Truth]:
     return found
 
 
-def dense(config: Config, checkpoints: Path | None, texts: Sequence[Sequence[int]], fp64: bool) -> list[Tensor]:
-    """Logits `[length, vocabulary]` of every text by one forward pass of Megatron's model over the whole of it."""
+def dense(
+    config: Config,
+    checkpoints: Path | None,
+    texts: Sequence[Sequence[int]],
+    fp64: bool,
+    change: Callable[[GPTModel], None] = lambda _: None,
+) -> list[Tensor]:
+    """Logits `[length, vocabulary]` of every text by one forward pass of Megatron's model over the whole of it, once
+    `change` has seen the model."""
     single = replace(config, parallelism=ParallelismConfig())
     if fp64:
         single = replace(single, attention=AttentionConfig(kernel="reference"))
@@ -109,6 +117,7 @@ def dense(config: Config, checkpoints: Path | None, texts: Sequence[Sequence[int
     gpt = build_model(single, transformer_config(single), collection, sequence, vocab_size)
     if checkpoints is not None:
         checkpoint.load(checkpoints, checkpoint.TrainingState([gpt], fingerprint=fingerprint(single, vocab_size)))
+    change(gpt)
     gpt = gpt.double().eval() if fp64 else gpt.eval()
     found = []
     for text in texts:

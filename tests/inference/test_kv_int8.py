@@ -74,7 +74,7 @@ def over_the_cache(rank: int) -> dict[str, list[tuple[float, float]]]:
                     mine, numbers = [turn.cached], torch.tensor([manager.pages(session, rank)], dtype=torch.int32)
                     slots = slots_of(turn.new_runs[rank]) or [attention.nowhere]
                     held = torch.tensor([manager.num_tokens(session, rank)])
-                    attention.begin_rows(Rows(Pages(numbers, held, 4), torch.tensor(slots)))
+                    attention.begin_rows(Rows({None: Pages(numbers, held, 4)}, torch.tensor(slots)))
                 else:
                     mine = [turn.cached + p for span in turn.new_spans(rank) for p in span]
                     attention.begin(batch, planned)

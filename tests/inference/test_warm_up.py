@@ -95,8 +95,13 @@ def test_no_merge_of_a_prompt_is_compiled_after_the_warm_up(merges: Launches) ->
 
 
 @needs_compiler
-@pytest.mark.parametrize(("heads", "int8"), [(2, False), (4, False), (8, False), (32, False), (8, True)])
-def test_nor_anything_of_decode(heads: int, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("heads", "int8", "windows"),
+    [(2, False, (False,)), (4, False, (True,)), (8, False, (False, True)), (32, False, (False,)), (8, True, (True,))],
+)
+def test_nor_anything_of_decode(
+    heads: int, int8: bool, windows: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron_longctx.kernels import paged_triton
 
     kernels = {name: Launches(getattr(paged_triton, name)) for name in ("_attend_kernel", "_merge_kernel")}
@@ -106,15 +111,17 @@ def test_nor_anything_of_decode(heads: int, int8: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(paged, "attend_pages_torch", paged_triton.attend_pages_triton)
     monkeypatch.setattr(paged, "merge_ranks_torch", paged_triton.merge_ranks_triton)
     cache = torch.zeros(256, 2, 2, D, dtype=BF16) if not int8 else torch.zeros(256, 2, 2, D + 4, dtype=torch.uint8)
-    compile_decode(torch.empty(0, heads, D, dtype=BF16), cache, 64)
+    compile_decode(torch.empty(0, heads, D, dtype=BF16), cache, 64, windows)
     compiled = {name: set(launches.variants) for name, launches in kernels.items()}
-    tables, counts = torch.zeros(128, 5, dtype=torch.int32), torch.ones(512, dtype=torch.int64)
+    tables, counts = torch.zeros(128, 5, dtype=torch.int32), torch.ones(513, dtype=torch.int64)
     together = paged.most_together(heads, 2)
     for rows, beside in [(2**i, 1) for i in range(8)] + [(2**i, together) for i in range(10) if 2**i >= together]:
         for ranks in (2, 3, 8):
             q = torch.empty(rows, heads, D, dtype=BF16)
-            pages = Pages(tables[: rows // beside], counts[:rows], 64, beside)
-            found = paged.attend_pages(q, cache, pages, 0.1)
+            for window in windows:
+                skipped = counts[1 : rows + 1] if window else None  # a line of a step's numbers
+                pages = Pages(tables[: rows // beside], counts[:rows], 64, beside, skipped)
+                found = paged.attend_pages(q, cache, pages, 0.1)
             gathered = torch.empty(ranks, found.flat.numel())
             paged.merge_ranks(PackedPartials(gathered, *q.shape), torch.empty_like(q))
     assert all(compiled.values()) and {name: set(found.variants) for name, found in kernels.items()} == compiled

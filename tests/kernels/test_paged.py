@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +45,13 @@ def case(heads, kv_heads, head_dim, page_tokens, dtype, counts=COUNTS, device="c
     q = torch.randn(len(counts), heads + 2 * kv_heads, head_dim, generator=gen).to(dtype)[:, :heads]
     pages = Pages(table.to(device), torch.tensor(counts, device=device), page_tokens, together)
     return q.to(device), cache.to(device), pages, slots
+
+
+def windowed(pages, slots):
+    """The same with windows: of no key, of one, of some in whole and broken pages, of all."""
+    skipped = [max(0, len(mine) - width) for mine, width in zip(slots, itertools.cycle((1, 30, 0, 3, 200, 64)))]
+    kept = [mine[first:] for mine, first in zip(slots, skipped, strict=True)]
+    return replace(pages, skipped=torch.tensor(skipped, device=pages.counts.device)), kept
 
 
 def as_int8(cache, dtype):
@@ -89,6 +97,14 @@ def test_sequences_attend_their_own_pages(heads, kv_heads, dtype):
 def test_queries_of_one_sequence_see_what_each_says(together, dtype):
     for heads, kv_heads in ((4, 4), (6, 1)):
         q, cache, pages, slots = case(heads, kv_heads, 20, 16, dtype, TOGETHER[together], together=together)
+        compare(attend_pages(q, cache, pages, 0.3), q, cache, slots, 0.3)
+
+
+@pytest.mark.parametrize("page_tokens", [4, 64])
+def test_queries_do_not_see_what_is_in_front_of_their_windows(page_tokens):
+    for together, counts in {1: COUNTS, **TOGETHER}.items():
+        q, cache, pages, slots = case(4, 2, 20, page_tokens, torch.float64, counts, together=together)
+        pages, slots = windowed(pages, slots)
         compare(attend_pages(q, cache, pages, 0.3), q, cache, slots, 0.3)
 
 
@@ -146,6 +162,7 @@ def test_shapes_that_do_not_fit_are_refused():
         (q, cache, Pages(pages.table, pages.counts, 4, 3)),
         (q, cache, Pages(pages.table, pages.counts, 4, 2)),
         (q[:4], cache, Pages(pages.table[:1], pages.counts[:4], 4, 2)),
+        (q, cache, replace(pages, skipped=pages.counts[:3])),
     ):
         with pytest.raises(ValueError, match="expected"):
             attend_pages(*bad, 1.0)
@@ -160,9 +177,12 @@ def compare_fused_with_torch() -> None:
     together = {1: COUNTS, **TOGETHER}
     cases = [(*each, 1) for each in itertools.product(shapes, (torch.float32, torch.float16))]
     cases += [(shape, torch.float32, beside) for shape, beside in itertools.product(shapes[1:3], TOGETHER)]
-    cases = [(*each, False) for each in cases] + [(shapes[2], torch.float16, beside, True) for beside in (1, 4)]
-    for shape, dtype, beside, int8 in cases:
+    cases = [(*each, False, False) for each in cases]
+    cases += [(shapes[2], torch.float16, beside, True, window) for beside in (1, 4) for window in (False, True)]
+    cases += [(shapes[i], torch.float32, beside, False, True) for i, beside in ((1, 1), (2, 4), (4, 1), (4, 16))]
+    for shape, dtype, beside, int8, window in cases:
         q, rounded, pages, slots = case(*shape, dtype, together[beside], together=beside)
+        pages, slots = windowed(pages, slots) if window else (pages, slots)
         cache, rounded = as_int8(rounded, dtype) if int8 else (rounded, rounded)
         for processors in (1, 40):  # one share, merged by nobody; and more shares than some sequences have tokens
             fused._processors = lambda _, count=processors: count
@@ -186,17 +206,17 @@ def test_fused_kernels_equal_the_definition_under_the_interpreter():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "page", "together", "int8"),
+    ("dtype", "page", "together", "int8", "window"),
     [
-        ("bf16", 64, 1, False),
-        ("bf16", 4, 1, False),
-        ("fp32", 64, 1, False),
-        ("bf16", 64, 16, False),
-        ("bf16", 64, 1, True),
-        ("bf16", 64, 16, True),
+        ("bf16", 64, 1, False, False),
+        ("bf16", 4, 1, False, True),
+        ("fp32", 64, 1, False, False),
+        ("bf16", 64, 16, False, False),
+        ("bf16", 64, 1, True, True),
+        ("bf16", 64, 16, True, True),
     ],
 )
-def test_kernels_compile_for_hopper(dtype, page, together, int8, tmp_path, monkeypatch):
+def test_kernels_compile_for_hopper(dtype, page, together, int8, window, tmp_path, monkeypatch):
     """Triton's interpreter, which runs them on CPUs, takes more than its compiler does."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -207,12 +227,13 @@ def test_kernels_compile_for_hopper(dtype, page, together, int8, tmp_path, monke
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"PAGE": page, "TOGETHER": together, "HEADS": 16 if together == 1 else 4, "COLS": 128}
     constants["KEYS"] = 64 if dtype == "bf16" else 32
-    constants |= {"BLOCK": 16, "WITH_LSE": dtype == "bf16", "INT8": int8}
+    constants |= {"BLOCK": 16, "WITH_LSE": dtype == "bf16", "INT8": int8, "WINDOW": window}
     types = {
         "q": f"*{dtype}",
         "cache": "*i8" if int8 else f"*{dtype}",
         "table": "*i32",
         "counts": "*i64",
+        "skipped": "*i64",
         "scale": "fp32",
     }
     types |= dict.fromkeys(("parts", "part_lse", "lse"), "*fp32")
@@ -270,7 +291,8 @@ def test_kernels_equal_the_definition_on_a_gpu(shape, dtype):
 def test_queries_of_one_sequence_on_a_gpu(shape, dtype):
     counts = (*range(20001, 20014), 0, 0, 0, *range(1, 17), 777, *[0] * 15)
     q, cache, pages, slots = case(*shape, dtype, counts, "cuda", together=most_together(*shape[:2]))
-    compare(attend_pages(q, cache, pages, 0.1), q, cache, slots, 0.1)
+    for seen, kept in ((pages, slots), windowed(pages, slots)):
+        compare(attend_pages(q, cache, seen, 0.1), q, cache, kept, 0.1)
 
 
 @pytest.mark.gpu

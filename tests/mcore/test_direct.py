@@ -35,6 +35,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "biased swiglu": {"model.bias": True},
     "a KV head a query": {"model.num_kv_heads": 4},
+    "windows and sinks": {"model.window": 5, "model.window_pattern": 2, "model.sinks": "learnable"},
 }
 REDUCED = {"reduction.output_projection": "int8", "reduction.down_projection": "int4", "reduction.min_kib": 0.0}
 

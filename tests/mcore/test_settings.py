@@ -17,13 +17,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.config import Config
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
-from megatron_longctx.mcore.inference import CachedCoreAttention, CachedGPT, for_inference
+from megatron_longctx.mcore.inference import CachedCoreAttention, CachedGPT, NewTokens
 from megatron_longctx.mcore.rope import ShardedRotaryEmbedding
 from megatron_longctx.mcore.sequence import ShardedSequence
 from megatron_longctx.mcore.settings import REFUSED
@@ -31,7 +30,6 @@ from megatron_longctx.mcore.spec import with_context_parallel
 from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.tiny_gpt import DenseAttention, Layout, model_config
 from tests.shared.sequences import sequence_of
-from tests.shared.training import changed
 
 VOCABULARY, LENGTH = 64, 23
 OTHER: dict[str, Any] = {
@@ -156,24 +154,13 @@ def test_a_spec_of_multi_latent_attention_is_refused() -> None:
         with_context_parallel(get_gpt_layer_local_spec(multi_latent_attention=True), sequence_of())
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("window", 4, "model.window=4: expected null for inference. Attention over the cache does not know it yet"),
-        ("sinks", "learnable", "model.sinks=learnable: expected none for inference"),
-        ("sinks", "off_by_one", "model.sinks=off_by_one: expected none for inference"),
-    ],
-)
-def test_inference_refuses_what_its_attention_would_ignore(key: str, value: Any, words: str) -> None:
-    """Before any rank starts, and for a model that is built otherwise."""
-    with pytest.raises(ValueError, match=re.escape(words)):
-        for_inference(changed(Config(), {f"model.{key}": value}))
-    names = {"window": "window_size", "sinks": "softmax_type"}
-    core = _core(
-        {names[key]: (value, 0) if key == "window" else value.replace("_", "-"), "use_cpu_initialization": True}
-    )
-    with pytest.raises(ValueError, match=r"(window|softmax_offset)=.*: expected .* for inference"):
-        CachedCoreAttention(core, None, None)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("of_model", "of_cache"), [(4, None), (None, 4), (4, 3)])
+def test_a_cache_of_other_windows_than_the_models_is_refused(of_model: int | None, of_cache: int | None) -> None:
+    core = _core({"window_size": None if of_model is None else (of_model, 0)})
+    shape = CacheShape(1, 4, 2, 8, torch.float32, windows=(of_cache,))
+    attention = CachedAttention(None, shape, 8, torch.device("cpu"))
+    with pytest.raises(ValueError, match=f"window={of_model}: expected {of_cache}, as the cache's layer 0 has it"):
+        CachedCoreAttention(core, attention, NewTokens())
 
 
 def _gpt(config: TransformerConfig, sequence: ShardedSequence | None, **settings: Any) -> GPTModel:
