@@ -54,16 +54,19 @@ def run(arguments: argparse.Namespace) -> None:
     for schedule in arguments.schedules.split(","):
         found = list(milliseconds(schedule, n, lengths, _WARM_UP + arguments.iterations))[_WARM_UP:]
         measured[schedule] = [list(phase) for phase in zip(*found, strict=True)]
-    rows = [
-        [schedule, *(f"{statistics.median(phase):.1f}" for phase in phases), f"{statistics.median(sums(phases)):.1f}"]
+    medians = {
+        schedule: [*map(statistics.median, phases), statistics.median(sums(phases))]
         for schedule, phases in measured.items()
-    ]
+    }
+    rows = [[schedule, *(f"{each:.1f}" for each in found)] for schedule, found in medians.items()]
     about = (
         f"{len(lengths)} documents in {sum(lengths):,} tokens, {n} ranks, {arguments.iterations} batches of each mode"
     )
     what = "milliseconds of one core's time, by mode and phase, of each batch"
     report = Report(arguments.out, "cpu", what, about, "medians of one core's milliseconds")
-    data = {"pack": arguments.pack, "ranks": n, "phases": PHASES, "milliseconds": measured}
+    sizes = {"pack": arguments.pack, "ranks": n}
+    named = {schedule: dict(zip((*PHASES, "sum"), found, strict=True)) for schedule, found in medians.items()}
+    data = {**sizes, "phases": PHASES, "medians": named, "milliseconds": measured}
     print(report.write(data, table(["mode", *PHASES, "sum"], rows)))
 
 
