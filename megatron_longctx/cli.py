@@ -151,7 +151,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--backward", action="store_true", help="the backward plan instead")
     plan.add_argument("--full-mask", action="store_true", help="every token sees every token, instead of causal")
     plan.add_argument("--draw", type=Path, metavar="FILE.png", help="also draw it")
-    plan.add_argument("--documents", metavar="N,N,…", help="of a pack of such lengths; print and draw where they lie")
+    plan.add_argument(
+        "--documents",
+        metavar="N,N,…",
+        help="of a pack of such lengths, not the dataset's first; print and draw where they lie",
+    )
     plan.add_argument(
         "--timeline", type=Path, metavar="FILE.png", help="also draw what ranks do when (needs a cluster)"
     )

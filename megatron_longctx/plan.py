@@ -46,12 +46,13 @@ def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures, do
 
     Args:
         documents: lengths of a pack's documents, in the place of one of `data.seq_length`: where each lies is printed
-            and drawn.
+            and drawn. None: those of the dataset's first pack, where `data.packing` makes packs and there is a dataset.
 
     Raises:
         ValueError: a plan that cannot be built, a picture that cannot be drawn, lengths that are none.
     """
-    lengths = [config.data.seq_length] if documents is None else _lengths(documents)
+    pack = _first_pack(config) if documents is None else _lengths(documents)
+    lengths = [config.data.seq_length] if pack is None else pack
     config = replace(config, data=replace(config.data, seq_length=sum(lengths)))
     cluster = _cluster(config) if config.parallelism.cluster else None
     if pictures.timeline and cluster is None:
@@ -60,7 +61,7 @@ def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures, do
     _check_size("--timeline", pictures.timeline, config)
     plan = _configured(config, _mask(config, causal, lengths))
     plan = backward_plan(plan) if backward else plan
-    target = _target(config, packed=documents is not None)
+    target = _target(config, packed=pack is not None)
     print(describe(plan, target))
     if not backward:
         print("\n" + command.one_line(config))
@@ -68,13 +69,13 @@ def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures, do
     if cluster is not None:
         simulation = simulate(plan, cluster, target, timeline=pictures.timeline is not None)
         print("\n" + _price(simulation, cluster))
-    if documents is not None:
+    if pack is not None:
         print("\n" + placement(plan, target.workload, simulation))
     if simulation is not None and pictures.timeline:
         draw_timeline(simulation, pictures.timeline)
         print(f"\ntime line drawn to {pictures.timeline}")
     if pictures.plan:
-        (draw if documents is None else draw_placement)(plan, pictures.plan)
+        (draw if pack is None else draw_placement)(plan, pictures.plan)
         print(f"\ndrawn to {pictures.plan}")
 
 
@@ -142,6 +143,22 @@ def _check_heads(config: Config) -> None:
     heads = (model.num_attention_heads // par.tensor_parallel_size, model.num_kv_heads // par.tensor_parallel_size)
     mode = configured_mode(par)
     mode.check_heads(par.context_parallel_size, *heads)
+
+
+def _first_pack(config: Config) -> list[int] | None:
+    """None without packs, and, which is said, without a dataset."""
+    data = config.data
+    if data.packing == "none":
+        return None
+    missing = [prefix for _, prefix in data.datasets if not Path(f"{prefix}.idx").is_file()]
+    if missing:
+        print(f"no dataset {missing[0]} yet: this is one document of data.seq_length; --documents takes a pack's\n")
+        return None
+    from .mcore.data import first_pack  # takes seconds to import
+
+    found = list(first_pack(config))
+    print(f"the first pack of {data.prefix}, of {len(found)} documents; --documents takes others\n")
+    return found
 
 
 def _lengths(documents: str) -> list[int]:

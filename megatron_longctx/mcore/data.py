@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import numpy
 import torch
@@ -11,10 +12,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from torch.utils.data import Dataset
 
-from ..config import Config, DataConfig, token_unit
+from ..config import Config, DataConfig, configured_mode, token_unit
 from ..errors import refuse
+from ..layout import build_layout
+from ..schedules.mask import documents as pack_mask
 from .batch import Batch
-from .corpus import documents_of, open_dataset
+from .corpus import check_corpus, documents_of, open_dataset
 from .identity import mask_of
 from .packing import Blend, Order, Packs, Pieces, Stream
 
@@ -75,12 +78,10 @@ class TrainingData(Dataset[Batch]):
         ends = numpy.cumsum(pieces.lengths)
         lasts = ends[ends <= len(tokens)] - 1  # what follows them is another document's
         labels[lasts], mask[lasts] = 0, 0
-        lengths = numpy.diff(numpy.minimum(ends, len(tokens)), prepend=0)
         if padding := -len(tokens) % self._unit:
             tokens = numpy.append(tokens, numpy.full(padding, self._eod))
             labels, mask = (numpy.append(x, numpy.zeros(padding, x.dtype)) for x in (labels, mask))
-            lengths = numpy.append(lengths, padding)
-        documents = tuple(length for length in lengths.tolist() if length)
+        documents = padded(numpy.diff(numpy.minimum(ends, self._data.seq_length), prepend=0).tolist(), self._unit)
         return tokens, labels, mask, numpy.concatenate([numpy.arange(length) for length in documents]), documents
 
     def _check(self, text: numpy.ndarray, prefix: str) -> None:
@@ -141,6 +142,51 @@ def check_samples(config: Config, part: int, count: int, key: str) -> None:
             )
             expected += f"{found} sequences of {config.data.seq_length} tokens in {prefix}"
             raise refuse(key, count, expected, "Ask for fewer or shorter ones, or give that part more weight or text.")
+
+
+def padded(lengths: Sequence[int], unit: int) -> tuple[int, ...]:
+    """The documents of a pack whose tokens are a multiple of `unit`: padding is one more."""
+    return tuple(length for length in (*lengths, -sum(lengths) % unit) if length)
+
+
+def first_pack(config: Config) -> tuple[int, ...]:
+    """The lengths of the documents in the first micro-batch of the first data-parallel rank.
+
+    Raises:
+        ValueError: datasets that are not there, or cannot serve the configuration.
+    """
+    check_corpus(config.data)
+    weights, prefixes = zip(*config.data.datasets, strict=True)
+    dataset, sample = Blend(weights).locate(0) if len(weights) > 1 else (0, 0)
+    ends = numpy.cumsum(_Source(config.data, prefixes[dataset], config.train.seed, 0).order.pieces(sample).lengths)
+    lengths = numpy.diff(numpy.minimum(ends, config.data.seq_length), prepend=0).tolist()
+    return padded(lengths, token_unit(config.parallelism))
+
+
+def check_packs(config: Config) -> None:
+    """Refuse datasets with a pack that leaves a context-parallel rank without tokens, which Megatron's layers need.
+
+    Raises:
+        ValueError: names the dataset, the pack's tokens and how many are enough.
+    """
+    par, data = config.parallelism, config.data
+    n, unit = par.context_parallel_size, token_unit(par)
+    if data.packing != "best_fit" or n == 1 or config.attention.baseline is not None:
+        return
+    mode, enough = configured_mode(par), 2 * n * unit  # whatever the layout: two pieces a rank
+    parts = (0,) if config.train.eval_interval is None else (0, 1)  # trained on, and evaluated
+    for (_, prefix), part in product(data.datasets, parts):
+        order = _Source(data, prefix, config.train.seed, part).order
+        assert isinstance(order, Packs)
+        sizes = order.longest() if par.layout == "per_document" else order.tokens
+        for pack in numpy.flatnonzero(sizes < enough).tolist():
+            seen = pack_mask(padded(order.documents(pack), unit))
+            layout = build_layout(mode.layout_of(seen, par.layout), n, seen.length, unit, seen.documents)
+            if not all(map(layout.num_tokens, range(n))):
+                least = f"packs of {enough} tokens, enough for each of the {n} context-parallel ranks to have some"
+                remedy = "Leave such short documents out, set data.packing=documents, or take fewer ranks."
+                found = f"{least}; {prefix} has one of {order.tokens[pack]}"
+                raise refuse("data.packing", data.packing, found, remedy)
 
 
 def read(dataset: IndexedDataset, pieces: Pieces) -> numpy.ndarray:

@@ -89,9 +89,9 @@ class Packs:
         before = numpy.repeat(numpy.cumsum(counts) - counts, counts)
         self._offsets = (numpy.arange(len(before)) - before) * seq_length
         self._lengths = numpy.minimum(lengths[self._documents] - self._offsets, seq_length).astype(numpy.int32)
-        longest_first = -numpy.sort(-self._lengths)
-        packs = best_fit(longest_first, seq_length)
-        self.tokens = numpy.bincount(packs, longest_first).astype(numpy.int64)
+        self._longest_first = -numpy.sort(-self._lengths)
+        packs = best_fit(self._longest_first, seq_length)
+        self.tokens = numpy.bincount(packs, self._longest_first).astype(numpy.int64)
         self.size = len(self.tokens)
         self._places = numpy.argsort(packs, kind="stable").astype(numpy.int32)
         self._ends = numpy.cumsum(numpy.bincount(packs))
@@ -103,11 +103,22 @@ class Packs:
         if number != self._number:
             self._number, self._pass = number, self._begin(number)
         found, order = self._pass
-        pack = order[index]
-        taken = found[self._places[self._ends[pack - 1] if pack else 0 : self._ends[pack]]]
+        taken = found[self._places_of(int(order[index]))]
         documents, offsets, lengths = self._documents[taken], self._offsets[taken], self._lengths[taken]
         goes_on = offsets + lengths < self._whole[documents]  # in its next piece: this one is a pack of its own
         return Pieces(documents.astype(numpy.int64), offsets, lengths + goes_on.astype(numpy.int64))
+
+    def documents(self, pack: int) -> list[int]:
+        """The lengths of documents in a pack, the longest first. Packs are counted as `tokens` counts them."""
+        lengths: list[int] = self._longest_first[self._places_of(pack)].tolist()
+        return lengths
+
+    def longest(self) -> numpy.ndarray:
+        """Tokens of the longest document of every pack."""
+        return self._longest_first[self._places[self._ends - numpy.diff(self._ends, prepend=0)]]
+
+    def _places_of(self, pack: int) -> numpy.ndarray:
+        return self._places[self._ends[pack - 1] if pack else 0 : self._ends[pack]]
 
     def _begin(self, number: int) -> tuple[numpy.ndarray, ...]:
         """What takes each place, the places being in the order of their lengths; and the order of packs."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..config import Config, ParallelismConfig, mode_options, planned_mask, token_unit, workload_of
 from ..errors import refuse
+from ..mcore.data import first_pack
 from ..metrics.environment import environment
 from ..schedules import Costs, Takes, Target
 from ..schedules.calibration import find_calibration, load_calibration
@@ -22,13 +23,13 @@ def settled(config: Config, folder: Path | None = None) -> Config:
     """The configuration with a mode in the place of `auto`; any other is returned as it is.
 
     Priced by the calibration of this device, number of ranks and heads where there is one, else by what
-    `parallelism.cluster` says. The ranking is logged.
+    `parallelism.cluster` says; of packed data, for the first pack. The ranking is logged.
 
     Args:
         folder: where calibrations lie; None for the user's cache.
 
     Raises:
-        ValueError: nothing to go by, or no mode that can run.
+        ValueError: nothing to go by, no mode that can run, or packed data that is not there.
     """
     par = config.parallelism
     if par.schedule != "auto":
@@ -45,7 +46,7 @@ def settled(config: Config, folder: Path | None = None) -> Config:
     )
     problem = Problem(
         n=n,
-        mask=planned_mask(config),
+        mask=planned_mask(config, None if config.data.packing == "none" else first_pack(config)),
         target=target,
         unit=token_unit(par),
         layout=par.layout,

@@ -14,7 +14,7 @@ from ..errors import refuse
 from ..kernels import KernelRequest, auto_order, available
 from ..mcore import checkpoint
 from ..mcore.corpus import check_corpus, check_tokenizer
-from ..mcore.data import check_samples
+from ..mcore.data import check_packs, check_samples
 from ..mcore.identity import identity
 from ..mcore.model import RETRAINABLE, fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
@@ -83,10 +83,16 @@ def check(config: Config, world_size: int) -> int | None:
     tp = par.tensor_parallel_size
     mode = configured_mode(par)
     mode.check_heads(par.context_parallel_size, heads[0] // tp, heads[1] // tp)
-    build_plan(mode, par.context_parallel_size, config.data.seq_length, unit=token_unit(par), layout=par.layout)
+    plan = build_plan(mode, par.context_parallel_size, config.data.seq_length, unit=token_unit(par), layout=par.layout)
+    if config.data.packing != "best_fit" and not all(map(plan.queries.num_tokens, range(plan.n))):
+        expected = (
+            f"{2 * plan.n * token_unit(par)} or more, so that each of the {plan.n} context-parallel ranks has some"
+        )
+        raise refuse("data.seq_length", config.data.seq_length, expected, "Raise it, or take fewer ranks.")
     check_corpus(config.data)
     if config.train.eval_interval is not None:
         check_samples(config, 1, config.train.eval_samples, "train.eval_samples")
+    check_packs(config)
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     if config.train.check_data:
         check_tokenizer(config.data, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import FrameType
@@ -14,6 +15,7 @@ from megatron_longctx import plan as plan_room
 from megatron_longctx.compose import override_config
 from megatron_longctx.config import Config
 from megatron_longctx.schedules import build
+from tests.shared.training import tiny_corpus
 
 # 2 x 2 KV heads of 32 in bf16: 256 bytes a token.
 SMALL = ("parallelism=cp2", "data.seq_length=16")
@@ -150,6 +152,19 @@ def test_where_the_documents_of_a_pack_lie_is_printed_and_drawn(
     assert [row[:2] for row in rows] == [["0", "800"], ["1", "800"]]
     assert abs(float(rows[0][2].replace(",", "")) - 254_150) < 1_000, "half of all pairs"
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and path.stat().st_size > 5_000
+
+
+def test_packs_are_planned_as_the_datasets_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["parallelism=cp2", "parallelism.schedule=all_gather", "data.packing=best_fit", "data.seq_length=512"]
+    words.append(f"data.prefix={tmp_path}/corpus")
+    out = plan(capsys, *words)
+    assert out.startswith(f"no dataset {tmp_path}/corpus yet") and "512 tokens (zigzag)" in out
+    tiny_corpus(tmp_path / "corpus")
+    out = plan(capsys, *words)
+    assert out.startswith(f"the first pack of {tmp_path}/corpus, of ")
+    count = re.search(r"of (\d+) documents", out)
+    assert count and f"{count[1]} documents in the balanced layout; the most above" in out
+    assert "2 ranks, 90 tokens (balanced), causal, 2 documents mask" in plan(capsys, *words, "--documents=60,30")
 
 
 @pytest.mark.parametrize("lengths", ["", "5,,6", "0", "7,-1", "a", "1.5"])

@@ -18,7 +18,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_longctx.config import Config
 from megatron_longctx.mcore.batch import Batch
 from megatron_longctx.mcore.corpus import write_corpus, write_documents
-from megatron_longctx.mcore.data import TrainingData, shares
+from megatron_longctx.mcore.data import TrainingData, check_packs, first_pack, shares
 from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
 from tests.shared.training import changed, tiny_config, tiny_corpus
 
@@ -186,6 +186,42 @@ def test_documents_are_the_stream_with_ends(root: Path) -> None:
         counts = other.loss_mask[0].bool()
         assert torch.equal(one.labels[0][counts], other.labels[0][counts])
         assert numpy.flatnonzero(~counts.numpy()).tolist() == (ends - 1).tolist()
+
+
+@pytest.mark.parametrize("packing", PACKED)
+def test_the_first_pack_is_the_first_micro_batchs(root: Path, packing: str) -> None:
+    tiny_corpus(root / "other", documents=9, seed=3)
+    both = {"data.prefix": f"0.2 {root}/corpus 0.8 {root}/other"}
+    for more in ({}, both, {"parallelism.tensor_parallel_size": 2} if packing == "best_fit" else {}):
+        config = _config(root, {"data.packing": packing, **more})
+        assert first_pack(config) == _data(config)[next(shares(config, 0, 0, 1))[:1]].documents
+
+
+def test_packs_too_short_for_the_ranks_are_refused_with_their_dataset(tmp_path: Path) -> None:
+    for name, lengths in (("short", (LENGTH, LENGTH, 5)), ("long", (LENGTH, LENGTH - 1, 8)), ("ones", [1] * LENGTH)):
+        write_documents((([7] * length, None) for length in lengths), tmp_path / name, TOKENIZER, masked=False)
+    zigzag = {"data.packing": "best_fit", "parallelism.context_parallel_size": 4, "parallelism.schedule": "zigzag"}
+
+    def check(prefix: str, **more: Any) -> None:
+        settings = {f"parallelism.{key}": value for key, value in more.items()}
+        check_packs(_config(tmp_path, {**zigzag, "data.prefix": prefix, **settings}))
+
+    for prefix, more in (
+        ("long", {}),
+        ("ones", {}),
+        ("short", {"schedule": "all_gather", "layout": "contiguous"}),
+        ("short", {"context_parallel_size": 2}),
+        ("short", {"context_parallel_size": 1, "tensor_parallel_size": 2}),
+    ):
+        check(str(tmp_path / prefix), **more)
+    words = r"best_fit: expected packs of 8 tokens, .* the 4 context-parallel ranks .*; .*/short has one of 5\. Leave"
+    for prefix in (f"{tmp_path}/short", f"0.5 {tmp_path}/long 0.5 {tmp_path}/short"):
+        with pytest.raises(ValueError, match=words):
+            check(prefix)
+    with pytest.raises(ValueError, match="packs of 16 tokens"):  # sequence parallelism: 6 tokens, in twos
+        check(str(tmp_path / "short"), tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="ones has one of 32"):
+        check(str(tmp_path / "ones"), layout="per_document")
 
 
 def test_sequence_parallelism_gets_a_multiple(root: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from megatron_longctx import cli
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import MOST_TOKENS
+from megatron_longctx.mcore.corpus import write_documents
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.memory import COMFORT, Job, check, max_length, predict, report, summary
 from megatron_longctx.memory.command import planned_job
@@ -216,6 +217,18 @@ def test_what_this_host_cannot_hold_is_refused_before_a_run(monkeypatch: pytest.
     with pytest.raises(ValueError, match=r"predicted to take .* GiB, most in"):
         wide = compose_config(["model.hidden_size=100000", "model.num_attention_heads=100", "model.num_kv_heads=100"])
         preflight._check_memory(wide, 1, 512, "cpu")
+
+
+def test_ranks_without_tokens_are_refused_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cp4 = ("parallelism=cp4", "parallelism.schedule=zigzag")
+    said = _refused_before_a_run(monkeypatch, *cp4, "data.seq_length=5", world_size=4)
+    assert said.startswith(
+        "data.seq_length=5: expected 8 or more, so that each of the 4 context-parallel ranks has some"
+    )
+    write_documents([([7] * 5, None)], tmp_path / "short", build_tokenizer("byte-level"), masked=False)
+    words = (*cp4, f"data.prefix={tmp_path}/short", "data.packing=best_fit", "data.split='1,0,0'")
+    said = _refused_before_a_run(monkeypatch, *words, world_size=4)
+    assert said.startswith("data.packing=best_fit: expected packs of 8 tokens") and "short has one of 5." in said
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

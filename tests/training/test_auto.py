@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config, workload_of
+from megatron_longctx.mcore.data import first_pack
 from megatron_longctx.schedules import Costs
 from megatron_longctx.schedules.calibration import Calibration, calibration_path, save_calibration
+from megatron_longctx.schedules.select import Candidate, Problem, select
 from megatron_longctx.topology import Cluster, Mesh
+from megatron_longctx.training import auto
 from megatron_longctx.training.auto import settled
+from tests.shared.training import tiny_corpus
 
 
 def config(*words: str) -> Config:
@@ -62,3 +67,21 @@ def test_the_memory_bound_reaches_the_choice(tmp_path: Path) -> None:
     tight = replace(asked, parallelism=replace(asked.parallelism, max_attention_gib=1e-9))
     with pytest.raises(ValueError, match="no mode can run"):
         settled(tight, tmp_path)
+
+
+def test_packed_data_is_priced_by_its_first_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_corpus(tmp_path / "corpus")
+    words = ["parallelism=cp4", "parallelism.schedule=auto", "parallelism.cluster=h200_x8", "data.seq_length=512"]
+    words.append(f"data.prefix={tmp_path}/corpus")
+    priced: list[Problem] = []
+
+    def watched(problem: Problem, *rest: Any) -> list[Candidate]:
+        priced.append(problem)
+        return select(problem, *rest)
+
+    monkeypatch.setattr(auto, "select", watched)
+    for packing in ("none", "best_fit"):
+        asked = config(*words, f"data.packing={packing}")
+        settled(asked, tmp_path)
+    assert [len(problem.mask.documents) for problem in priced] == [1, len(first_pack(asked))]
+    assert len(first_pack(asked)) > 1

@@ -1,0 +1,101 @@
+"""What a new packed batch costs a rank's host before its first call: layout and plan, backward plan, programs and their
+binding, on one core. Nothing is exchanged and no GPU is needed. Training does this ahead, in the loader's thread."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_longctx.attention.bind import Engine, bind
+from megatron_longctx.attention.function import shapes_of
+from megatron_longctx.comm import BufferPool
+from megatron_longctx.comm.peer import SymmetricExchange
+from megatron_longctx.errors import refuse
+from megatron_longctx.kernels import PROVIDERS
+from megatron_longctx.schedules import Lowering, Takes, Target, backward_plan, build_plan
+from megatron_longctx.schedules.mask import documents
+
+from .packs import packs
+from .recorded import Report, table
+
+PHASES = ("layout and plan", "backward plan", "programs", "binding")
+_WARM_UP = 2
+_HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pack", default="24", help="a name in benchmarks/packs.py (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument("--schedules", default="all_gather,zigzag,ring,ulysses", help="(default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=20, help="new batches of each (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and write JSON and a Markdown table.
+
+    Raises:
+        ValueError: options that cannot be.
+    """
+    if arguments.pack not in packs():
+        raise refuse("--pack", arguments.pack, "one of " + ", ".join(packs()), "Choose one of these.")
+    for name in ("ranks", "iterations"):
+        if getattr(arguments, name) < 1:
+            raise refuse(f"--{name}", getattr(arguments, name), "1 or more", "Raise it.")
+    n, lengths = arguments.ranks, packs()[arguments.pack]
+    measured = {}
+    for schedule in arguments.schedules.split(","):
+        found = list(milliseconds(schedule, n, lengths, _WARM_UP + arguments.iterations))[_WARM_UP:]
+        measured[schedule] = [list(phase) for phase in zip(*found, strict=True)]
+    medians = {
+        schedule: [*map(statistics.median, phases), statistics.median(sums(phases))]
+        for schedule, phases in measured.items()
+    }
+    rows = [[schedule, *(f"{each:.1f}" for each in found)] for schedule, found in medians.items()]
+    about = (
+        f"{len(lengths)} documents in {sum(lengths):,} tokens, {n} ranks, {arguments.iterations} batches of each mode"
+    )
+    what = "milliseconds of one core's time, by mode and phase, of each batch"
+    report = Report(arguments.out, "cpu", what, about, "medians of one core's milliseconds")
+    sizes = {"pack": arguments.pack, "ranks": n}
+    named = {schedule: dict(zip((*PHASES, "sum"), found, strict=True)) for schedule, found in medians.items()}
+    data = {**sizes, "phases": PHASES, "medians": named, "milliseconds": measured}
+    print(report.write(data, table(["mode", *PHASES, "sum"], rows)))
+
+
+def sums(phases: list[list[float]]) -> list[float]:
+    """Of every batch."""
+    return [sum(each) for each in zip(*phases, strict=True)]
+
+
+def milliseconds(schedule: str, n: int, lengths: tuple[int, ...], batches: int) -> Iterator[list[float]]:
+    """By phase, of a rank in the middle, which reads the others' memory: the same documents, every time in another
+    order, so that nothing is known from before."""
+    q, kv = (torch.empty(0, 1, heads, _HEAD_DIM, dtype=torch.bfloat16) for heads in (_HEADS, _KV_HEADS))
+    shapes, hosts = shapes_of(q, kv, kv), (tuple(range(n)),) * n
+    target = Target(shapes.workload, Takes(packed=True, rectangles=True, windows=True), hosts)
+    peers: Any = SimpleNamespace(hosts=hosts, peers=range(n))
+    peers.channel = lambda program, num_bytes, _: SymmetricExchange(peers, program.sends, program.receives, num_bytes)
+    engine = Engine(PROVIDERS["cpu"](deterministic=False), peers, BufferPool(torch.device("cpu")))
+    draw = random.Random(0)
+    for _ in range(batches):
+        times = [time.thread_time()]
+        plan = build_plan(schedule, n, documents(draw.sample(lengths, len(lengths))))
+        times.append(time.thread_time())
+        backward = backward_plan(plan)
+        times.append(time.thread_time())
+        lowerings = [Lowering(plan, target), Lowering(backward, target)]
+        for lowering in lowerings:
+            lowering.program(n // 2), lowering.send_bytes()
+        times.append(time.thread_time())
+        for lowering in lowerings:
+            bind(lowering, n // 2, shapes, engine)
+        times.append(time.thread_time())
+        yield [1e3 * (after - before) for before, after in pairwise(times)]
