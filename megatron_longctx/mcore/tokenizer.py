@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
 BYTE_LEVEL_EOD = 256
 BYTE_LEVEL_PAD = 257
+_TIKTOKEN_SPECIAL = 1000  # tokens that Megatron-Core puts before those of the file
 _PACKAGES = {
     "huggingface": "transformers",
     "megatron": "transformers",
@@ -37,7 +39,10 @@ def build_tokenizer(library: str, path: str | None = None) -> MegatronTokenizerT
     if path is None or not (Path(path).exists() or library == "huggingface"):
         raise ValueError(f"data.tokenizer_path={path}: expected the files of a {library} tokenizer. {remedy}")
     try:
-        return MegatronTokenizer.from_pretrained(tokenizer_path=path, metadata_path={"library": library})
+        more = _vocabulary_of_tiktoken(path) if library == "tiktoken" else {}
+        # What transformers reads of a folder it does not read of a file.
+        read = str(Path(path).parent) if library == "huggingface" and Path(path).is_file() else path
+        found = MegatronTokenizer.from_pretrained(tokenizer_path=read, metadata_path={"library": library}, **more)
     except Exception as error:  # every library raises its own kind
         if (package := _PACKAGES.get(library)) and importlib.util.find_spec(package) is None:
             raise ValueError(
@@ -45,15 +50,36 @@ def build_tokenizer(library: str, path: str | None = None) -> MegatronTokenizerT
                 f"Run pip install {package}, or use data.tokenizer=byte-level."
             ) from None
         raise ValueError(f"data.tokenizer_path={path}: cannot be read by {library} ({error}). {remedy}") from error
+    if found.eod is None:
+        remedy = "Name it: eos_token in the tokenizer_config.json beside its other files."
+        raise ValueError(f"data.tokenizer_path={path}: expected a tokenizer with a token that ends a text. {remedy}")
+    return found
+
+
+def _vocabulary_of_tiktoken(path: str) -> dict[str, int]:
+    """What Megatron-Core's reader has to be told of a vocabulary that is smaller than the 2^17 it takes for granted.
+
+    Raises:
+        ValueError: a file that has no patterns and no special tokens, or is none.
+    """
+    try:
+        count = len(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        expected = "expected a JSON list of rank, token_bytes and token_str"
+        raise ValueError(f"{expected}; others (*.tiktoken) do not say how text is cut ({error})") from None
+    return {"vocab_size": min(2**17, count + _TIKTOKEN_SPECIAL)}
 
 
 def text_of(tokenizer: MegatronTokenizerText, ids: Sequence[int]) -> str:
     """The text of `ids`; bytes that are no text yet become U+FFFD.
 
-    Megatron's byte-level tokenizer would strip spaces at the end and fail on its own special ids.
+    Megatron's byte-level tokenizer would strip spaces at the end and fail on its own special ids, and its tiktoken one
+    takes every token for text of its own, so that letters of several are lost.
     """
     if tokenizer.library == "byte-level":
         return bytes(i for i in ids if i < BYTE_LEVEL_EOD).decode("utf-8", errors="replace")
+    if tokenizer.library == "tiktoken":
+        return str(tokenizer._tokenizer.tokenizer.decode([i for i in ids if i >= _TIKTOKEN_SPECIAL]))
     return str(tokenizer.detokenize(list(ids)))
 
 

@@ -29,7 +29,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 FOLDERS = ("recipes", "launch", "benchmarks", "analysis", "tests", "docs", PACKAGE)
 GROUPS = {field.name: field.default_factory for field in dataclasses.fields(Config)}
-OWN_WORDS = ("prompt", "prompt_file", *EVAL_WORDS)
+OWN_WORDS = ("prompt", "prompt_file", "out", "train.init_from", *EVAL_WORDS)
 
 
 def prose(page: Path) -> str:

@@ -1,0 +1,78 @@
+"""Tokenizers of every library are read from files, without network."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_longctx.mcore.identity import tokenizer_digest
+from megatron_longctx.mcore.tokenizer import build_tokenizer, special_tokens, template_of, text_of
+from tests.shared.published import CHAT, TEXTS, write_tokenizer
+
+TEXT = "the quick fox? naïve"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def test_hugging_faces_folder_or_its_tokenizer_json(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "folder")
+    found = [build_tokenizer("huggingface", str(tmp_path / path)) for path in ("folder", "folder/tokenizer.json")]
+    for tokenizer in found:
+        assert text_of(tokenizer, tokenizer.tokenize(TEXT)) == TEXT
+        assert (tokenizer.vocab_size, tokenizer.eod, template_of(tokenizer)) == (290, 1, CHAT)
+        assert special_tokens(tokenizer)["bos_token"] == "<|begin|>"
+    assert tokenizer_digest(found[0]) == tokenizer_digest(found[1])
+
+
+def test_a_tokenizer_that_ends_no_text_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "folder")
+    (tmp_path / "alone").mkdir()
+    shutil.copy(tmp_path / "folder/tokenizer.json", tmp_path / "alone")
+    with pytest.raises(
+        ValueError, match=r"alone: expected a tokenizer with a token that ends a text\. Name it: eos_to"
+    ):
+        build_tokenizer("huggingface", str(tmp_path / "alone"))
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    import sentencepiece
+
+    (tmp_path / "text").write_text("\n".join(TEXTS * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "sp"), vocab_size=320, model_type="bpe",
+        byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    tokenizer = build_tokenizer("sentencepiece", str(tmp_path / "sp.model"))
+    assert text_of(tokenizer, tokenizer.tokenize(TEXT)) == TEXT and tokenizer.eod == 2
+
+
+def test_tiktoken(tmp_path: Path) -> None:
+    pieces = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" q", b"ui"]
+    ranks = [
+        {"rank": rank, "token_bytes": base64.b64encode(piece).decode(), "token_str": piece.decode(errors="replace")}
+        for rank, piece in enumerate(pieces)
+    ]
+    (tmp_path / "vocab.json").write_text(json.dumps(ranks))
+    tokenizer = build_tokenizer("tiktoken", str(tmp_path / "vocab.json"))
+    ids = tokenizer.tokenize(TEXT)
+    assert (
+        text_of(tokenizer, ids) == TEXT and len(ids) < len(TEXT.encode()) and tokenizer.vocab_size == 1000 + len(pieces)
+    )
+    (tmp_path / "ranks.tiktoken").write_text("dGg= 0\n")
+    with pytest.raises(
+        ValueError, match=r"ranks\.tiktoken: cannot be read by tiktoken \(expected a JSON list of rank,"
+    ):
+        build_tokenizer("tiktoken", str(tmp_path / "ranks.tiktoken"))
+
+
+@pytest.mark.parametrize("library", ["huggingface", "sentencepiece", "tiktoken"])
+def test_what_is_not_there_is_refused(library: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.tokenizer_path=.*nowhere"):
+        build_tokenizer(library, str(tmp_path / "nowhere"))
