@@ -27,7 +27,7 @@ from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config, ReductionConfig
 from megatron_longctx.metrics.environment import environment
 from megatron_longctx.training.run_folder import RunFolder
-from megatron_longctx.training.text import prepare
+from megatron_longctx.training.text import prepare_missing
 
 RANKS = 2
 GROUP_SIZES = (32, 64, 128)
@@ -219,8 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not args.out.is_dir():
         parser.error(f"--out {args.out}: expected a folder that exists")
     config = compose_config([*_WORDS, f"train.steps={args.steps}", *args.words])
-    if not Path(config.data.prefix + ".json").is_file():
-        prepare("stdlib", Path(config.data.prefix), "", config.data.tokenizer, config.data.tokenizer_path)
+    prepare_missing(config.data)
     facts = environment()
     RunFolder.of(config).path.mkdir(parents=True, exist_ok=True)
     losses = run_ranks(_rank, RANKS, config, args.windows, timeout=3600.0, threads=args.threads)[0]

@@ -37,7 +37,7 @@ from megatron_longctx.mcore.model import padded_vocab_size
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.training.preflight import check
 from megatron_longctx.training.run_folder import RunFolder
-from megatron_longctx.training.text import prepare
+from megatron_longctx.training.text import prepare, prepare_missing
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not Path(f"{prefix}.bin").exists():
                 make_documents(Path(prefix), **asked)
         for config in cases.configs:
-            if not Path(f"{config.data.prefix}.bin").exists():
-                prepare("stdlib", Path(config.data.prefix), "", config.data.tokenizer, config.data.tokenizer_path)
+            prepare_missing(config.data)
             check(config, ranks)
             predict(config, ranks)
     except ValueError as error:

@@ -8,13 +8,12 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from .compose import compose_config
 from .files import bundled
 from .training.launcher import train
 from .training.run_folder import RunFolder
-from .training.text import prepare
+from .training.text import prepare_missing
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +31,7 @@ def demo(overrides: Sequence[str] = ()) -> None:
         JobFailed: a rank failed.
     """
     begin = time.perf_counter()
-    data = compose_config(["experiment=demo", *overrides]).data
-    for prefix in (prefix for _, prefix in data.datasets if not Path(prefix + ".json").is_file()):
-        logger.info("== text: the sources of Python's standard library ==")
-        prepare("stdlib", Path(prefix), "", data.tokenizer, data.tokenizer_path)
+    prepare_missing(compose_config(["experiment=demo", *overrides]).data)
     folders = []
     for name, parallelism in _RUNS:
         settings = ["experiment=demo", f"parallelism={parallelism}", f"run.name={name}", *overrides]

@@ -142,7 +142,7 @@ def _draw(path: Path, draw: Any) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8.5, 4.5), layout="constrained")
     draw(axes)
     partial = path.with_name(f"{path.stem}.partial.png")
     figure.savefig(partial, dpi=130)
@@ -154,13 +154,13 @@ def _curves(axes: Axes, losses: Sequence[Losses], title: str) -> None:
     """Mean loss of every range, at its middle."""
     for each in losses:
         points = [((first + stop) / 2, loss) for first, stop, _, loss in each.ranges() if loss is not None]
-        axes.plot(*zip(*points, strict=True), marker=".", label=f"{each.length:,} tokens: mean {each.mean:.4f}")
+        axes.plot(*zip(*points, strict=True), marker=".", label=f"{each.length:,}: mean {each.mean:.4f}")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("position in the text (tokens, log scale)")
     axes.set_ylabel("mean loss (nats per token)")
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
-    axes.figure.legend(title="length of the text", loc="outside lower center", ncols=3)
+    axes.figure.legend(title="tokens of the text", loc="outside right upper", fontsize=8)
 
 
 def _heat_map(axes: Axes, needles: Mapping[int, Mapping[float, float]], title: str) -> None:
@@ -169,7 +169,8 @@ def _heat_map(axes: Axes, needles: Mapping[int, Mapping[float, float]], title: s
     image = axes.imshow(shares, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
     for row, values in enumerate(shares):
         for column, share in enumerate(values):
-            axes.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=8)
+            color = "black" if 15 < share < 85 else "white"  # on cells that are dark
+            axes.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(range(len(needles)), [f"{length:,}" for length in needles])
     axes.set_yticks(range(len(depths)), [f"{100 * depth:g}%" for depth in depths])
     axes.set_xlabel("length of the text and its answer (tokens)")

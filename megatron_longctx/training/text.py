@@ -15,6 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..chat import Chat, chat_of
+from ..config import DataConfig
 from ..errors import is_line, refuse
 from ..mcore.corpus import Corpus, write_corpus, write_documents
 from ..mcore.tokenizer import build_tokenizer
@@ -66,6 +67,13 @@ def prepare(
         "" if corpus.learned is None else f", {corpus.learned:,} of them answers", source, library,
     )  # fmt: skip
     return corpus
+
+
+def prepare_missing(data: DataConfig) -> None:
+    """Write the sources of this Python's library as every dataset that is not there: of demos and measurements."""
+    for prefix in (prefix for _, prefix in data.datasets if not Path(f"{prefix}.bin").is_file()):
+        logger.info("%s is not there: it is made of the sources of Python's standard library", prefix)
+        prepare("stdlib", Path(prefix), "", data.tokenizer, data.tokenizer_path)
 
 
 def _jsonl(source: str) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from analysis import training_cases
 from analysis.training_cases import main, read_cases
 from megatron_longctx.files import bundled
 from tests.shared.training import tiny_corpus
@@ -44,8 +45,10 @@ def test_a_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_cases_run_one_after_the_other_and_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    prefix = tmp_path / "corpus"
-    tiny_corpus(prefix)
+    monkeypatch.setattr(training_cases, "prepare", None)  # nothing is missing
+    prefix = f"0.7 {tmp_path}/corpus 0.3 {tmp_path}/more"
+    tiny_corpus(tmp_path / "corpus")
+    tiny_corpus(tmp_path / "more", seed=1)
     words = [
         *("model=tiny", "model.num_layers=1", "train.device=cpu", "train.precision=fp32", "train.steps=2"),
         *("train.save=false", "optim.warmup_steps=0", "parallelism=cp2", "logging.wandb=disabled"),
