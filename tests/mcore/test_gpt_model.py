@@ -144,7 +144,14 @@ def test_the_fingerprint_is_of_the_model_alone(tmp_path: Path) -> None:
     assert fingerprint(one, 384) == fingerprint(tiny_config(tmp_path, "two", parallel), 384)
     # Left to itself, the head size is known all the same.
     assert fingerprint(one, 384) == fingerprint(tiny_config(tmp_path, "one", {"model.head_dim": 8}), 384)
-    for change in ({"model.tie_embeddings": True}, {"model.head_dim": 16}, {"model.rope_base": 2.0}, SCALED):
+    flags = ("zero_centered_norms", "qk_norm", "post_norms", "scale_embedding", "tie_embeddings", "qkv_bias")
+    for change in (
+        {"model.head_dim": 16},
+        {"model.rope_base": 2.0},
+        SCALED,
+        {"model.attention_scale": 0.3},
+        *({f"model.{flag}": True} for flag in flags),
+    ):
         assert fingerprint(one, 384) != fingerprint(tiny_config(tmp_path, "one", change), 384)
     assert fingerprint(one, 384) != fingerprint(one, 512)
 
