@@ -32,6 +32,7 @@ def test_a_killed_rank_ends_the_job_and_one_that_hangs_is_named(workplace: Path,
         second.send_signal(signal.SIGKILL)
         assert job.wait() == 1, job.said()
         said = job.err.read_text()
+        assert len(said.splitlines()) == 2, said
         hung, killed = said.splitlines()
         assert hung == (
             "megatron-longctx train: rank 0 had been stopped (SIGSTOP); "
