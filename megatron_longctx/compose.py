@@ -6,7 +6,7 @@ import difflib
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -60,12 +60,13 @@ def _of_first_run(words: Sequence[str]) -> list[str]:
     if run is None:
         return []
     config = load_config(Path(run, RESOLVED))
-    values: dict[str, Any] = {}
+    names: list[str] = []
     if not said.keys() & {"data.tokenizer", "data.tokenizer_path"}:
-        values = {f"data.{key}": getattr(config.data, key) for key in ("tokenizer", "tokenizer_path")}
+        names += ["data.tokenizer", "data.tokenizer_path"]
     if not said.keys() & {"model", "experiment"}:
-        values |= {f"model.{key}": value for key, value in asdict(config.model).items()}
-    return [f"{key}={'null' if value is None else value}" for key, value in values.items() if key not in said]
+        names += [key.name for key in keys_of(Config)["model"]]
+    values = {name: attrgetter(name)(config) for name in names if name not in said}
+    return [f"{name}={'null' if value is None else value}" for name, value in values.items()]
 
 
 def override_config(config: Config, overrides: Sequence[str]) -> Config:

@@ -98,6 +98,7 @@ def test_the_model_and_the_tokenizer_are_the_runs_unless_words_say_otherwise(imp
     assert (config.model.name, config.model.vocab_size, config.model.qkv_bias) == ("qwen2", 300, True)
     assert (config.data.tokenizer, config.model.rope_base) == ("huggingface", 5e5)
     assert config.data.tokenizer_path == str(root / "run/tokenizer")
+    assert config_of(root, "x", "model.rope_scaling.kind=linear", "model.rope_scaling.factor=2").model.rope_base == 1e4
     assert config_of(root, "x", "model=gpt2").model.name == "gpt2"
     own = config_of(root, "x", "data.tokenizer=byte-level")
     assert (own.data.tokenizer_path, own.model.name) == (None, "qwen2")
