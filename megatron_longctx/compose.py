@@ -57,7 +57,7 @@ def _of_first_run(words: Sequence[str]) -> list[str]:
     """
     said = dict(word.split("=", 1) for word in words)
     run = _plain("train.init_from", said.get("train.init_from", "null"))
-    if run is None:
+    if run in (None, "???"):  # the latter OmegaConf's for a missing value, which is refused as for any key
         return []
     config = load_config(Path(run, RESOLVED))
     names: list[str] = []
