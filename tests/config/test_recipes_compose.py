@@ -85,7 +85,7 @@ def test_the_h200_experiment_is_what_its_name_says() -> None:
     config = compose_config(["experiment=llama3_8b_128k_cp8_h200"])
     assert config.model.name == "llama3_8b" and config.data.seq_length == 131_072
     assert (config.parallelism.context_parallel_size, config.parallelism.schedule) == (8, "zigzag")
-    assert (config.attention.kernel, config.train.precision, config.train.device) == ("cudnn", "bf16", "cuda")
+    assert (config.attention.kernel, config.train.precision, config.train.device) == ("auto", "bf16", "cuda")
 
 
 def test_without_words_the_defaults_hold() -> None:
