@@ -18,7 +18,7 @@ from .config import Config
 from .errors import refuse
 from .inference.engine import LongContextEngine, Session
 from .inference.sampling import Sampling
-from .inference_job import InferenceJob, job_of, run, split_words
+from .inference_job import InferenceJob, job_of, refuse_unread, run, split_words
 from .mcore.tokenizer import build_tokenizer, text_of
 
 
@@ -35,6 +35,7 @@ def generate(words: Sequence[str], chat: bool = False) -> None:
     """
     own, settings = split_words(words, ("checkpoint", "prompt", "prompt_file", "iteration"))
     job = job_of(own, settings)
+    refuse_unread(settings)
     prompt = _prompt(own, chat)
     tokenizer = build_tokenizer(job.config.data.tokenizer, job.config.data.tokenizer_path)
     length = 0 if prompt is None else len(tokenizer.tokenize(prompt))

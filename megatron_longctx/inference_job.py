@@ -33,6 +33,13 @@ from .training import saved_run
 from .training.preflight import check_kernel, device_type, host_bytes
 
 _GRACE_S = 5.0
+_READ = tuple(
+    f"parallelism.{key}"
+    for key in (
+        *("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+        *("cluster", "timeout_s"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,19 @@ def split_words(words: Sequence[str], own_keys: Sequence[str]) -> tuple[dict[str
     """The verb's own `key=value` words, and the settings."""
     own = {key: value for key, _, value in (word.partition("=") for word in words) if key in own_keys}
     return own, [word for word in words if word.partition("=")[0] not in own_keys]
+
+
+def refuse_unread(settings: Sequence[str]) -> None:
+    """Refuse words for what only training divides its ranks by.
+
+    Raises:
+        ValueError: names the word.
+    """
+    for word in settings:
+        key, _, value = word.partition("=")
+        if key.startswith("parallelism.") and key not in _READ:
+            remedy = "Leave it out; inference.mode says how ranks share attention over the cache."
+            raise refuse(key, value, f"one of {', '.join(_READ)} for inference", remedy)
 
 
 def checkpoint_of(own: Mapping[str, str]) -> tuple[Path, int | None]:

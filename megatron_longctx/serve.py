@@ -28,7 +28,7 @@ from .http_api.parsing import Model
 from .inference.engine import LongContextEngine
 from .inference.sampling import Sampling
 from .inference.scheduler import Limits, Request, Scheduler
-from .inference_job import InferenceJob, job_of, run, split_words
+from .inference_job import InferenceJob, job_of, refuse_unread, run, split_words
 from .mcore.tokenizer import build_tokenizer, text_of, token_chars
 from .training.signals import handled
 
@@ -49,6 +49,7 @@ def serve(words: Sequence[str]) -> None:
     _require_packages()
     own, settings = split_words(words, ("checkpoint", "iteration"))
     job = job_of(own, settings, os.path.basename(os.path.abspath(own.get("checkpoint", ""))))  # `.` has a name, too
+    refuse_unread(settings)
     _access(job.config.serve)
     data = job.config.data
     chat_of(job.config.inference.chat_template, build_tokenizer(data.tokenizer, data.tokenizer_path))

@@ -75,7 +75,9 @@ def test_the_examples_in_the_help_can_be_composed() -> None:
 def test_help_lists_the_recipes(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, verb, "--help")
     assert (
-        code == 0 and "experiment=       demo, extend_smollm2_64k, llama3_8b_128k_cp8_h200" in out and "reduction=        auto, int4" in out
+        code == 0
+        and "experiment=       demo, extend_smollm2_64k, llama3_8b_128k_cp8_h200" in out
+        and "reduction=        auto, int4" in out
     )
 
 

@@ -95,6 +95,7 @@ def test_a_chat_by_a_template_computes_what_its_text_does_not_begin_with(trained
         (["prompt=a", "inference.max_new_tokens=1000000000"], "inference.cache_tokens=10000000"),
         (["prompt=a", "parallelism.cluster=nowhere"], "parallelism.cluster=nowhere: expected a .yaml file or one of "),
         (["prompt=a", "parallelism.tensor_parallel_size=4"], "expected a divisor of model.num_kv_heads=2"),
+        (["prompt=a", "parallelism.schedule=ring"], "parallelism.schedule=ring: expected one of parallelism.context_"),
         (["prompt=a", "parallelism.pipeline_parallel_size=2"], "expected 1 for inference"),
     ],
 )
