@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx import cli, inference_job, names
+from megatron_longctx import cli, names
 from megatron_longctx.compose import compose_config, load_config
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.training import launcher
+from megatron_longctx.training import launcher, saved_run
 from tests.shared.jobs import CLI, Job, finished, latest_checkpoint, started, steps_recorded
 
 STEPS = 40
@@ -192,7 +192,7 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(
         tokenizer.path = "resolved.yaml"
         return tokenizer
 
-    monkeypatch.setattr(inference_job, "build_tokenizer", another)
+    monkeypatch.setattr(saved_run, "build_tokenizer", another)
     shutil.copy("runs/first/resolved.yaml", "resolved.yaml")
     prompt = ["prompt=a"] if verb == "generate" else []
     assert cli.main([verb, "checkpoint=runs/first", *prompt]) == 2
