@@ -163,18 +163,31 @@ def first_pack(config: Config) -> tuple[int, ...]:
     return padded(lengths, token_unit(config.parallelism))
 
 
+def _check_multiples(data: DataConfig, parts: Sequence[int], unit: int, baseline: str) -> None:
+    for (_, prefix), part in product(data.datasets, parts):
+        dataset = open_dataset(prefix)
+        lengths = dataset.sequence_lengths[documents_of(data, part, len(dataset.sequence_lengths))]
+        if odd := lengths[lengths % unit != 0][:1].tolist():
+            expected = f"null for documents that are no multiples of {unit} tokens; {prefix} has one of {odd[0]}"
+            raise refuse("attention.baseline", baseline, expected, "Pad them, or leave it null: ours takes any.")
+
+
 def check_packs(config: Config) -> None:
-    """Refuse datasets with a pack that leaves a context-parallel rank without tokens, which Megatron's layers need.
+    """Refuse datasets with a pack that leaves a context-parallel rank without tokens, which Megatron's layers need, or
+    that TransformerEngine does not take where it is the baseline.
 
     Raises:
         ValueError: names the dataset, the pack's tokens and how many are enough.
     """
     par, data = config.parallelism, config.data
     n, unit = par.context_parallel_size, token_unit(par)
-    if data.packing != "best_fit" or n == 1 or config.attention.baseline is not None:
+    parts = (0,) if config.train.eval_interval is None else (0, 1)  # trained on, and evaluated
+    if n > 1 and data.packing != "none" and config.attention.baseline is not None:
+        _check_multiples(data, parts, 2 * n, config.attention.baseline)
+        return
+    if data.packing != "best_fit" or n == 1:
         return
     mode, enough = configured_mode(par), 2 * n * unit  # whatever the layout: two pieces a rank
-    parts = (0,) if config.train.eval_interval is None else (0, 1)  # trained on, and evaluated
     for (_, prefix), part in product(data.datasets, parts):
         order = _Source(data, prefix, config.train.seed, part).order
         assert isinstance(order, Packs)

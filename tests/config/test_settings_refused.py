@@ -245,18 +245,6 @@ def test_a_word_of_several_lines_is_refused_in_one(word: str) -> None:
         ),
         (["model.window_pattern=2"], "model.window_pattern=2", "null with model.window=null"),
         (["model.sinks=some"], "model.sinks=some", "one of none, off_by_one, learnable"),
-        (
-            ["attention.baseline=te_p2p", "recompute=attention_output"],
-            "recompute.mode=attention_output",
-            "none or layer with attention.baseline=te_p2p",
-        ),
-        (["attention.baseline=te_p2p", "model.window=64"], "model.window=64", "null with attention.baseline=te_p2p"),
-        (["attention.baseline=te_a2a", "model.sinks=learnable"], "model.sinks=learnable", "none with attention"),
-        (
-            ["attention.baseline=te_a2a", "parallelism=cp4", "data.seq_length=4100"],
-            "2 x parallelism.context_parallel_size=8",
-            "a divisor of data.seq_length=4100",
-        ),
         (["attention.keep_received=always"], "attention.keep_received=always", "one of auto, true, false"),
         (
             ["attention.keep_received=true", "recompute=attention_output"],

@@ -224,6 +224,17 @@ def test_packs_too_short_for_the_ranks_are_refused_with_their_dataset(tmp_path: 
         check(str(tmp_path / "ones"), layout="per_document")
 
 
+@pytest.mark.parametrize("packing", ["documents", "best_fit"])
+def test_documents_that_the_baseline_does_not_take_are_refused_with_their_dataset(tmp_path: Path, packing: str) -> None:
+    for name, lengths in (("even", (LENGTH, 16, 8)), ("odd", (LENGTH, 12))):
+        write_documents((([7] * length, None) for length in lengths), tmp_path / name, TOKENIZER, masked=False)
+    settings = {"data.packing": packing, "attention.baseline": "te_a2a", "parallelism.context_parallel_size": 4}
+    settings["train.device"] = "auto"
+    check_packs(_config(tmp_path, {**settings, "data.prefix": f"{tmp_path}/even"}))
+    with pytest.raises(ValueError, match=r"te_a2a: expected null .* multiples of 8 tokens; .*/odd has one of 12\. Pad"):
+        check_packs(_config(tmp_path, {**settings, "data.prefix": f"{tmp_path}/odd"}))
+
+
 def test_sequence_parallelism_gets_a_multiple(root: Path) -> None:
     """The rest is a document of its own, without loss; the count is said at the start."""
     padded = {"data.packing": "best_fit", "parallelism.tensor_parallel_size": 2}
