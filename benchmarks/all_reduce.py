@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megatron_longctx.calibrate.timing import row_seconds, step_seconds
 from megatron_longctx.comm import from_all
-from megatron_longctx.comm.crossover import Crossover
 from megatron_longctx.comm.hosts import find_hosts
-from megatron_longctx.comm.peer_reduce import peer_reduction
-from megatron_longctx.comm.quantized import all_reduce
 from megatron_longctx.comm.symmetric import symmetric_memory
 from megatron_longctx.errors import refuse
+from megatron_longctx.lowbit.crossover import Crossover
+from megatron_longctx.lowbit.peer_reduce import peer_reduction
+from megatron_longctx.lowbit.quantized import all_reduce
 from megatron_longctx.training.ranks import Where, start, world
 
 from .recorded import Report, table

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 from megatron_longctx.comm import from_all
-from megatron_longctx.comm.reduction import ReductionPolicy
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import REDUCTIONS, Config
 from megatron_longctx.errors import refuse
+from megatron_longctx.lowbit.reduction import ReductionPolicy
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import CachedGPT, build_engine, for_inference
 from megatron_longctx.training.ranks import Where, start, world

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx import cli
 from megatron_longctx.config import Config
 from megatron_longctx.mcore.batch import Batch
 from megatron_longctx.mcore.pack import Pack
 from megatron_longctx.testing.distributed import run_quickly
 from megatron_longctx.training import ranks, recorded
 from megatron_longctx.training.loop import Trainer
+from megatron_longctx.verbs import cli
 from tests.shared.training import TINY, tiny_corpus
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_longctx import doctor
-from megatron_longctx.doctor import Row, report
 from megatron_longctx.kernels import PROVIDERS
+from megatron_longctx.verbs import doctor
+from megatron_longctx.verbs.doctor import Row, report
 
 
 def rows_by_name() -> dict[str, Row]:
@@ -121,7 +121,9 @@ def test_main_prints_every_row_and_succeeds(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_it_does_not_load_megatron() -> None:
-    code = "import sys; from megatron_longctx.doctor import report; report(); print('megatron.core' in sys.modules)"
+    code = (
+        "import sys; from megatron_longctx.verbs.doctor import report; report(); print('megatron.core' in sys.modules)"
+    )
     root = Path(doctor.__file__).resolve().parents[1]
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     assert (result.returncode, result.stdout.strip()) == (0, "False"), result.stderr

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_longctx import cli
 from megatron_longctx.compose import RESOLVED, load_config
-from megatron_longctx.exporting import export_model
-from megatron_longctx.importing import import_model
 from megatron_longctx.mcore import checkpoint_reader
 from megatron_longctx.models.huggingface import HuggingFaceFolder
 from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.verbs import cli
+from megatron_longctx.verbs.exporting import export_model
+from megatron_longctx.verbs.importing import import_model
 from tests.shared.published import VOCAB, ours, theirs, write_model
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longctx.comm.reduction import Reducer, ReductionPolicy
+from megatron_longctx.lowbit.reduction import Reducer, ReductionPolicy
 from megatron_longctx.metrics.environment import environment
 from megatron_longctx.topology import Cluster, Mesh, Network
 

@@ -1,4 +1,4 @@
-"""What reductions and merges over peer memory write into: two halves of memory and flags of every rank; messages."""
+"""What reductions and merges over peer memory write into: two halves of memory and flags of every rank."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.quantize import QuantFormat
 from .symmetric import make_room, share
 
 MOST_BLOCKS = 128
 _STEPS = 2
-_RAW_GROUP = 128
-ROOM = 64 * 2**20
-"""Bytes of each of the two halves of a rank's memory; what does not fit is reduced piece by piece."""
-_REMEDY = "Choose reduction.transport=collective, which needs none."
 
 
 @dataclass(frozen=True)
@@ -47,42 +42,7 @@ class PeerMemory:
         return _STEPS * MOST_BLOCKS * world
 
 
-@dataclass(frozen=True)
-class Wire:
-    """How values travel: quantized (form), or as they are (None) in x's dtype."""
-
-    form: QuantFormat | None
-    itemsize: int
-
-    @property
-    def group_size(self) -> int:
-        return self.form.group_size if self.form else _RAW_GROUP
-
-    @property
-    def group_bytes(self) -> int:
-        """Of a group, in a message of many."""
-        return self.message_bytes(16 * self.group_size) // 16
-
-    def groups(self, chunk: int) -> int:
-        return -(-chunk // self.group_size)
-
-    def value_bytes(self, chunk: int) -> int:
-        return self.form.value_bytes(chunk) if self.form else self.groups(chunk) * _RAW_GROUP * self.itemsize
-
-    def message_bytes(self, chunk: int) -> int:
-        return self.form.message_bytes(chunk) if self.form else self.value_bytes(chunk)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one call reduces: `chunk` elements of every rank's part of x, the parts `stride` elements apart."""
-
-    chunk: int
-    stride: int
-    scatter: bool = False
-
-
-def peer_memory(group: dist.ProcessGroup, device: torch.device, room: int = ROOM, remedy: str = _REMEDY) -> PeerMemory:
+def peer_memory(group: dist.ProcessGroup, device: torch.device, room: int, remedy: str) -> PeerMemory:
     """Memory that all ranks of `group` make together; see `find_hosts`.
 
     Args:

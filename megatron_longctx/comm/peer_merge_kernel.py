@@ -1,6 +1,6 @@
 """The kernel of `peer_merge`: a rank's partial results are merged, given to all ranks, and all ranks' merged, in one.
 
-Blocks, flags, halves of the memory and calls: as for `peer_kernels`. Arguments are not checked.
+Blocks, flags, halves of the memory and calls: see `peer_flags`. Arguments are not checked.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.paged import PackedPartials
 from ..kernels.strides import row_strides
-from .peer_kernels import _await, _end, _tell
+from .peer_flags import await_peers, end_call, tell
 from .peer_memory import MOST_BLOCKS, PeerMemory
 
 PUSH, MERGE = 1, 2
@@ -74,9 +74,9 @@ def _merge_over_peers_kernel(  # type: ignore[no-untyped-def]
                 to = tl.multiple_of(to.to(tl.pointer_type(tl.float32)), 16)
                 tl.store(to + item[:, None] * head_dim + col[None, :], merged, mask=inside[:, None] & real)
                 tl.store(to + items * head_dim + item, merged_lse, mask=inside)
-        _tell(flags, me, epoch, 0, WORLD, LANES, MOST)
+        tell(flags, me, epoch, 0, WORLD, LANES, MOST)
     if PHASES & 2:
-        _await(flags, me, epoch, 0, WORLD, LANES, MOST)
+        await_peers(flags, me, epoch, 0, WORLD, LANES, MOST)
         here = tl.load(data + me) + half
         for start in range(first, stop, ITEMS):
             item = start + tl.arange(0, ITEMS)
@@ -98,7 +98,7 @@ def _merge_over_peers_kernel(  # type: ignore[no-untyped-def]
             divisor = tl.where(weights == 0, 1.0, weights)
             at = item[:, None].to(tl.int64) * head_dim + col[None, :]
             tl.store(out + at, (total / divisor[:, None]).to(out.dtype.element_ty), mask=inside[:, None] & real)
-        _end(state, epoch)
+        end_call(state, epoch)
 
 
 def merge_over_peers(memory: PeerMemory, shares: PackedPartials, out: Tensor, row: int, phases: int = ALL) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_longctx.kernels.fused import fused
 from megatron_longctx.kernels.no_grad import no_grad
 
-_fused = partial(fused, "batched_copy", "attention's copies, one by one,")
+_fused = partial(fused, __name__, "attention's copies, one by one,")
 
 MOST_BASES = 16
 """Different memories of one launch: what a kernel's arguments hold."""

@@ -12,10 +12,10 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def fused(name: str, work: str) -> ModuleType | None:
-    """The module `NAME_triton` of this room; None, which is said once, where triton cannot be imported. work: what
-    plain PyTorch then does."""
+    """The module `NAME_triton` beside the module `name`; None, which is said once, where triton cannot be imported.
+    work: what plain PyTorch then does."""
     try:
-        return importlib.import_module(f"megatron_longctx.kernels.{name}_triton")
+        return importlib.import_module(f"{name}_triton")
     except ImportError as error:
         logger.warning("%s in plain PyTorch, which is slower: triton cannot be imported (%s)", work, error)
         return None

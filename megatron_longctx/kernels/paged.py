@@ -19,7 +19,7 @@ from megatron_longctx.kernels.fused import fused
 from megatron_longctx.kernels.interface import lse_dtype
 from megatron_longctx.kernels.quantize_kv import SCALE_BYTES, unpack_kv
 
-_fused = partial(fused, "paged", "decoding")
+_fused = partial(fused, __name__, "decoding")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the fused kernels take."""

@@ -19,7 +19,7 @@ from megatron_longctx.kernels.no_grad import no_grad
 from megatron_longctx.kernels.strides import few_rows
 from megatron_longctx.schedules.totals import MOST_PARTIALS
 
-_fused = partial(fused, "partials", "merging attention")
+_fused = partial(fused, __name__, "merging attention")
 
 
 class Partial(NamedTuple):

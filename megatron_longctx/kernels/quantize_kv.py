@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_longctx.kernels.fused import fused
 from megatron_longctx.kernels.no_grad import no_grad
 
-_fused = partial(fused, "quantize_kv", "packing keys and values")
+_fused = partial(fused, __name__, "packing keys and values")
 
 _LEVELS = 127
 SCALE_BYTES = torch.float32.itemsize

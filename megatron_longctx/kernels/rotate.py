@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_longctx.kernels.fused import fused
 
-_fused = partial(fused, "rotate", "RoPE")
+_fused = partial(fused, __name__, "RoPE")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -19,8 +19,6 @@ from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
-from ..comm.crossover import Crossover
-from ..comm.reduction import ReductionPolicy
 from ..config import Config, ParallelismConfig, RecomputeConfig
 from ..errors import refuse
 from ..inference.cache_manager import CacheManager
@@ -29,6 +27,8 @@ from ..inference.choice import Chooser
 from ..inference.decode import DecodeSettings
 from ..inference.engine import EngineSettings, LongContextEngine
 from ..inference.figures import agreed_figures
+from ..lowbit.crossover import Crossover
+from ..lowbit.reduction import ReductionPolicy
 from ..schedules.mask import Window
 from . import checkpoint
 from .direct import Attend, DirectLayer, why_not_direct

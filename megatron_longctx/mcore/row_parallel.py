@@ -17,11 +17,11 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 
-from ..comm.crossover import Crossover
-from ..comm.reduction import Reducer, ReductionPolicy
 from ..config import ReductionConfig
 from ..errors import refuse
 from ..kernels.no_grad import first_order
+from ..lowbit.crossover import Crossover
+from ..lowbit.reduction import Reducer, ReductionPolicy
 
 _EXACT = {
     False: ("all_reduce", reduce_from_tensor_model_parallel_region),

@@ -19,7 +19,6 @@ _PACKAGES = {
     "sentencepiece": "sentencepiece",
     "tiktoken": "tiktoken",
 }
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def build_tokenizer(library: str, path: str | None = None) -> MegatronTokenizerText:
@@ -91,16 +90,3 @@ def token_chars(tokenizer: MegatronTokenizerText) -> int | None:
         return max(len(piece) for piece in tokenizer.vocab)
     except (AttributeError, NotImplementedError, TypeError, ValueError):
         return None
-
-
-def template_of(tokenizer: MegatronTokenizerText) -> str | None:
-    """The Jinja chat template that came with the tokenizer; of several, the one called default."""
-    template = getattr(tokenizer, "chat_template", None)
-    return template.get("default") if isinstance(template, dict) else template
-
-
-def special_tokens(tokenizer: MegatronTokenizerText) -> dict[str, str]:
-    """The texts of special tokens that chat templates name, empty where the tokenizer has none."""
-    library = tokenizer._tokenizer
-    texts = {name: getattr(library, name, None) for name in _NAMED_TOKENS}
-    return {name: text if isinstance(text, str) else "" for name, text in texts.items()}

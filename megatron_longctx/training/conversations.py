@@ -8,8 +8,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ..chat import Chat
 from ..mcore.corpus import Document
+from ..models.chat import Chat
 
 _MOST_REPLACED = 8  # tokens in which the text of first turns may end otherwise where more follows
 _FORM = '{"messages": [{"role": "user", "content": "…"}, …]} or {"prompt": "…", "completion": "…"}, in UTF-8'

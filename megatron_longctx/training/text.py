@@ -14,11 +14,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..chat import Chat, chat_of
 from ..config import DataConfig
 from ..errors import is_line, refuse
 from ..mcore.corpus import Corpus, write_corpus, write_documents
 from ..mcore.tokenizer import build_tokenizer
+from ..models.chat import Chat, chat_of
 from .conversations import conversations
 
 logger = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx import cli
 from megatron_longctx.calibrate.command import _said
 from megatron_longctx.compose import compose_config
 from megatron_longctx.schedules import MODES
 from megatron_longctx.schedules.calibration import load_calibration
 from megatron_longctx.topology import load_cluster
 from megatron_longctx.training.auto import settled
+from megatron_longctx.verbs import cli
 
 SETTINGS = ["parallelism=cp2", "train.device=cpu", "attention.kernel=cpu", "data.seq_length=333"]
 

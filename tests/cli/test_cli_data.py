@@ -11,7 +11,7 @@ import numpy
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_longctx import cli
+from megatron_longctx.verbs import cli
 
 Say = Callable[..., str]
 EOD = 256  # of the byte-level tokenizer

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx import cli
-from megatron_longctx import plan as plan_room
 from megatron_longctx.compose import override_config
 from megatron_longctx.config import Config
 from megatron_longctx.schedules import build
+from megatron_longctx.verbs import cli
+from megatron_longctx.verbs import plan as plan_room
 from tests.shared.training import tiny_corpus
 
 # 2 x 2 KV heads of 32 in bf16: 256 bytes a token.

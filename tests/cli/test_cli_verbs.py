@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx import __version__, cli
+from megatron_longctx import __version__
+from megatron_longctx.verbs import cli
 from tests.shared.jobs import CLI, PATIENCE_S, clean_environment, started
 
 VERBS = (
@@ -33,7 +34,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 def test_ctrl_c_ends_the_command_during_imports_that_catch_everything(tmp_path: Path) -> None:
     catching = "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(1)\nexcept BaseException:\n    pass\n"
     (tmp_path / "hydra.py").write_text(f"import os, signal, time\n{catching}print('went on')\n")
-    program = "from megatron_longctx.cli import main; raise SystemExit(main(['train']))"
+    program = "from megatron_longctx.verbs.cli import main; raise SystemExit(main(['train']))"
     environment = clean_environment()
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
     with started(tmp_path, [sys.executable, "-c", program], environment) as job:
@@ -144,7 +145,7 @@ def test_a_wrong_setting_is_one_line_on_standard_error(verb: str, capsys: pytest
 
 def test_wrong_settings_of_a_job_do_not_wait_for_megatron() -> None:
     """It takes longer to import than all else that comes before the first rank."""
-    code = "import sys; from megatron_longctx.cli import main; assert main(['train', 'train.steps=-1']) == 2; "
+    code = "import sys; from megatron_longctx.verbs.cli import main; assert main(['train', 'train.steps=-1']) == 2; "
     code += "assert not [name for name in sys.modules if name.startswith('megatron.core')]"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -161,7 +162,7 @@ def test_a_failed_rank_is_exit_code_one(capsys: pytest.CaptureFixture[str], monk
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_longctx import doctor
+    from megatron_longctx.verbs import doctor
 
     def broken() -> int:
         raise RuntimeError("of the program, not of its user")
@@ -213,7 +214,7 @@ def test_interrupting_a_verb_is_quiet(tmp_path: Path) -> None:
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     settings = "parallelism.context_parallel_size=64 data.seq_length=65536"
-    command = f"set -o pipefail; {sys.executable} -m megatron_longctx.cli plan {settings} | head -1"
+    command = f"set -o pipefail; {sys.executable} -m megatron_longctx.verbs.cli plan {settings} | head -1"
     result = subprocess.run(
         ["bash", "-c", command],
         cwd=tmp_path,

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm.peer_reduce import peer_reduction
-from megatron_longctx.comm.quantized import all_reduce, formats, reduce_scatter
-from megatron_longctx.comm.reduction import Reducer, ReductionPolicy
-from megatron_longctx.kernels.quantize import dequantize, quantize, requantize_sum, sum_quantized
+from megatron_longctx.lowbit.peer_reduce import peer_reduction
+from megatron_longctx.lowbit.quantize import dequantize, quantize, requantize_sum, sum_quantized
+from megatron_longctx.lowbit.quantized import all_reduce, formats, reduce_scatter
+from megatron_longctx.lowbit.reduction import Reducer, ReductionPolicy
 from megatron_longctx.testing.distributed import run_distributed
 from tests.shared.jobs import PATIENCE_S
 
@@ -50,9 +50,9 @@ def in_rank_order(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def compare_step_by_step() -> int:
-    """Every format, number of ranks and ragged sizes, against the functions of `kernels.quantize`."""
-    from megatron_longctx.comm.peer_kernels import PUSH, SUM, UNPACK, one_step, two_step
-    from megatron_longctx.comm.peer_memory import Piece, Wire
+    """Every format, number of ranks and ragged sizes, against the functions of `lowbit.quantize`."""
+    from megatron_longctx.lowbit.peer_kernels import PUSH, SUM, UNPACK, one_step, two_step
+    from megatron_longctx.lowbit.wire import Piece, Wire
     from tests.comm.simulated_peers import one_process
 
     compared = 0
@@ -92,7 +92,7 @@ def compare_step_by_step() -> int:
 
 def _calls_in_any_order(rank: int, folder: Path, world: int) -> list[str]:
     """Many calls of all kinds, which ranks enter at different times, each beside the collectives' result."""
-    from megatron_longctx.comm.peer_reduce import PeerReduction
+    from megatron_longctx.lowbit.peer_reduce import PeerReduction
     from tests.comm.simulated_peers import mapped
 
     group, wrong = dist.group.WORLD, []
@@ -150,7 +150,7 @@ def test_kernels_compile_for_hopper(bits, short, scatter, tmp_path, monkeypatch)
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_longctx.comm import peer_kernels
+    from megatron_longctx.lowbit import peer_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"BITS": bits, "TO_BITS": bits, "SYMMETRIC": False, "SHORT": short, "HALF": 64, "ROWS": 32}

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.comm.peer_memory import peer_memory
-from megatron_longctx.comm.peer_reduce import PeerReduction, peer_reduction
-from megatron_longctx.comm.quantized import all_reduce, formats, reduce_scatter
-from megatron_longctx.kernels.quantize import quantize, sum_quantized
+from megatron_longctx.lowbit.peer_reduce import PeerReduction, peer_reduction
+from megatron_longctx.lowbit.quantize import quantize, sum_quantized
+from megatron_longctx.lowbit.quantized import all_reduce, formats, reduce_scatter
 from megatron_longctx.testing.distributed import run_distributed
 
 pytestmark = [
@@ -69,7 +69,7 @@ def _reduced(reduction: PeerReduction, x: torch.Tensor, kind: str, bits: int | N
 def _same_bits(rank: int, room: int) -> list[str]:
     device, wrong = torch.device("cuda", rank), []
     n = dist.get_world_size()
-    reduction = PeerReduction(peer_memory(dist.group.WORLD, device, room))
+    reduction = PeerReduction(peer_memory(dist.group.WORLD, device, room, ""))
     same, results = random.Random(0), []
     for number in range(CALLS):
         kind, bits, group_size, dtype = same.choice(VARIANTS)

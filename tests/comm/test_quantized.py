@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm.quantized import all_reduce, formats, reduce_scatter
-from megatron_longctx.kernels.quantize import error_bound
+from megatron_longctx.lowbit.quantize import error_bound
+from megatron_longctx.lowbit.quantized import all_reduce, formats, reduce_scatter
 from megatron_longctx.testing.distributed import run_distributed
 
 SHAPES = [(1,), (5, 3), (129,), (4, 7, 64), (0, 4), (4099,)]

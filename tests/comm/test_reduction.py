@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_longctx.comm import crossover
-from megatron_longctx.comm.crossover import Case, Crossover
-from megatron_longctx.comm.quantized import all_reduce, reduce_scatter
-from megatron_longctx.comm.reduction import Reducer, ReductionPolicy
+from megatron_longctx.lowbit import crossover
+from megatron_longctx.lowbit.crossover import Case, Crossover
+from megatron_longctx.lowbit.quantized import all_reduce, reduce_scatter
+from megatron_longctx.lowbit.reduction import Reducer, ReductionPolicy
 from megatron_longctx.testing.distributed import run_distributed
 
 KIB = 1024

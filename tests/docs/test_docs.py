@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import parse as parse_benchmark
-from megatron_longctx.cli import parse
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
-from megatron_longctx.evaluate import OWN_WORDS as EVAL_WORDS
-from megatron_longctx.inference_job import split_words
+from megatron_longctx.serving.inference_job import split_words
+from megatron_longctx.verbs.cli import parse
+from megatron_longctx.verbs.evaluate import OWN_WORDS as EVAL_WORDS
 from tests.shared.jobs import PATIENCE_S
 from tests.test_import_law import PACKAGE, ROOMS
 

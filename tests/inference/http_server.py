@@ -15,14 +15,14 @@ from typing import Any
 
 import uvicorn
 
-from megatron_longctx.chat import Chat
-from megatron_longctx.http_api import server
-from megatron_longctx.http_api.access import Access
-from megatron_longctx.http_api.app import Api
-from megatron_longctx.http_api.inbox import Inbox
-from megatron_longctx.http_api.parsing import Model
-from megatron_longctx.http_api.server import server_of
 from megatron_longctx.inference.scheduler import Bounds, Event, Request
+from megatron_longctx.models.chat import Chat
+from megatron_longctx.serving.http_api import server
+from megatron_longctx.serving.http_api.access import Access
+from megatron_longctx.serving.http_api.app import Api
+from megatron_longctx.serving.http_api.inbox import Inbox
+from megatron_longctx.serving.http_api.parsing import Model
+from megatron_longctx.serving.http_api.server import server_of
 from tests.shared.jobs import PATIENCE_S
 
 BODY = {"prompt": "ab", "max_tokens": 9}

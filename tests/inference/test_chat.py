@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from megatron.core.tokenizers import MegatronTokenizer
 
-from megatron_longctx import chat as chat_room
-from megatron_longctx.chat import Chat, TextStream, chat_of
-from megatron_longctx.chat_template import ChatTemplate, NotATemplate
-from megatron_longctx.mcore.tokenizer import build_tokenizer, special_tokens, template_of, text_of
+from megatron_longctx.mcore.tokenizer import build_tokenizer, text_of
+from megatron_longctx.models import chat as chat_room
+from megatron_longctx.models.chat import Chat, chat_of, special_tokens, template_of
+from megatron_longctx.models.chat_template import ChatTemplate, NotATemplate
+from megatron_longctx.serving.text_stream import TextStream
 
 TEMPLATE = """\
 {%- for message in messages %}

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx import cli, names
+from megatron_longctx import names
 from megatron_longctx.config import Config, ParallelismConfig
-from megatron_longctx.evaluate import check_positions
 from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.verbs import cli
+from megatron_longctx.verbs.evaluate import check_positions
 from tests.inference.test_generate import run_of
 from tests.shared.jobs import CLI, clean_environment, finished
 from tests.shared.training import Job, changed, run_jobs

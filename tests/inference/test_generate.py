@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx import cli
 from megatron_longctx.config import Config
+from megatron_longctx.verbs import cli
 from tests.shared.jobs import CLI, clean_environment, finished
 
 SUMMARY = r"(\d+) tokens, (\d+) of them cached before this turn; first token after [\d.]+ s; [\d.]+ ms per token; cache"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx.chat import chat_of
 from megatron_longctx.inference.scheduler import Event
 from megatron_longctx.mcore.tokenizer import build_tokenizer
+from megatron_longctx.models.chat import chat_of
 from tests.inference.http_server import BODY, Served, answer_on, serving
 from tests.shared.jobs import PATIENCE_S
 

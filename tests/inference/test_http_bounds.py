@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 import uvicorn
 
-from megatron_longctx import serve
-from megatron_longctx.chat import Chat
 from megatron_longctx.config import ServeConfig
-from megatron_longctx.http_api import app, server
-from megatron_longctx.http_api.access import API_KEY, Access, access_of
-from megatron_longctx.http_api.app import Api
-from megatron_longctx.http_api.inbox import Inbox
-from megatron_longctx.http_api.parsing import ApiError, Model, checked
-from megatron_longctx.http_api.server import server_of
 from megatron_longctx.inference.scheduler import Bounds, Event
+from megatron_longctx.models.chat import Chat
+from megatron_longctx.serving import serve
+from megatron_longctx.serving.http_api import app, server
+from megatron_longctx.serving.http_api.access import API_KEY, Access, access_of
+from megatron_longctx.serving.http_api.app import Api
+from megatron_longctx.serving.http_api.inbox import Inbox
+from megatron_longctx.serving.http_api.parsing import ApiError, Model, checked
+from megatron_longctx.serving.http_api.server import server_of
 from tests.inference.http_server import BODY, BOUNDS, LONG, Served, answer_on, decode, encode, ended, serving, until
 from tests.shared.jobs import PATIENCE_S
 

@@ -20,9 +20,10 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_longctx import cli, serve
 from megatron_longctx.config import Config
-from megatron_longctx.inference_job import InferenceJob
+from megatron_longctx.serving import serve
+from megatron_longctx.serving.inference_job import InferenceJob
+from megatron_longctx.verbs import cli
 from tests.shared.jobs import CLI, PATIENCE_S, Job, clean_environment, started
 from tests.shared.training import changed
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_longctx import cli
 from megatron_longctx.compose import load_config
 from megatron_longctx.training import launcher
 from megatron_longctx.training.run_lock import RunLock
+from megatron_longctx.verbs import cli
 from tests.shared.jobs import CLI, finished, latest_checkpoint, started, steps_recorded
 
 
@@ -79,7 +79,7 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_is_safe(workplace: Path, t
 
 
 def test_under_torchrun_a_failing_rank_names_itself_without_traceback(workplace: Path, tiny: tuple[str, ...]) -> None:
-    torchrun = [CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.cli"]
+    torchrun = [CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.verbs.cli"]
     settings = ["train", *tiny, "parallelism=cp2", "train.steps=2"]
     (workplace / "runs/default").mkdir(parents=True)
     (workplace / "runs/default/metrics.jsonl").mkdir()  # rank 0 cannot open it; rank 1 knows nothing of that
@@ -115,7 +115,7 @@ def test_a_second_job_of_the_same_run_is_refused_and_the_first_goes_on(
 
 
 def test_under_torchrun_all_ranks_of_a_second_job_end(workplace: Path, tiny: tuple[str, ...]) -> None:
-    torchrun = [CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.cli"]
+    torchrun = [CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.verbs.cli"]
     (workplace / "runs/default").mkdir(parents=True)
     with RunLock(workplace / "runs/default/lock"):
         job = finished(workplace, [*torchrun, "train", *tiny, "parallelism=cp2", "train.steps=2"])

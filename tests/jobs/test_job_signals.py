@@ -27,7 +27,7 @@ from tests.shared.jobs import (
 )
 
 STEPS = 40_000  # so many that a test that is held up for minutes still stops it before the end
-TORCHRUN = (CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.cli")
+TORCHRUN = (CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.verbs.cli")
 
 
 def line(step: int) -> str:

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx import cli, names
+from megatron_longctx import names
 from megatron_longctx.compose import compose_config, load_config
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.training import launcher, saved_run
+from megatron_longctx.verbs import cli
 from tests.shared.jobs import CLI, Job, finished, latest_checkpoint, started, steps_recorded
 
 STEPS = 40

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_longctx.kernels import quantize as plain
-from megatron_longctx.kernels.quantize import (
+from megatron_longctx.lowbit import quantize as plain
+from megatron_longctx.lowbit.quantize import (
     QuantFormat,
     dequantize,
     error_bound,
@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused():
 
 def compare_fused_with_torch() -> None:
     """Run in a process of its own, whose environment switches Triton's interpreter on."""
-    from megatron_longctx.kernels import quantize_triton as fused
+    from megatron_longctx.lowbit import quantize_triton as fused
 
     compared = 0
     sizes = [(1, 40, 40), (3, 300, 813), (2, 128, 256), (4, 64, 70)]  # the last has chunks without elements

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_longctx.kernels.quantize import (
+from megatron_longctx.lowbit.quantize import (
     QuantFormat,
     dequantize,
     error_bound,
@@ -30,7 +30,7 @@ def test_kernels_compile_for_hopper(bits: int, symmetric: bool, short: bool, tmp
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_longctx.kernels import quantize_triton as fused
+    from megatron_longctx.lowbit import quantize_triton as fused
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"BITS": bits, "SYMMETRIC": symmetric, "SHORT": short, "HALF": 64, "ROWS": 16}

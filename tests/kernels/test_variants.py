@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megatron_longctx.kernels.paged import PackedPartials, Pages
 from megatron_longctx.kernels.partials import Partial
-from megatron_longctx.kernels.quantize import QuantFormat
 from megatron_longctx.kernels.quantize_kv import packed_shape
+from megatron_longctx.lowbit.quantize import QuantFormat
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
@@ -143,7 +143,7 @@ def pack(draw: Draw, rng: random.Random) -> None:
 
 
 def quantize(draw: Draw, rng: random.Random) -> None:
-    from megatron_longctx.kernels import quantize_triton as fused
+    from megatron_longctx.lowbit import quantize_triton as fused
 
     form, ranks = QuantFormat(8, 128, False, BF16), 4
     each = size(rng, 99) * D  # tokens of a model whose hidden size is a multiple of 128
@@ -156,8 +156,9 @@ def quantize(draw: Draw, rng: random.Random) -> None:
 
 def peers(draw: Draw, rng: random.Random) -> None:
     """Not for a GPU, where it would wait for the peers."""
-    from megatron_longctx.comm.peer_kernels import one_step, two_step
-    from megatron_longctx.comm.peer_memory import PeerMemory, Piece, Wire
+    from megatron_longctx.comm.peer_memory import PeerMemory
+    from megatron_longctx.lowbit.peer_kernels import one_step, two_step
+    from megatron_longctx.lowbit.wire import Piece, Wire
 
     world, each = 4, size(rng, 9999) * D
     addresses, state = draw(world, dtype=torch.int64), draw(2, dtype=torch.int64)
@@ -188,13 +189,13 @@ BOUNDS = {
     ("kernels.paged_triton", "_merge_kernel"): (paged, 4),
     ("kernels.quantize_kv_triton", "_pack_kernel"): (pack, 1),
     ("kernels.quantize_kv_triton", "_unpack_kernel"): (pack, 1),
-    ("kernels.quantize_triton", "_quantize_kernel"): (quantize, 1),
+    ("lowbit.quantize_triton", "_quantize_kernel"): (quantize, 1),
     # Messages unpacked one by one, or summed.
-    ("kernels.quantize_triton", "_unpack_kernel"): (quantize, 2),
-    ("kernels.quantize_triton", "_requantize_kernel"): (quantize, 1),
+    ("lowbit.quantize_triton", "_unpack_kernel"): (quantize, 2),
+    ("lowbit.quantize_triton", "_requantize_kernel"): (quantize, 1),
     # Small or large tiles, and as many groups at once or a quarter.
-    ("comm.peer_kernels", "_two_step_kernel"): (peers, 4),
-    ("comm.peer_kernels", "_one_step_kernel"): (peers, 4),
+    ("lowbit.peer_kernels", "_two_step_kernel"): (peers, 4),
+    ("lowbit.peer_kernels", "_one_step_kernel"): (peers, 4),
     # Of 1, 2, 4, 8 and 16 or more shares, or of up to 128, that are multiples of 16 numbers apart, or not.
     ("comm.peer_merge_kernel", "_merge_over_peers_kernel"): (merged_over_peers, 24),
 }
@@ -230,7 +231,7 @@ def test_no_variants_for_lengths(module: str, name: str, monkeypatch: pytest.Mon
         ("kernels.rotate_triton", "_rotate_kernel", r"ld\.global\S*\.v4\.b32"),
         ("kernels.paged_triton", "_attend_kernel", r"cp\.async\.cg\.shared\.global \[.*\], 0x10"),
         ("kernels.quantize_kv_triton", "_pack_kernel", r"ld\.global\S*\.v4\.b32"),
-        ("kernels.quantize_triton", "_quantize_kernel", r"ld\.global\S*\.v4\.b32"),
+        ("lowbit.quantize_triton", "_quantize_kernel", r"ld\.global\S*\.v4\.b32"),
     ],
     ids=str,
 )

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_longctx.comm.reduction import ReductionPolicy
 from megatron_longctx.config import Config
 from megatron_longctx.inference.engine import LongContextEngine
+from megatron_longctx.lowbit.reduction import ReductionPolicy
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.direct import DirectLayer, why_not_direct
 from megatron_longctx.mcore.inference import CachedGPT, build_engine, for_inference

@@ -14,9 +14,9 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_longctx.comm.quantized import all_reduce
-from megatron_longctx.comm.reduction import ReductionPolicy
 from megatron_longctx.config import ReductionConfig
+from megatron_longctx.lowbit.quantized import all_reduce
+from megatron_longctx.lowbit.reduction import ReductionPolicy
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.row_parallel import ReducedRowParallelLinear, RowReductions, with_reductions

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx.mcore.identity import tokenizer_digest
-from megatron_longctx.mcore.tokenizer import build_tokenizer, special_tokens, template_of, text_of
+from megatron_longctx.mcore.tokenizer import build_tokenizer, text_of
+from megatron_longctx.models.chat import special_tokens, template_of
 from tests.shared.published import CHAT, TEXTS, write_tokenizer
 
 TEXT = "the quick fox? naïve"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx import cli
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import MOST_TOKENS
 from megatron_longctx.mcore.corpus import write_documents
@@ -16,6 +15,7 @@ from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.memory import COMFORT, Job, check, max_length, predict, report, summary
 from megatron_longctx.memory.command import planned_job
 from megatron_longctx.training import preflight
+from megatron_longctx.verbs import cli
 
 GIB = 2**30
 LLAMA = ("model=llama3_8b", "parallelism=cp8", "data.seq_length=1048576", "parallelism.cluster=h200_x8")

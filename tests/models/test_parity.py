@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megatron_longctx.compose import RESOLVED, load_config
 from megatron_longctx.config import Config
-from megatron_longctx.importing import import_model
 from megatron_longctx.mcore import checkpoint, groups
 from megatron_longctx.mcore.model import build_model, fingerprint, transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.models import FAMILIES
 from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.verbs.importing import import_model
 from tests.shared.published import ours, theirs, write_model
 from tests.shared.training import changed
 

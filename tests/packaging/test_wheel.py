@@ -91,7 +91,7 @@ def test_the_metadata(wheel: Path, members: set[str]) -> None:
     assert f"{info}/licenses/LICENSE" in members
     with zipfile.ZipFile(wheel) as archive:
         entry, metadata = (archive.read(f"{info}/{name}").decode() for name in ("entry_points.txt", "METADATA"))
-    assert "[console_scripts]\nmegatron-longctx = megatron_longctx.cli:main" in entry
+    assert "[console_scripts]\nmegatron-longctx = megatron_longctx.verbs.cli:main" in entry
     assert "Requires-Dist: megatron-core==0.16.1" in metadata and "Provides-Extra: gpu" in metadata
     assert "Requires-Dist: starlette>=1.0; extra == 'serve'" in metadata.replace('"', "'")
 
@@ -109,7 +109,7 @@ def test_the_installed_command_finds_its_recipes(installed: Path, tmp_path: Path
     (tmp_path / "recipes/config.yaml").write_text("not: ours\n")
     words = ["plan", "experiment=demo", "data.seq_length=64"]
     environment = {"PYTHONPATH": str(installed)}
-    out = ran([sys.executable, "-m", "megatron_longctx.cli", *words], tmp_path, environment)
+    out = ran([sys.executable, "-m", "megatron_longctx.verbs.cli", *words], tmp_path, environment)
     assert out.startswith("zigzag forward: 4 ranks, 64 tokens (zigzag), causal mask")
     script = ran([str(installed / "bin/megatron-longctx"), *words], tmp_path, environment)
     assert script == out
@@ -119,7 +119,7 @@ WHERE = """
 import megatron_longctx
 from megatron_longctx.files import bundled
 from megatron_longctx.compose import compose_config
-from megatron_longctx.demo import _load_compare
+from megatron_longctx.verbs.demo import _load_compare
 print(megatron_longctx.__file__)
 for name in ("recipes", "launch", "analysis"):
     print(bundled(name))

@@ -21,7 +21,7 @@ from megatron_longctx import names
 from megatron_longctx.testing.distributed import PATIENCE_S
 from tests.shared.processes import Quick
 
-CLI = (sys.executable, "-m", "megatron_longctx.cli")
+CLI = (sys.executable, "-m", "megatron_longctx.verbs.cli")
 _ROOT = Path(__file__).resolve().parents[2]
 # What would make a process take itself for a rank of somebody else's job, or change what it prints.
 _STRANGERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONWARNINGS")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from megatron_longctx import cli
 from megatron_longctx.testing.distributed import start_context
+from megatron_longctx.verbs import cli
 
 
 class Quick:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx.chat import Chat
-from megatron_longctx.chat_template import ChatTemplate
+from megatron_longctx.models.chat import Chat
+from megatron_longctx.models.chat_template import ChatTemplate
 from megatron_longctx.training.conversations import conversations
 
 TALK = [

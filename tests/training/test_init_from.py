@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_longctx import cli
 from megatron_longctx.compose import compose_config, override_config
 from megatron_longctx.config import Config
-from megatron_longctx.exporting import export_model
-from megatron_longctx.importing import import_model
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import preflight
 from megatron_longctx.training.text import prepare
+from megatron_longctx.verbs import cli
+from megatron_longctx.verbs.exporting import export_model
+from megatron_longctx.verbs.importing import import_model
 from tests.shared.published import TEXTS, write_model
 from tests.shared.training import Job, run_jobs
 from tests.test_importing import same, tensors_of

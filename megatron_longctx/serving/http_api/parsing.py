@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..chat import Chat
-from ..inference.sampling import Sampling
-from ..inference.scheduler import Bounds
+from ...inference.sampling import Sampling
+from ...inference.scheduler import Bounds
+from ...models.chat import Chat
 
 _MOST_STOPS = 16
 _OTHER_BYTES = 2**16  # of a body, besides its prompt

@@ -16,20 +16,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .compose import RESOLVED, override_config, save_config
-from .config import Config
-from .errors import refuse
-from .inference_job import split_words
-from .mcore import checkpoint_weights
-from .mcore.checkpoint_weights import Parameter
-from .mcore.identity import tokenizer_identity
-from .mcore.model import fingerprint, padded_vocab_size
-from .mcore.tokenizer import build_tokenizer
-from .models import Dims, Weight, family_of_source
-from .models.family import require_same_function
-from .models.gguf_file import GgufFile
-from .models.huggingface import HuggingFaceFolder
-from .models.source import Source
+from ..compose import RESOLVED, override_config, save_config
+from ..config import Config
+from ..errors import refuse
+from ..mcore import checkpoint_weights
+from ..mcore.checkpoint_weights import Parameter
+from ..mcore.identity import tokenizer_identity
+from ..mcore.model import fingerprint, padded_vocab_size
+from ..mcore.tokenizer import build_tokenizer
+from ..models import Dims, Weight, family_of_source
+from ..models.family import require_same_function
+from ..models.gguf_file import GgufFile
+from ..models.huggingface import HuggingFaceFolder
+from ..models.source import Source
+from ..serving.inference_job import split_words
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..inference.scheduler import Event
+from ...inference.scheduler import Event
 from .access import Access
 from .inbox import Inbox
 from .parsing import ApiError, Asked, Model, checked

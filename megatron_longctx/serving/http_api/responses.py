@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..chat import TextStream
-from ..inference.scheduler import Event
+from ...inference.scheduler import Event
+from ..text_stream import TextStream
 from .parsing import ApiError, Asked, Model
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..inference.sampling import Sampling
-from ..inference.scheduler import Event, Request
+from ...inference.sampling import Sampling
+from ...inference.scheduler import Event, Request
 
 _HEARTBEAT_S = 2.0  # other ranks wait for news no longer than this
 

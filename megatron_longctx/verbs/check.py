@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .compose import compose_config
-from .config import Config, ParallelismConfig, validate
-from .errors import JobFailed, refuse
+from ..compose import compose_config
+from ..config import Config, ParallelismConfig, validate
+from ..errors import JobFailed, refuse
 
 if TYPE_CHECKING:
-    from .training.recorded import Figures
+    from ..training.recorded import Figures
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def _planned(settings: Sequence[str], steps: int, tolerance: float | None, root:
     if config.parallelism.context_parallel_size == 1:
         remedy = "Set parallelism.context_parallel_size, or parallelism=cp2."
         raise refuse("parallelism.context_parallel_size", 1, "2 or more, to be compared with 1", remedy)
-    from .training import auto, launcher, preflight  # here: Megatron takes seconds to import
+    from ..training import auto, launcher, preflight  # here: Megatron takes seconds to import
 
     if launcher.placement(dict(os.environ)) is not None:
         raise ValueError(
@@ -140,7 +140,7 @@ def _without_context_parallelism(config: Config) -> Config:
 
 
 def _trained(config: Config, plan: Plan, steps: int) -> Figures:
-    from .training import ranks, recorded
+    from ..training import ranks, recorded
 
     if plan.device == "cuda" and config.train.precision == "fp32":
         os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # Transformer Engine multiplies fp32 with 10 bits otherwise
@@ -155,7 +155,7 @@ def _trained(config: Config, plan: Plan, steps: int) -> Figures:
 
 def _report(plan: Plan, steps: int, reference: Figures, found: Figures) -> int:
     """Print the table, and give the exit code."""
-    from .training.recorded import gradient_errors
+    from ..training.recorded import gradient_errors
 
     pairs = {
         "loss": (reference.losses, found.losses),

@@ -170,7 +170,7 @@ def _packages() -> Iterator[Row]:
 
 
 def _flash_attention() -> Row:
-    from .kernels.fa4 import VERSION, package_problem
+    from ..kernels.fa4 import VERSION, package_problem
 
     problem = package_problem()
     return Row("packages", "flash-attn-4", problem is None, problem or VERSION)

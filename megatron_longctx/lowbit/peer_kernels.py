@@ -1,13 +1,7 @@
 """Reductions among GPUs that can write each other's memory, each in one kernel: pack, push, wait, sum, push, unpack.
 
-Every block has its own groups of every chunk, in all steps and on all ranks, and waits for the same block of the peers
-only. A flag is the number of the call, which the kernel reads from device memory and counts up, so that nothing needs
-resetting and a call can be replayed from a CUDA graph. Data is released and acquired at system scope.
-
-Calls use the two halves of the memory in turn. Whoever has ended call k has seen every peer in call k, whose own call
-k - 1 has thus ended: nobody reads any more what call k + 1 overwrites.
-
-Blocks spin, so there are never more of them than a GPU holds at once. Arguments are not checked: see `peer_reduce`.
+Every block has its own groups of every chunk, in all steps and on all ranks; see `comm.peer_flags`. Arguments are not
+checked: see `peer_reduce`.
 """
 
 from __future__ import annotations
@@ -19,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.quantize_triton import quantized, store_quantized, unpack_add
-from .peer_memory import MOST_BLOCKS, PeerMemory, Piece, Wire
+from ..comm.peer_flags import await_peers, end_call, tell
+from ..comm.peer_memory import MOST_BLOCKS, PeerMemory
+from .quantize_triton import quantized, store_quantized, unpack_add
+from .wire import Piece, Wire
 
 # Elements that a block handles at once, and its warps: few blocks with much to do need many loads under way.
 _SMALL, _LARGE = (4096, 4), (16384, 16)
@@ -28,40 +24,6 @@ _SMALL, _LARGE = (4096, 4), (16384, 16)
 _ANY = ["me", "groups", "per", "row", "values", "to_row", "to_values"]
 PUSH, SUM, UNPACK = 1, 2, 4
 ALL = PUSH | SUM | UNPACK
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _tell(flags, me, epoch, STEP: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Let every rank know that all this block has written is there."""
-    lane = tl.arange(0, LANES)
-    there = lane < WORLD
-    at = tl.load(flags + lane, mask=there, other=0) + ((STEP * MOST + tl.program_id(0)) * WORLD + me) * 8
-    tl.debug_barrier()
-    tl.atomic_xchg(at.to(tl.pointer_type(tl.int64)), epoch, mask=there, sem="release", scope="sys")
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _await(flags, me, epoch, STEP: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until this block of every rank has said so."""
-    lane = tl.arange(0, LANES)
-    there = lane < WORLD
-    at = tl.load(flags + me) + ((STEP * MOST + tl.program_id(0)) * WORLD + lane) * 8
-    at = at.to(tl.pointer_type(tl.int64))
-    seen = tl.load(at, mask=there, other=0, volatile=True)
-    while tl.min(tl.where(there, seen, epoch), 0) < epoch:
-        seen = tl.load(at, mask=there, other=0, volatile=True)
-    # The loads above order nothing; these, which find the same, make what was written before visible to the block.
-    tl.atomic_add(at, 0, mask=there, sem="acquire", scope="sys")
-    tl.debug_barrier()
-
-
-@triton.jit
-def _end(state, epoch):  # type: ignore[no-untyped-def]
-    """The last block counts the call."""
-    tl.debug_barrier()
-    if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
-        tl.store(state + 1, 0)
-        tl.store(state, epoch)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -143,9 +105,9 @@ def _two_step_kernel(  # type: ignore[no-untyped-def]
             base = tl.load(data + rank, mask=inside, other=0) + half + me * row
             packed = _packed(a, b, in_a, in_b, BITS, SYMMETRIC, SHORT)
             _put(packed, in_a, in_b, base, x, values, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
-        _tell(flags, me, epoch, 0, WORLD, LANES, MOST)
+        tell(flags, me, epoch, 0, WORLD, LANES, MOST)
     if PHASES & 2:
-        _await(flags, me, epoch, 0, WORLD, LANES, MOST)
+        await_peers(flags, me, epoch, 0, WORLD, LANES, MOST)
         for start in range(0, count, SUM_ROWS):
             index = start + tl.arange(0, SUM_ROWS)
             inside = index < count
@@ -171,10 +133,10 @@ def _two_step_kernel(  # type: ignore[no-untyped-def]
                     base = tl.zeros([SUM_ROWS], tl.int64) + there
                     _put(packed, in_a, in_b, base, x, to_values, group, groups, inside, TO_BITS, SYMMETRIC, SHORT, HALF)
         if not SCATTER:
-            _tell(flags, me, epoch, 1, WORLD, LANES, MOST)
+            tell(flags, me, epoch, 1, WORLD, LANES, MOST)
     if PHASES & 4:
         if not SCATTER:
-            _await(flags, me, epoch, 1, WORLD, LANES, MOST)
+            await_peers(flags, me, epoch, 1, WORLD, LANES, MOST)
             for start in range(0, WORLD * count, ROWS):
                 index = start + tl.arange(0, ROWS)
                 inside = index < WORLD * count
@@ -192,7 +154,7 @@ def _two_step_kernel(  # type: ignore[no-untyped-def]
                 )
                 tl.store(out + at, a.to(out.dtype.element_ty), mask=in_a)
                 tl.store(out + at + HALF, b.to(out.dtype.element_ty), mask=in_b)
-        _end(state, epoch)
+        end_call(state, epoch)
 
 
 @triton.jit(do_not_specialize=_ANY)  # type: ignore[untyped-decorator]
@@ -222,9 +184,9 @@ def _one_step_kernel(  # type: ignore[no-untyped-def]
             for shift in range(1, WORLD + 1):
                 base = tl.zeros([SUM_ROWS], tl.int64) + (tl.load(data + (me + shift) % WORLD) + half + me * row)
                 _put(packed, in_a, in_b, base, x, values, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
-        _tell(flags, me, epoch, 0, WORLD, LANES, MOST)
+        tell(flags, me, epoch, 0, WORLD, LANES, MOST)
     if PHASES & 2:
-        _await(flags, me, epoch, 0, WORLD, LANES, MOST)
+        await_peers(flags, me, epoch, 0, WORLD, LANES, MOST)
         here = tl.load(data + me) + half
         for start in range(0, count, SUM_ROWS):
             index = start + tl.arange(0, SUM_ROWS)
@@ -240,7 +202,7 @@ def _one_step_kernel(  # type: ignore[no-untyped-def]
                 a, b = _add(a, b, in_a, in_b, base, x, values, group, groups, inside, BITS, SYMMETRIC, SHORT, HALF)
             tl.store(out + place, a.to(out.dtype.element_ty), mask=in_a)
             tl.store(out + place + HALF, b.to(out.dtype.element_ty), mask=in_b)
-        _end(state, epoch)
+        end_call(state, epoch)
 
 
 def two_step(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ..errors import refuse
+from ...errors import refuse
 
 API_KEY = "MEGATRON_LONGCTX_API_KEY"
 """Environment variable: keys, one a line."""

@@ -6,27 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .config import Config, configured_mode, mode_options, planned_mask, token_unit, workload_of
-from .errors import refuse
-from .memory import command
-from .schedules import (
-    Costs,
-    Plan,
-    Takes,
-    Target,
-    backward_plan,
-    build_plan,
-    keeping,
-    keeps_received,
-)
-from .schedules import mask as masks
-from .schedules.describe import describe
-from .schedules.draw import draw
-from .schedules.draw_timeline import draw_modes, draw_timeline
-from .schedules.placement import draw_placement, placement
-from .schedules.select import Problem, rank_modes, table
-from .schedules.simulate import Simulation, simulate
-from .topology import Cluster, load_cluster
+from ..config import Config, configured_mode, mode_options, planned_mask, token_unit, workload_of
+from ..errors import refuse
+from ..memory import command
+from ..schedules import Costs, Plan, Takes, Target, backward_plan, build_plan, keeping, keeps_received
+from ..schedules import mask as masks
+from ..schedules.describe import describe
+from ..schedules.draw import draw
+from ..schedules.draw_timeline import draw_modes, draw_timeline
+from ..schedules.placement import draw_placement, placement
+from ..schedules.select import Problem, rank_modes, table
+from ..schedules.simulate import Simulation, simulate
+from ..topology import Cluster, load_cluster
 
 
 @dataclass(frozen=True)
@@ -154,7 +145,7 @@ def _first_pack(config: Config) -> list[int] | None:
     if missing:
         print(f"no dataset {missing[0]} yet: this is one document of data.seq_length; --documents takes a pack's\n")
         return None
-    from .mcore.data import first_pack  # takes seconds to import
+    from ..mcore.data import first_pack  # takes seconds to import
 
     found = list(first_pack(config))
     print(f"the first pack of {data.prefix}, of {len(found)} documents; --documents takes others\n")

@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from .comm.local_ranks import end_with_parent, stopped_ranks, with_cause
-from .comm.rendezvous import Placement, host_store, join, join_store, listen
-from .compose import RESOLVED, load_config, override_config
-from .config import Config
-from .errors import JobFailed, refuse
-from .inference.engine import LongContextEngine
-from .inference.figures import calibration_file
-from .mcore import groups
-from .mcore.inference import build_engine, check_cache, for_inference
-from .topology import load_cluster
-from .training import saved_run
-from .training.preflight import check_kernel, device_type, host_bytes
+from ..comm.local_ranks import end_with_parent, stopped_ranks, with_cause
+from ..comm.rendezvous import Placement, host_store, join, join_store, listen
+from ..compose import RESOLVED, load_config, override_config
+from ..config import Config
+from ..errors import JobFailed, refuse
+from ..inference.engine import LongContextEngine
+from ..inference.figures import calibration_file
+from ..mcore import groups
+from ..mcore.inference import build_engine, check_cache, for_inference
+from ..topology import load_cluster
+from ..training import saved_run
+from ..training.preflight import check_kernel, device_type, host_bytes
 
 _GRACE_S = 5.0
 _READ = tuple(

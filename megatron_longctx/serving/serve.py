@@ -18,19 +18,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .chat import chat_of
-from .comm import from_rank_0
-from .config import ServeConfig
-from .errors import refuse
+from ..comm import from_rank_0
+from ..config import ServeConfig
+from ..errors import refuse
+from ..inference.engine import LongContextEngine
+from ..inference.sampling import Sampling
+from ..inference.scheduler import Limits, Request, Scheduler
+from ..mcore.tokenizer import build_tokenizer, text_of, token_chars
+from ..models.chat import chat_of
+from ..training.signals import handled
 from .http_api.access import Access, access_of
 from .http_api.inbox import Inbox
 from .http_api.parsing import Model
-from .inference.engine import LongContextEngine
-from .inference.sampling import Sampling
-from .inference.scheduler import Limits, Request, Scheduler
 from .inference_job import InferenceJob, job_of, refuse_unread, run, split_words
-from .mcore.tokenizer import build_tokenizer, text_of, token_chars
-from .training.signals import handled
 
 logger = logging.getLogger(__name__)
 

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compose import RESOLVED, load_config
-from .config import Config
-from .errors import refuse
+from ..compose import RESOLVED, load_config
+from ..config import Config
+from ..errors import refuse
+from ..mcore import checkpoint_weights
+from ..mcore.checkpoint_folder import iteration_directory
+from ..mcore.model import padded_vocab_size
+from ..mcore.tokenizer import build_tokenizer
+from ..models import Dims, Weight, family_of_model
+from ..models.huggingface import ShardWriter
+from ..models.source import BESIDE, TOKENIZER_FILES, Stored, matching, read_json
+from ..serving.inference_job import checkpoint_of, split_words
+from ..training import saved_run
 from .importing import new_folder
-from .inference_job import checkpoint_of, split_words
-from .mcore import checkpoint_weights
-from .mcore.checkpoint_folder import iteration_directory
-from .mcore.model import padded_vocab_size
-from .mcore.tokenizer import build_tokenizer
-from .models import Dims, Weight, family_of_model
-from .models.huggingface import ShardWriter
-from .models.source import BESIDE, TOKENIZER_FILES, Stored, matching, read_json
-from .training import saved_run
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from . import __version__
-from .config import TOKENIZERS
-from .errors import JobFailed
+from .. import __version__
+from ..config import TOKENIZERS
+from ..errors import JobFailed
 
 _EPILOG = """\
 Settings are words of the form group=NAME or key.subkey=value, e.g.
@@ -124,7 +124,7 @@ class _Verb(argparse.ArgumentParser):
 
 
 def _settings_help() -> str:
-    from .compose import recipes
+    from ..compose import recipes
 
     lines = ["settings (keys win over recipes):"]
     for group, names in recipes().items():
@@ -254,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from .training.launcher import train
+    from ..training.launcher import train
 
     train(arguments.settings)
 
@@ -266,7 +266,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    from .generate import generate
+    from ..serving.generate import generate
 
     generate(arguments.settings, arguments.chat)
 
@@ -278,7 +278,7 @@ def _eval(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    from .serve import serve
+    from ..serving.serve import serve
 
     serve(arguments.settings)
 
@@ -296,8 +296,8 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    from ..compose import compose_config
     from . import plan
-    from .compose import compose_config
 
     pictures = plan.Pictures(arguments.draw, arguments.timeline)
     config = compose_config(arguments.settings)
@@ -312,13 +312,13 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
-    from .calibrate import command
+    from ..calibrate import command
 
     command.run(arguments.settings, arguments.max_tokens, arguments.links)
 
 
 def _data(arguments: argparse.Namespace) -> None:
-    from .training.text import Chats, prepare
+    from ..training.text import Chats, prepare
 
     if arguments.chat_template and not arguments.chat:
         raise ValueError("--chat-template: expected --chat beside it, which it lays out. Add --chat, or leave it out.")

@@ -12,24 +12,24 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .chat import Chat, chat_of
-from .config import Config, configured_mode, token_unit, validate
-from .errors import refuse
-from .evaluation import DEPTHS, TASKS, Haystack, Question, questions, score
-from .evaluation.asking import Form
-from .evaluation.results import JSON, TABLES, Results
-from .inference.engine import LongContextEngine
-from .inference.sampling import Sampling
-from .inference_job import InferenceJob, check_memory, engine_of, job_of, split_words, start
-from .mcore import checkpoint
-from .mcore.corpus import check_corpus, check_tokenizer
-from .mcore.data import check_samples
-from .mcore.inference import for_inference
-from .mcore.losses import LossesByPosition, at_length, for_losses
-from .mcore.tokenizer import build_tokenizer, text_of
-from .metrics.environment import environment
-from .schedules import build_plan
-from .training import auto
+from ..config import Config, configured_mode, token_unit, validate
+from ..errors import refuse
+from ..evaluation import DEPTHS, TASKS, Haystack, Question, questions, score
+from ..evaluation.asking import Form
+from ..evaluation.results import JSON, TABLES, Results
+from ..inference.engine import LongContextEngine
+from ..inference.sampling import Sampling
+from ..mcore import checkpoint
+from ..mcore.corpus import check_corpus, check_tokenizer
+from ..mcore.data import check_samples
+from ..mcore.inference import for_inference
+from ..mcore.losses import LossesByPosition, at_length, for_losses
+from ..mcore.tokenizer import build_tokenizer, text_of
+from ..metrics.environment import environment
+from ..models.chat import Chat, chat_of
+from ..schedules import build_plan
+from ..serving.inference_job import InferenceJob, check_memory, engine_of, job_of, split_words, start
+from ..training import auto
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from megatron_longctx.kernels.fused import fused
 
-_fused = partial(fused, "quantize", "quantizing")
+_fused = partial(fused, __name__, "quantizing")
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import files
+from ..comm.collect import from_all
 from ..schedules.calibration import cache_folder
-from .collect import from_all
 
 logger = logging.getLogger(__name__)
 

@@ -16,15 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.all_or_none import PeerMemoryError, all_or_none
+from ..comm.hosts import find_hosts
+from ..comm.peer_memory import PeerMemory, peer_memory
 from ..config import check_value
 from ..errors import refuse
-from .all_or_none import PeerMemoryError, all_or_none
-from .hosts import find_hosts
-from .peer_memory import PeerMemory, Piece, Wire, peer_memory
 from .quantized import formats, output_like, share_like
+from .wire import Piece, Wire
 
 logger = logging.getLogger(__name__)
 
+ROOM = 64 * 2**20
+"""Bytes of each of the two halves of a rank's memory; what does not fit is reduced piece by piece."""
+_REMEDY = "Choose reduction.transport=collective, which needs none."
 _MORE_FOR_ONE_STEP = 2**20
 """Bytes that one step may send more than two: about what passes in the time of a second wait."""
 
@@ -186,7 +190,7 @@ def peer_reduction(name: str, group: dist.ProcessGroup, device: torch.device) ->
 def _set_up(group: dist.ProcessGroup, device: torch.device) -> tuple[PeerReduction | None, str | None]:
     """Peer memory if all ranks could set it up, else the reason of one that could not."""
     try:
-        memory = peer_memory(group, device)
+        memory = peer_memory(group, device, ROOM, _REMEDY)
         return all_or_none(group, lambda: PeerReduction(memory), "setting up its kernels", "Install triton."), None
     except PeerMemoryError as error:
         return None, str(error)

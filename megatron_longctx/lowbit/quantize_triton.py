@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_longctx.kernels.quantize import SMALLEST_STEP, QuantFormat
+from megatron_longctx.lowbit.quantize import SMALLEST_STEP, QuantFormat
 
 # Elements that one program handles.
 _TILE = 2048

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .chat import Chat, Message, TextStream, chat_of
-from .comm import from_rank_0, on_rank_0
-from .config import Config
-from .errors import refuse
-from .inference.engine import LongContextEngine, Session
-from .inference.sampling import Sampling
+from ..comm import from_rank_0, on_rank_0
+from ..config import Config
+from ..errors import refuse
+from ..inference.engine import LongContextEngine, Session
+from ..inference.sampling import Sampling
+from ..mcore.tokenizer import build_tokenizer, text_of
+from ..models.chat import Chat, Message, chat_of
 from .inference_job import InferenceJob, job_of, refuse_unread, run, split_words
-from .mcore.tokenizer import build_tokenizer, text_of
+from .text_stream import TextStream
 
 
 def generate(words: Sequence[str], chat: bool = False) -> None:

@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-from .compose import compose_config
-from .files import bundled
-from .training.launcher import train
-from .training.run_folder import RunFolder
-from .training.text import prepare_missing
+from ..compose import compose_config
+from ..files import bundled
+from ..training.launcher import train
+from ..training.run_folder import RunFolder
+from ..training.text import prepare_missing
 
 logger = logging.getLogger(__name__)
 

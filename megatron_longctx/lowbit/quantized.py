@@ -6,7 +6,7 @@ once, where a ring would do so at every hop. With bits=6, the paper's INT6, sums
 summed travels in 4: the second quantization cannot average out over ranks.
 
 The error of an element is at most half a step of its group on every rank, and half a step of the sum's group
-(`kernels.quantize.error_bound`). All ranks end with the same bits, this rank's own chunk included.
+(`lowbit.quantize.error_bound`). All ranks end with the same bits, this rank's own chunk included.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.p2p import P2PTransport
 from ..errors import refuse
-from ..kernels.quantize import DTYPES, QuantFormat, dequantize, quantize, requantize_sum, sum_quantized
-from .p2p import P2PTransport
+from .quantize import DTYPES, QuantFormat, dequantize, quantize, requantize_sum, sum_quantized
 
 BITS = (8, 6, 4)
 # torch 2.13 gave it a new name, and warns of the old one.

@@ -1,4 +1,4 @@
-"""Chats to text and tokens back to text: layouts of conversations, and text as it comes.
+"""Conversations to text.
 
 A conversation is laid out by a Jinja template: that of `inference.chat_template`, else the tokenizer's own. Without one
 it is plain text, a message a line. A conversation's text is a function of its messages alone, so that each turn begins
@@ -12,19 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import refuse
 from .chat_template import ChatTemplate, NotATemplate
-from .errors import refuse
-from .mcore.tokenizer import special_tokens, template_of
 
 KEY = "inference.chat_template"
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _REMEDY = "Correct it, or name another file with {}."
 
 _MOST_BYTES = 2**20  # of a template's file
 _MOST_CPU_S = 10.0  # of one conversation's layout: 10 MB take 0.1 s
-
-_MOST_PENDING = 64
-"""Tokens that are held back because they may end in half a character, or decode to nothing; then they are taken for
-what they decode to."""
 
 Message = Mapping[str, Any]
 """role and content."""
@@ -112,46 +108,14 @@ def _with_end(chat: Chat, encode: Callable[[str], Sequence[int]]) -> Chat:
     return Chat(chat.template, chat.variables, stop_texts=(end,))
 
 
-class TextStream:
-    """Tokens to text as they come: whole characters only, and nothing from a stop text on.
+def template_of(tokenizer: Any) -> str | None:
+    """The Jinja chat template that came with the tokenizer; of several, the one called default."""
+    template = getattr(tokenizer, "chat_template", None)
+    return template.get("default") if isinstance(template, dict) else template
 
-    A token's text may depend on the one before (spaces), so those before what is new are decoded with it; how long the
-    whole text is does not matter.
-    """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
-        self._decode = decode
-        self._stops = stops
-        self._hold = max((len(stop) - 1 for stop in stops), default=0)
-        self._ids: list[int] = []  # some that are text already, then those that are not
-        self._num_known = 0  # of them that are text already
-        self._text = ""  # not shown yet
-        self.stopped = False
-
-    def feed(self, token: int) -> str:
-        """What can be shown now."""
-        self._ids.append(token)
-        new = self._new()
-        whole = not new.endswith("\ufffd")  # a character may take several tokens
-        if (new and whole) or len(self._ids) - self._num_known >= _MOST_PENDING:
-            self._ids = self._ids[self._num_known :]
-            self._num_known = len(self._ids)
-            self._text += new
-        return self._show(self._hold)
-
-    def finish(self) -> str:
-        """What was held back, at the end."""
-        if self.stopped:
-            return ""
-        self._text += self._new()
-        return self._show(0)
-
-    def _new(self) -> str:
-        return self._decode(self._ids)[len(self._decode(self._ids[: self._num_known])) :]
-
-    def _show(self, hold: int) -> str:
-        found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
-        self.stopped = bool(found)
-        cut = min(found) if found else max(0, len(self._text) - hold)
-        shown, self._text = self._text[:cut], self._text[cut:]
-        return shown
+def special_tokens(tokenizer: Any) -> dict[str, str]:
+    """The texts of special tokens that chat templates name, empty where the tokenizer has none."""
+    library = tokenizer._tokenizer
+    texts = {name: getattr(library, name, None) for name in _NAMED_TOKENS}
+    return {name: text if isinstance(text, str) else "" for name, text in texts.items()}
