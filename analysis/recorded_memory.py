@@ -24,8 +24,6 @@ RECORDED = (
     "llama3_8b_recompute_h200_x4",
     "llama3_8b_512k_cp4_h200",
     "te_layers_bits_h200",
-    "te_layers_bits_h200_x2",
-    "te_layers_bits_h200_x4",
 )
 
 

@@ -18,7 +18,7 @@ PUSH, MERGE = 1, 2
 ALL = PUSH | MERGE
 _SMALL, _LARGE = (16, 4), (128, 16)
 """Partial results of one or several items that a block loads at once, and its warps: of decode, and of prompts
-(analysis/results/peer_merge_h200_x2.md)."""
+(docs/decisions.md)."""
 _MOST_SMALL = 128
 """Partial results of a block, up to which it is decode's."""
 

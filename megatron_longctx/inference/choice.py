@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _REST_OF_LAYER = 4
 """What the host takes for the rest of a layer, in operations of an attention pass. This and the share below were set by
-34 measured prompts (analysis/results/inference_choice.md)."""
+34 measured prompts (docs/decisions.md)."""
 _NOT_HIDDEN = 0.4
 """Share of the faster of host and device that a layer takes besides: neither hides the other wholly."""
 

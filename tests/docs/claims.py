@@ -3,13 +3,15 @@
 By page there are `claims`: a `text` that stands in it, and the `figures` of that text with the source of each. A source
 is arithmetic over fields, `result[key][key]`, of `analysis/results/`; `[name=a & length=4096]` picks the one item of a
 list whose fields are so, `*` stands for anything, and what the claim says `from` comes before fields that begin with a
-bracket. Names of `COMPUTED` are sources, too. Texts that are `not_measured` (sizes, defaults, rules) need none.
+bracket. `result@commit` is a result that this commit had. Names of `COMPUTED` are sources, too. Texts that are
+`not_measured` (sizes, defaults, rules) need none.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,7 +24,7 @@ import yaml
 from analysis.recorded_memory import EARLIER, RECORDED, RESULTS, recorded_peaks
 from tests.docs.test_docs import ROOT, prose
 
-_FIELD = re.compile(r"(?:[a-z]\w*)?(?:\[[^\]]+\])+")
+_FIELD = re.compile(r"(?:[a-z]\w*(?:@[0-9a-f]+)?)?(?:\[[^\]]+\])+")
 _UNITS = "%|ms|µs|us|s|seconds|minutes|[TGM]?FLOP/s|[TG]i?B/s|[KMG]iB|Mbit/s|times|x"
 _START = r"(?<![\w.,:/#-])"
 _FIGURE = re.compile(
@@ -109,8 +111,28 @@ def uncovered(text: str, known: list[Claim]) -> list[str]:
     return wrong
 
 
+def in_history(source: str) -> bool:
+    """Whether the commit that a source names, if it does, is here: not in a shallow clone, nor without git."""
+    named = re.search(r"@([0-9a-f]+)", source)
+    return named is None or git("cat-file", "-e", f"{named[1]}^{{commit}}") is not None
+
+
+def git(*words: str) -> str | None:
+    """What it prints; None where it fails."""
+    try:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 @cache
 def _result(name: str) -> Any:
+    name, _, commit = name.partition("@")
+    if commit:
+        found = git("show", f"{commit}:analysis/results/{name}.json")
+        if found is None:
+            raise KeyError(f"{commit} has no result {name}")
+        return json.loads(found)
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -126,7 +148,6 @@ def _reserved() -> list[float]:
 
 
 COMPUTED = {
-    "choice_most_slower": lambda: max(found["slower"] for found in _result("inference_choice") if found["held_out"]),
     "memory_runs": lambda: len(_over(RECORDED)),
     "memory_most_off": lambda: max(map(abs, _over(RECORDED))),
     "memory_next_most_off": lambda: sorted(map(abs, _over(RECORDED)))[-2],

@@ -257,7 +257,7 @@ def test_shares_of_keys_fill_the_processors_in_whole_rounds(monkeypatch):
         # No round but for the last has a processor idle, nor has that one many: one more share would begin another.
         rounds = programs * splits / 264
         assert splits == 128 or any(rounds <= most < rounds + programs / 264 for most in (1, 2, 3)), programs
-    # Next to the fastest of those measured (analysis/results/paged_rows_h200.md).
+    # Next to the fastest of those measured (docs/decisions.md).
     measured = {8: 33, 24: 22, 40: 13, 56: 9, 64: 8, 80: 6, 96: 8, 112: 7, 128: 4, 160: 3, 192: 4, 256: 2}
     assert {programs: fused.even_splits(programs, device) for programs in measured} == measured
     assert fused.even_splits(1000, device) == 1
