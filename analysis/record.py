@@ -32,6 +32,7 @@ COLUMNS = (
     ("waiting for messages s", "cp/exposed_comm_s", ".4f"),
     ("waiting for data s", "perf/data_wait_s", ".4f"),
     ("predicted imbalance %", "cp/imbalance_pct", ".2f"),
+    ("measured imbalance %", "cp/measured_imbalance_pct", ".2f"),
 )
 
 

@@ -39,4 +39,5 @@ PEAK_ACTIVE_GIB: Final = "mem/peak_active_gib"
 PEAK_RESERVED_GIB: Final = "mem/peak_reserved_gib"
 
 IMBALANCE_PCT: Final = "cp/imbalance_pct"
+MEASURED_IMBALANCE_PCT: Final = "cp/measured_imbalance_pct"
 EXPOSED_COMM_S: Final = "cp/exposed_comm_s"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import BufferPool, Channel, Transport, WaitClock
+from ..comm import BufferPool, Channel, StreamClock, Transport
 from ..kernels import AttentionKernel
 from ..kernels.batched_copy import BatchedCopy
 from ..schedules import Heads, Kind, Lowering
@@ -25,12 +25,16 @@ Fields = tuple[Tensor, ...]
 
 @dataclass
 class Engine:
-    """What programs run on. transport: None for a group of one rank. clock: measures the waiting for messages."""
+    """What programs run on.
+
+    transport: None for a group of one rank. waits, passes: measure the waiting for messages, and whole passes.
+    """
 
     kernel: AttentionKernel
     transport: Transport | None
     pool: BufferPool
-    clock: WaitClock | None = None
+    waits: StreamClock | None = None
+    passes: StreamClock | None = None
 
 
 @dataclass

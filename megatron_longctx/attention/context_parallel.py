@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import BufferPool, Transport, WaitClock, choose_transport
+from ..comm import BufferPool, StreamClock, Times, Transport, choose_transport
 from ..errors import refuse
 from ..kernels import KernelRequest, choose
 from ..layout import Layout
@@ -84,7 +84,7 @@ class ContextParallelAttention:
         self.deterministic = deterministic
         self._kernel, self._unit, self._layout, self._transport = kernel, unit, layout, transport
         self._kv_int8, self._keep_received = kv_int8, keep_received
-        self._measures_waiting = False
+        self._measures_times = False
         self._links: dict[torch.device, _Links] = {}
         self._engines: dict[KernelRequest, Engine] = {}
         self._bound: OrderedDict[tuple[Mask, KernelRequest, Shapes, bool], Passes] = OrderedDict()
@@ -92,21 +92,19 @@ class ContextParallelAttention:
         self._lock = threading.Lock()
         self.plan(0)
 
-    def measure_waiting(self) -> None:
-        """From now on, measure how long this rank's computation waits for messages."""
-        self._measures_waiting = True
+    def measure_times(self) -> None:
+        """From now on, measure how long this rank waits for messages and computes."""
+        self._measures_times = True
         for links in self._links.values():
-            links.clock.running = True
+            links.waits.running = links.passes.running = True
 
-    def waited_seconds(self) -> float | None:
-        """What was measured since the last time this was asked; None from attention that cannot tell.
-
-        Raises:
-            RuntimeError: `measure_waiting` was not called.
-        """
-        if not self._measures_waiting:
-            raise RuntimeError("waiting was not measured: call measure_waiting() first")
-        return sum(links.clock.take() for links in self._links.values())
+    def times(self) -> Times | None:
+        """What was measured since the last time this was asked; None before `measure_times`, and from attention that
+        cannot tell. Waits for what the device has not finished."""
+        if not self._measures_times:
+            return None
+        waited = sum(links.waits.take() for links in self._links.values())
+        return Times(waited, sum(links.passes.take() for links in self._links.values()) - waited)
 
     def plan(self, mask: Mask | int) -> Plan:
         """The forward plan of a mask, or of a causal sequence of so many tokens."""
@@ -272,11 +270,11 @@ class ContextParallelAttention:
             if device not in self._links:
                 group = self._group if self.world > 1 else None
                 transport = None if group is None else choose_transport(self._transport, group, device)
-                clock = WaitClock(device)
-                clock.running = self._measures_waiting
-                self._links[device] = _Links(transport, BufferPool(device), clock)
+                waits, passes = StreamClock(device), StreamClock(device)
+                waits.running = passes.running = self._measures_times
+                self._links[device] = _Links(transport, BufferPool(device), waits, passes)
             links = self._links[device]
-            self._engines[request] = Engine(kernel, links.transport, links.pool, links.clock)
+            self._engines[request] = Engine(kernel, links.transport, links.pool, links.waits, links.passes)
         return self._engines[request]
 
 
@@ -285,7 +283,8 @@ class _Links(NamedTuple):
 
     transport: Transport | None
     pool: BufferPool
-    clock: WaitClock
+    waits: StreamClock
+    passes: StreamClock
 
 
 def _check_sink(sink: Tensor | None, q: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..comm import Exchange, SymmetricExchange, measured_wait
+from ..comm import Exchange, SymmetricExchange, measured
 from ..kernels import Partial, merge_partials, sum_partials
 from ..schedules import Kind
 from ..schedules.plan import NUM_FIELDS
@@ -59,8 +59,9 @@ class Run:
         try:
             self._parity = self._bound.begin()
             self._buffers = self._bound.new_buffers()
-            for number, op in enumerate(self._program.ops):
-                _DO[type(op)](self, op, number)
+            with measured(self._bound.engine.passes):
+                for number, op in enumerate(self._program.ops):
+                    _DO[type(op)](self, op, number)
         except BaseException as error:
             if self._bound.engine.transport is not None:
                 self._bound.engine.transport.break_off(error)
@@ -95,12 +96,12 @@ class Run:
 
     def _wait(self, op: Wait, _: int) -> None:
         assert self._bound.channel is not None and self._exchange is not None
-        with measured_wait(self._bound.engine.clock):
+        with measured(self._bound.engine.waits):
             self._bound.channel.wait(self._exchange)
 
     def _acquire(self, op: Acquire, _: int) -> None:
         channel = cast(SymmetricExchange, self._bound.channel)
-        with measured_wait(self._bound.engine.clock):
+        with measured(self._bound.engine.waits):
             self._acquired = channel.acquire(op.step, self._bound.received(op.step, self._buffers))
         self._fields_of = first_field(self._program, op.step)
 

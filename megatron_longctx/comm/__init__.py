@@ -2,7 +2,7 @@
 
 `P2PTransport` sends and receives batches of messages on a stream of its own; `PeerTransport` lets receivers pull out of
 the senders' memory; `HybridTransport` does the one between hosts and the other within; `choose_transport` takes one of
-them. `BufferPool` lends the memory in which messages land; `WaitClock` measures how long a rank waits for them.
+them. `BufferPool` lends the memory in which messages land; `StreamClock` measures how long a rank waits for them.
 `PeerMerge` merges what ranks have found for the same queries.
 """
 
@@ -15,7 +15,7 @@ from .hybrid import HybridTransport
 from .p2p import Exchange, P2PTransport
 from .peer import PeerTransport, SymmetricExchange
 from .peer_merge import PeerMerge
-from .waiting import WaitClock, measured_wait
+from .waiting import StreamClock, Times, measured
 
 __all__ = [
     "BufferPool",
@@ -26,15 +26,16 @@ __all__ = [
     "PeerMemoryError",
     "PeerMerge",
     "PeerTransport",
+    "StreamClock",
     "SymmetricExchange",
+    "Times",
     "Transport",
-    "WaitClock",
     "choose_transport",
     "from_all",
     "from_first",
     "from_rank_0",
     "gather_over",
-    "measured_wait",
+    "measured",
     "on_rank_0",
     "sum_over",
     "transport_name",

@@ -1,17 +1,25 @@
-"""How long a rank's computation has waited for messages: measured where it waits, not inferred."""
+"""How long parts of a pass take a rank: measured where they happen, not inferred."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 Pair = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
-class WaitClock:
+class Times(NamedTuple):
+    """Seconds that a rank's attention has waited for messages, and those it has computed."""
+
+    waited_s: float
+    computed_s: float
+
+
+class StreamClock:
     """Adds up the time between `start` and `stop`: on CUDA as the caller's stream sees it, without the host waiting.
 
     `running`: whether anybody wants to know; whoever does sets it, and has to `take` what was measured now and then.
@@ -58,8 +66,8 @@ class WaitClock:
 
 
 @contextmanager
-def measured_wait(clock: WaitClock | None) -> Iterator[None]:
-    """What the caller's stream does inside is waiting for messages, and measured as such by a clock that measures."""
+def measured(clock: StreamClock | None) -> Iterator[None]:
+    """What the caller's stream does inside is measured by a clock that is running."""
     if clock is None or not clock.running:
         yield
         return

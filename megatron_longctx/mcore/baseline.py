@@ -47,10 +47,10 @@ class TransformerEngineAttention(ContextParallelAttention):
             expected = f"heads of queries ({num_heads}) and keys ({num_kv_heads}) that it divides"
             raise refuse("parallelism.context_parallel_size", self.world, expected, "Choose te_p2p or te_all_gather.")
 
-    def measure_waiting(self) -> None:
-        """It does not say what it waits for."""
+    def measure_times(self) -> None:
+        """It does not say what it waits for, nor what it computes."""
 
-    def waited_seconds(self) -> None:
+    def times(self) -> None:
         return None
 
     def forward(self, *_: Any, **__: Any) -> AttentionResult:

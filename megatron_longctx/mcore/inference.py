@@ -32,7 +32,7 @@ from ..lowbit.reduction import ReductionPolicy
 from ..schedules.mask import Window
 from . import checkpoint
 from .direct import Attend, DirectLayer, why_not_direct
-from .model import build_model, fingerprint, padded_vocab_size, transformer_config
+from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
 from .rope import Rotations, ShardedRotaryEmbedding
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import ShardedSequence, build_sequence
@@ -261,7 +261,8 @@ def load_model(
     gpt.to(local_device())
     if checkpoints is not None:
         state = checkpoint.TrainingState([gpt], fingerprint=fingerprint(config, vocab_size))
-        checkpoint.load(checkpoints, state, iteration=iteration)
+        # RoPE may differ where the user says so: how a model is tried beyond its length before it is trained there.
+        checkpoint.load(checkpoints, state, iteration=iteration, free=RETRAINABLE)
     return gpt, tokenizer
 
 

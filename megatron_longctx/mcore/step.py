@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice, pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from ..comm import Times
 from ..metrics.flops import Work
 from ..schedules.mask import Window
 from .batch import Batch
@@ -28,15 +30,28 @@ from .settings import layer_window
 
 @dataclass(frozen=True)
 class LossSum:
-    """Summed token losses and what their mask sums to, over all ranks and micro-batches, and what these were."""
+    """Summed token losses and what their mask sums to, over all ranks and micro-batches, and what these were.
+
+    waited_s: seconds that this rank's attention has waited for messages; None: not measured. computed_s: those that
+    every data- and context-parallel rank has computed attention, `[dp, cp]`; zeros: not measured.
+    """
 
     loss_sum: float
     num_tokens: float
     work: Work
+    waited_s: float | None = None
+    computed_s: Sequence[Sequence[float]] = ()
 
     @property
     def mean(self) -> float:
         return self.loss_sum / self.num_tokens if self.num_tokens > 0 else 0.0
+
+    @property
+    def imbalance_pct(self) -> float | None:
+        """By how much the slowest context-parallel rank computed attention for longer than the average of its group,
+        in the group where that is most; None: not measured."""
+        found = [100 * (max(seconds) / fmean(seconds) - 1) for seconds in self.computed_s if any(seconds)]
+        return max(found, default=None)
 
 
 @dataclass(frozen=True)
@@ -92,7 +107,8 @@ class TrainStep(_Step):
                 lengths; with pipeline parallelism all are taken at once.
         """
         forward = partial(_forward_step, sequence=self.sequence, windows=self._windows)
-        loss = _reduce(self._scheduled(forward, batches, self.num_micro_batches, forward_only=False), self.groups)
+        results = self._scheduled(forward, batches, self.num_micro_batches, forward_only=False)
+        loss = _reduce(results, self.groups, self.sequence.attention.times())
         if loss.num_tokens > 0:
             for model in self.models:
                 model.scale_gradients(1.0 / loss.num_tokens)
@@ -205,14 +221,17 @@ def _loss(mask: Tensor, work: tuple[int, ...], losses: Tensor) -> tuple[Tensor, 
     return loss_sum, torch.zeros((), dtype=torch.int), {"loss": found, "work": work}
 
 
-def _reduce(results: list[dict[str, Any]], groups: ProcessGroupCollection) -> LossSum:
+def _reduce(results: list[dict[str, Any]], groups: ProcessGroupCollection, times: Times | None) -> LossSum:
     """Sum over the ranks that computed a loss, and tell every rank."""
-    total = torch.zeros(5, dtype=torch.float64, device=local_device())
+    dp, cp = groups.dp.size(), groups.cp.size()
+    total = torch.zeros(5 + dp * cp, dtype=torch.float64, device=local_device())
+    total[5 + groups.dp.rank() * cp + groups.cp.rank()] = 0.0 if times is None else times.computed_s
     last_stage = groups.pp.rank() == groups.pp.size() - 1
     if last_stage and groups.tp.rank() == 0:  # tensor-parallel ranks all have the same loss
         total[:2] += sum(result["loss"] for result in results)
         if groups.cp.rank() == 0:  # context-parallel ones all have the same work
-            total[2:] += torch.tensor([sum(of) for of in zip(*(r["work"] for r in results), strict=True)]).to(total)
+            total[2:5] += torch.tensor([sum(of) for of in zip(*(r["work"] for r in results), strict=True)]).to(total)
     dist.all_reduce(total)
-    loss_sum, num_tokens, *work = total.tolist()
-    return LossSum(loss_sum, num_tokens, Work(*map(int, work)))
+    loss_sum, num_tokens, *work = total[:5].tolist()
+    waited_s = None if times is None else times.waited_s
+    return LossSum(loss_sum, num_tokens, Work(*map(int, work)), waited_s, total[5:].view(dp, cp).tolist())

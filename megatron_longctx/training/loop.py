@@ -72,6 +72,7 @@ class Trainer:
             logger.info(line)
         self.identity = on_rank_0(lambda: identity(config, tokenizer))
         self.sequence = build_sequence(config, self.groups.cp)
+        self.sequence.attention.measure_times()
         self._build()
         dp_size = self.groups.dp.size()
         self.train_step = TrainStep(
@@ -208,7 +209,8 @@ class Trainer:
             names.DATA_WAIT_S: self._data_wait_s,
             **_memory(),
             names.IMBALANCE_PCT: fmean(self._imbalances_pct),
-            names.EXPOSED_COMM_S: self.sequence.attention.waited_seconds(),
+            names.MEASURED_IMBALANCE_PCT: result.loss.imbalance_pct,
+            names.EXPOSED_COMM_S: result.loss.waited_s,
         }
 
     def _validation_loss(self) -> float | None:
@@ -216,14 +218,12 @@ class Trainer:
         if self.validation is None or self.step % self.validation.interval:
             return None
         loss = self.validation.loss()
-        if self.sinks:
-            self.sequence.attention.waited_seconds()  # it is no part of the next step
+        self.sequence.attention.times()  # they are no part of the next step
         return loss
 
     def _open_sinks(self) -> list[Sink]:
         config = self.config
         self._peak = peak_tflops(current_device_name(), config.logging.peak_tflops)
-        self.sequence.attention.measure_waiting()
         environment.write(self.folder.path / "environment.json")
         return [
             JsonlSink(self.folder.metrics, self.step),

@@ -59,11 +59,11 @@ class _Rank:
             self._slept.append((begin, end))
 
     def measure(self, late: str | None) -> Measured:
-        self.attention.waited_seconds()
+        self.attention.times()
         self._slept = []
         for _ in range(AGAIN):
             self.passes(late)
-        waited = self.attention.waited_seconds()
+        waited = self.attention.times().waited_s
         return Measured(waited, sum(begin.elapsed_time(end) for begin, end in self._slept) / 1e3)
 
 
@@ -71,7 +71,7 @@ def _measure(rank: int) -> dict[tuple[str, str | None], Measured]:
     found = {}
     for schedule in MODES:
         ranks = _Rank(rank, schedule)
-        ranks.attention.measure_waiting()
+        ranks.attention.measure_times()
         for _ in range(3):
             ranks.passes()
         for late in (None, *PASSES):

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from megatron_longctx.comm import WaitClock, measured_wait
+from megatron_longctx.comm import StreamClock, measured
 
 
 class Timeline:
@@ -51,17 +51,17 @@ def timeline(monkeypatch: pytest.MonkeyPatch) -> Timeline:
     return found
 
 
-def pass_over(timeline: Timeline, clock: WaitClock, late: float) -> None:
+def pass_over(timeline: Timeline, clock: StreamClock, late: float) -> None:
     """Two waits between work."""
     for _ in range(2):
         timeline.now += 10.0
-        with measured_wait(clock):
+        with measured(clock):
             timeline.now += late
     timeline.now += 10.0
 
 
 def test_every_wait_counts_once_and_the_host_waits_only_when_it_asks(timeline: Timeline) -> None:
-    clock = WaitClock(torch.device("cuda"))
+    clock = StreamClock(torch.device("cuda"))
     clock.running = True
     for late in (1.0, 5.0):
         pass_over(timeline, clock, late)
@@ -75,17 +75,17 @@ def test_every_wait_counts_once_and_the_host_waits_only_when_it_asks(timeline: T
 
 
 def test_nobody_pays_who_does_not_ask(timeline: Timeline) -> None:
-    clock = WaitClock(torch.device("cuda"))
+    clock = StreamClock(torch.device("cuda"))
     pass_over(timeline, clock, 1.0)
-    with measured_wait(None):
+    with measured(None):
         pass
     assert not timeline.events and clock.take() == 0
 
 
 def test_a_wait_that_fails_is_over(timeline: Timeline) -> None:
-    clock = WaitClock(torch.device("cuda"))
+    clock = StreamClock(torch.device("cuda"))
     clock.running = True
-    with pytest.raises(ArithmeticError), measured_wait(clock):
+    with pytest.raises(ArithmeticError), measured(clock):
         timeline.now += 3.0
         raise ArithmeticError
     pass_over(timeline, clock, 6.0)
@@ -93,12 +93,12 @@ def test_a_wait_that_fails_is_over(timeline: Timeline) -> None:
 
 
 def test_cpus_measure_while_the_clock_runs() -> None:
-    clock = WaitClock(torch.device("cpu"))
-    with measured_wait(clock):
+    clock = StreamClock(torch.device("cpu"))
+    with measured(clock):
         time.sleep(0.01)
     assert clock.take() == 0
     clock.running = True
-    with measured_wait(clock):
+    with measured(clock):
         time.sleep(0.01)
     assert clock.take() >= 0.01 and clock.take() == 0
 
@@ -107,8 +107,8 @@ def test_cpus_measure_while_the_clock_runs() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_measures_what_its_stream_waits() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    clock = WaitClock(device)
+    clock = StreamClock(device)
     clock.running = True
-    with measured_wait(clock):
+    with measured(clock):
         torch.cuda._sleep(2 * 10**7)  # type: ignore[no-untyped-call]
     assert clock.take() > 1e-3 and clock.take() == 0

@@ -106,6 +106,7 @@ def test_metrics_have_every_key(root: Path, runs: dict[str, list[Record]]) -> No
         assert 0 < line[names.DATA_WAIT_S] < seconds
         assert line[names.MFU_CAUSAL_PCT] == pytest.approx(100 * line[names.TFLOPS_PER_GPU] / 0.5)
         assert line[names.IMBALANCE_PCT] == pytest.approx(0.0), "zigzag over a length that divides is balanced"
+        assert line[names.MEASURED_IMBALANCE_PCT] >= 0
     assert len(lines) == 3
     assert not (root / "metrics" / "checkpoints" / checkpoint.TRACKER).exists(), "train.save=false"
 
