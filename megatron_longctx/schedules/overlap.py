@@ -42,23 +42,5 @@ def _divided(attends: tuple[Attend, ...], rank: int) -> tuple[tuple[Attend, ...]
     if any(block.home != rank for block in (*whole.queries, *whole.keys)) or len(whole.queries) > 1:
         return attends, ()
     middle = whole.num_queries // 2
-    front, back = _part(whole, 0, middle), _part(whole, middle, whole.num_queries)
+    front, back = whole.part(0, middle), whole.part(middle, whole.num_queries)
     return ((front,) if front else ()), ((back,) if back else ())
-
-
-def _part(attend: Attend, start: int, stop: int) -> Attend | None:
-    """What the gathered queries `start..stop-1` see, over the keys that they see any of."""
-    slices = [found for each in attend.slices if (found := each.cut(start, stop, 0, attend.num_keys)) is not None]
-    if not slices:
-        return None
-    q0, q1 = min(each.q_start for each in slices), max(each.q_stop for each in slices)
-    k0, k1 = min(each.k_start for each in slices), max(each.k_stop for each in slices)
-    (query,) = attend.queries
-    keys, at = [], 0
-    for key in attend.keys:
-        low, high = max(k0 - at, 0), min(k1 - at, key.tokens)
-        if low < high:
-            keys.append(key._replace(start=key.start + low, stop=key.start + high))
-        at += key.tokens
-    query = query._replace(start=query.start + q0, stop=query.start + q1)
-    return Attend((query,), tuple(keys), tuple(each.moved(-q0, -k0) for each in slices))

@@ -129,6 +129,24 @@ class Attend(NamedTuple):
         """Its share of the work of all heads, in query-key pairs."""
         return self.pairs / self.heads.parts
 
+    def part(self, start: int, stop: int) -> Attend | None:
+        """What the gathered queries `start..stop-1`, which are of one block, see; over the keys that they see any of.
+        None: they see none."""
+        slices = [found for each in self.slices if (found := each.cut(start, stop, 0, self.num_keys)) is not None]
+        if not slices:
+            return None
+        q0, q1 = min(each.q_start for each in slices), max(each.q_stop for each in slices)
+        k0, k1 = min(each.k_start for each in slices), max(each.k_stop for each in slices)
+        (query,) = self.queries
+        keys, at = [], 0
+        for key in self.keys:
+            low, high = max(k0 - at, 0), min(k1 - at, key.tokens)
+            if low < high:
+                keys.append(key._replace(start=key.start + low, stop=key.start + high))
+            at += key.tokens
+        query = query._replace(start=query.start + q0, stop=query.start + q1)
+        return Attend((query,), tuple(keys), tuple(each.moved(-q0, -k0) for each in slices))
+
     def __str__(self) -> str:
         seen = ", ".join(map(str, self.slices))
         return f"{'+'.join(map(str, self.queries))} x {'+'.join(map(str, self.keys))}: {seen}"

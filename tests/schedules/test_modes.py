@@ -37,6 +37,7 @@ from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.lower import Lowering
 from megatron_longctx.schedules.mask import documents, full
 from megatron_longctx.schedules.modes.double_ring import DoubleRing
+from megatron_longctx.schedules.modes.helper import Helper
 from megatron_longctx.schedules.modes.tasp import Tasp
 from megatron_longctx.schedules.program import Compute
 from megatron_longctx.schedules.select import Problem, rank_modes
@@ -96,8 +97,20 @@ def test_a_pack_takes_one_call_of_own_keys_and_one_or_two_of_others() -> None:
 
 @pytest.mark.parametrize("n", range(2, 12))
 def test_idle_slots_of_helper_and_ring_are_the_papers(n: int) -> None:
-    assert build_plan("helper", n, 16 * n).idle_slots() == (0 if n % 2 else Fraction(1, 2 * n))
+    assert build_plan(Helper(shares=False), n, 16 * n).idle_slots() == (0 if n % 2 else Fraction(1, 2 * n))
     assert build_plan("ring", n, 16 * n).idle_slots() == Fraction(n * n - n, 2 * n * n)
+
+
+@pytest.mark.parametrize("n", [3, 4, 8])
+def test_helpers_that_share_the_last_pairs_leave_nobody_idle(n: int) -> None:
+    """The paper's own schedule reaches n / (n + 1) of the ranks' speed for even n."""
+    plan, printed = (build_plan(Helper(shares=shares), n, 4096 * n) for shares in (True, False))
+    verify(plan)
+    verify(backward_plan(plan), plan)
+    assert plan.idle_slots() == 0 and plan.imbalance_pct() == pytest.approx(0, abs=1e-9)
+    assert 1 - printed.idle_fraction() == pytest.approx(1 if n % 2 else n / (n + 1), rel=1e-3)
+    # Results of the last helpers travel beside the rest of a rank's own block, forward and backward.
+    assert all(any(each.steps[-1].attends) and each.steps[-1].moves for each in (plan, backward_plan(plan)))
 
 
 @pytest.mark.parametrize("n", [3, 4, 7, 8])
