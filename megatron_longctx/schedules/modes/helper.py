@@ -36,14 +36,13 @@ class Helper(Mode):
         there is nothing to balance: a plain exchange."""
         n = seen.queries.n
         causal = not any(seen.between(r, home) for r in range(n) for home in range(r + 1, n))
-        own, *calls = [
-            [_call(seen, r, t, causal, self.shares) for r in range(n)] for t in range(n // 2 + 1 if causal else n)
-        ]
-        first, last = zip(*(_own(attends) if self.shares else (attends, ()) for attends in own), strict=True)
-        calls = [list(first), *calls, list(last)]
+        calls = [[_call(seen, r, t, causal, self.shares) for r in range(n)] for t in range(n // 2 + 1 if causal else n)]
+        own = [_own(attends) if self.shares else (attends, ()) for attends in calls[0]]
+        calls = [[first for first, _ in own], *calls[1:], [last for _, last in own]]
         steps: list[Step] = []
         results: tuple[Move, ...] = ()
-        for attends, coming in pairwise([*calls, [()] * n]):
+        nothing: list[tuple[Attend, ...]] = [()] * n
+        for attends, coming in pairwise([*calls, nothing]):
             fetched = tuple(move for r, each in enumerate(coming) for attend in each for move in _fetches(attend, r))
             steps.append(Step(fetched + results, tuple(attends)))
             results = tuple(

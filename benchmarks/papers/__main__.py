@@ -1,0 +1,43 @@
+"""`python -m benchmarks.papers PAPER [--model WHEEL --text WHEEL]`: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import PAPERS, __doc__, page
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make one paper's page, or `--page` alone again of the JSON that there is.
+
+    Returns:
+        0; 2 when it was refused.
+    """
+    parser = argparse.ArgumentParser("python -m benchmarks.papers", description=__doc__)
+    parser.add_argument("paper", choices=PAPERS)
+    parser.add_argument("--page", action="store_true", help="only write the page again, of the recorded numbers")
+    parser.add_argument("--model", type=Path, help="flash_communication: the wheel of SmolLM2, for perplexities")
+    parser.add_argument("--text", type=Path, help="flash_communication: the wheel of the essays")
+    parser.add_argument("--windows", type=int, default=4, help="texts to take perplexities on (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=128, help="tokens of each (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    if arguments.page:
+        page.paths(arguments.paper)[1].write_text(page.render(arguments.paper), encoding="utf-8")
+        return 0
+    try:
+        made = importlib.import_module(f"benchmarks.papers.{arguments.paper}").make(arguments)
+        print(page.write(arguments.paper, made))
+    except ValueError as error:
+        print(f"benchmarks.papers {arguments.paper}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,324 @@
+"""DistFlashAttn (Li et al. 2024): volumes, balance, overlap, checkpoints, and what the balanced schedule lacks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_longctx.schedules import Mode, Workload, backward_plan, build_plan
+from megatron_longctx.schedules.cost import Costs
+from megatron_longctx.schedules.modes.helper import Helper
+from megatron_longctx.topology import load_cluster
+
+from .page import Cell, Made, Table, cell, paper, value
+from .simulated import (
+    LLAMA_7B,
+    LLAMA_33H,
+    LLAMA_GQA,
+    RESULTS,
+    Llama,
+    Machine,
+    moved,
+    not_overlapped,
+    one_rank,
+    passes,
+)
+
+PRINTED = Helper(shares=False)
+"""Algorithm 2 as the paper prints it."""
+_MHA, _GQA = Workload(32, 32, 128), Workload(32, 8, 128)
+_K = 1024
+_MATMUL_SHARE = 0.7
+"""Of the peak that matrix products are taken to reach."""
+MODES: tuple[Mode | str, ...] = ("ring", PRINTED, Helper(), "zigzag", "striped", "tasp", "all_gather", "ulysses")
+
+
+def make(arguments: argparse.Namespace) -> Made:
+    del arguments
+    tables = (table_1(), table_5(), figure_4_left(), figure_4_right(), appendix_d(), helpers(), where_helpers_win())
+    return Made(tables, facts(tables))
+
+
+def a100s(n: int) -> Machine:
+    """A100s of one or two hosts by their data sheets. Between hosts 100 Gb/s for every GPU: with 100 Gb/s for a whole
+    host a step of table 1 would take four times what the paper measured."""
+    cluster = load_cluster("a100_2x8").resized(n)
+    if cluster.network is not None:
+        cluster = replace(cluster, network=replace(cluster.network, nics=cluster.ranks_per_node))
+    return Machine(cluster, Costs.of_device(cluster.device))
+
+
+def appendix_d() -> Table:
+    """Elements sent by all ranks, in units of what an all-gather of the hidden states sends."""
+    rows: list[list[Cell]] = []
+    tokens, n = 8 * 2048, 8
+    for mode in MODES:
+        row: list[Cell] = [str(mode)]
+        for workload in (_MHA, _GQA):
+            plan = build_plan(mode, n, tokens)
+            unit = (n - 1) * tokens * workload.num_heads * workload.head_dim
+            ways = [moved(each, workload) / unit for each in (plan, backward_plan(plan))]
+            row += [cell(each, "p") for each in (*ways, sum(ways))]
+        rows.append(row)
+    none: list[Cell] = [None] * 3
+    rows.append(["the paper, DistFlashAttn", *(paper(x, 0) for x in (1, 2, 3)), *none])
+    rows.append(["the paper, Megatron-LM with recomputation", None, None, paper(14, 0), *none])
+    columns = ["mode", *(f"{heads} {way}" for heads in ("32:32", "32:8") for way in ("forward", "backward", "both"))]
+    return Table("volumes", "volumes of every mode", columns, rows, ["appendix D"])
+
+
+def figure_4_left() -> Table:
+    rows: list[list[Cell]] = []
+    theirs = {(8, "ring"): 4.5, (8, "helper (shares=False)"): 7.5}
+    for n in (4, 8, 16):
+        machine = a100s(n)
+        length = 32 * _K * n
+        alone = one_rank(machine, _MHA, length)
+        for mode in ("ring", PRINTED, Helper(), "zigzag"):
+            found = passes(mode, machine, _MHA, length)
+            rows.append([
+                *(str(n), str(mode)),
+                cell(alone.forward.seconds / found.forward.seconds, "d"),
+                cell(alone.backward.seconds / found.backward.seconds, "d"),
+                cell(_bound(str(mode), n), "f"),
+                paper(theirs.get((n, str(mode))), 1),
+            ])  # fmt: skip
+    rows += _measured_balance()
+    columns = ["ranks", "mode", "forward", "backward", "the schedule's own limit", "paper, forward"]
+    return Table("balance", "balanced against unbalanced", columns, rows, ["figure 4 left"])
+
+
+def _bound(mode: str, n: int) -> float:
+    """Ranks' worth of speed that a schedule's steps allow."""
+    whole, own = n * n / 2, 0.5
+    steps = {"ring": own + n - 1, str(PRINTED): own + n // 2}
+    return whole / steps.get(mode, whole / n)
+
+
+def _measured_balance() -> list[list[Cell]]:
+    rows: list[list[Cell]] = []
+    machine = Machine.measured()
+    alone = one_rank(machine, _MHA, 128 * _K)
+    for mode in ("ring", PRINTED, Helper(), "zigzag"):
+        found = passes(mode, machine, _MHA, 128 * _K)
+        ways = [(alone.forward, found.forward), (alone.backward, found.backward)]
+        cells = [cell(one.seconds / all_.seconds, "s") for one, all_ in ways]
+        rows.append(["4 H200s", str(mode), *cells, cell(_bound(str(mode), 4), "f"), None])
+    recorded = measured("32:32", 131072)
+    for name in ("ring", "helper", "zigzag"):
+        one = recorded["one device, equal FLOPs"]
+        ways_of = [4 * one[way] / recorded[name][way] for way in ("forward_s", "backward_s")]
+        said = f"{name} over NCCL" + (", as printed" if name == "helper" else "")
+        limit = cell(_bound(str(PRINTED) if name == "helper" else name, 4), "f")
+        rows.append(["4 H200s", said, *(cell(each, "m") for each in ways_of), limit, None])
+    return rows
+
+
+def measured(heads: str, length: int) -> dict[str, dict[str, float]]:
+    """Attention over NCCL on 4 H200s, by mode. The time of one device is that of a fourth of the FLOPs."""
+    data = json.loads((RESULTS / "papers_measured_h200_x4.json").read_text())
+    return {m["name"]: m for m in data["measurements"] if (m["heads"], m["length"]) == (heads, length)}
+
+
+def helpers() -> Table:
+    rows: list[list[Cell]] = []
+    machine = Machine.measured()
+    data = json.loads((RESULTS / "attention_peers_h200_x4.json").read_text())["measurements"]
+    peers = {(m["name"], m["heads"], m["length"]): m["percent_of_one_device"] for m in data}
+    for length in (64 * _K, 128 * _K):
+        for heads, workload in (("32:8", _GQA), ("32:32", _MHA)):
+            alone = one_rank(machine, workload, length)
+            recorded = measured(heads, length)
+            for mode in (PRINTED, Helper(), "zigzag", "all_gather"):
+                found = passes(mode, machine, workload, length)
+                shares = [
+                    25 * one.seconds / all_.seconds
+                    for one, all_ in ((alone.forward, found.forward), (alone.backward, found.backward))
+                ]
+                name = "helper" if mode is PRINTED else str(mode)
+                old = recorded[name]["percent_of_one_device"] if mode != Helper() else None
+                now = peers.get((str(mode), heads, length))
+                rows.append([
+                    *(f"{length // _K}K", heads, str(mode)), *(cell(each, "s", 1) for each in shares),
+                    cell(25 * alone.seconds / found.seconds, "s", 1), cell(now, "m", 1), cell(old, "m", 1),
+                ])  # fmt: skip
+    columns = ["tokens", "heads", "mode", "forward, %", "backward, %", "both, %", "the same", "over NCCL, both, %"]
+    return Table("helpers", "what makes `helper` lose, and the cure", columns, rows)
+
+
+def figure_4_right() -> Table:
+    rows: list[list[Cell]] = []
+    theirs = {128: (105, 44)}
+    machine = a100s(16)
+    network = machine.cluster.network
+    assert network is not None
+    free = replace(machine, cluster=replace(machine.cluster, network=replace(network, nic_gibps=1e6)))
+    for length in (32, 64, 128, 256, 512):
+        found, ideal = (passes(PRINTED, each, _MHA, length * _K).forward for each in (machine, free))
+        work = max(ideal.compute_s)
+        on, off = 100 * (found.seconds / work - 1), 100 * (not_overlapped(found) / work - 1)
+        rows.append([f"{length}K", cell(off, "d", 0), cell(on, "d", 0), cell((100 + off) / (100 + on), "d"),
+                     *(paper(x, 0) for x in theirs.get(length, (None, None)))])  # fmt: skip
+    columns = ["tokens", "not overlapped, %", "overlapped, %", "times as fast", "paper, not", "paper, overlapped"]
+    return Table("overlap", "overlap on and off", columns, rows, ["figure 4 right"])
+
+
+def table_1() -> Table:
+    theirs = {
+        ("LLaMA-7B", 8): ((6.81, 5.98), (20.93, 17.26), (72.75, 58.46)),
+        ("LLaMA-GQA", 8): ((6.60, 5.61), (20.53, 16.86), (71.93, 57.01)),
+        ("LLaMA-33H", 8): ((8.37, 6.08), (25.75, 17.77), (90.21, 59.96)),
+        ("LLaMA-7B", 16): ((14.26, 12.75), (43.44, 30.21), (147.06, 106.37)),
+        ("LLaMA-GQA", 16): ((14.21, 9.74), (43.20, 28.49), (146.38, 102.34)),
+        ("LLaMA-33H", 16): ((20.63, 13.12), (62.78, 31.33), (216.70, 107.76)),
+    }
+    rows: list[list[Cell]] = []
+    for n in (8, 16):
+        for name, model in (("LLaMA-7B", LLAMA_7B), ("LLaMA-GQA", LLAMA_GQA), ("LLaMA-33H", LLAMA_33H)):
+            for i, each in enumerate((8, 16, 32)):
+                length = each * _K * n
+                ours, megatron = step(model, n, length), megatron_step(model, n, length)
+                them, us = theirs[name, n][i]
+                rows.append([
+                    *(str(n), name, f"{each}K"), cell(ours, "d"), paper(us), cell(megatron, "d"), paper(them),
+                    cell(megatron / ours, "d"), paper(them / us),
+                ])  # fmt: skip
+    columns = [
+        "GPUs",
+        "model",
+        "tokens a GPU",
+        "helper, s",
+        "paper",
+        "Megatron TP + SP, s",
+        "paper",
+        "speed-up",
+        "paper",
+    ]
+    return Table("steps", "whole steps beside Megatron's tensor parallelism", columns, rows, ["table 1"])
+
+
+def step(model: Llama, n: int, length: int, *, again: bool = False) -> float:
+    """Seconds of a training step with the printed schedule. again: attention is run again in backward."""
+    machine = a100s(n)
+    found = passes(PRINTED, machine, model.workload(), length)
+    attention = found.seconds + (found.forward.seconds if again else 0.0)
+    return model.layers * (attention + _linear(model, length / n, machine))
+
+
+def megatron_step(model: Llama, n: int, length: int) -> float:
+    """The same with tensor and sequence parallelism, and layers run again in backward."""
+    machine = a100s(n)
+    padded = -(-model.heads // n) * n
+    share = Llama(model.layers, model.hidden, model.ffn, padded, model.kv_heads)
+    alone = one_rank(machine, Workload(padded // n, 1, model.head_dim), length)
+    cluster = machine.cluster
+    inside = cluster.route(0, 1).gibps
+    across = (
+        inside if cluster.network is None or cluster.nodes == 1 else cluster.network.nics * cluster.network.nic_gibps
+    )
+    slowest = min(inside, across) * 2**30
+    exchanged = 14 * length / n * model.hidden * 2 * (n - 1)
+    attention = 2 * alone.forward.seconds + alone.backward.seconds
+    return model.layers * (attention + _linear(share, length / n, machine) + exchanged / slowest)
+
+
+def _linear(model: Llama, tokens: float, machine: Machine) -> float:
+    peak = machine.cluster.device.peak_tflops
+    assert peak is not None
+    return 4 * model.linear_flops(int(tokens)) / (_MATMUL_SHARE * peak * 1e12)
+
+
+def table_5() -> Table:
+    theirs = {
+        1: (0.84, 0.84),
+        2: (1.29, 1.36),
+        4: (2.64, 2.50),
+        8: (6.93, 5.98),
+        16: (21.44, 17.26),
+        32: (76.38, 58.46),
+    }
+    runs = {r["name"]: r["medians"]["perf/step_s"] for r in
+            json.loads((RESULTS / "llama3_8b_recompute_h200_x4.json").read_text())["runs"]}  # fmt: skip
+    ours = {8: "32k", 16: "64k", 32: "128k"}
+    rows: list[list[Cell]] = []
+    for each, (plain, better) in theirs.items():
+        length = each * 8 * _K
+        again, once = (step(LLAMA_7B, 8, length, again=flag) for flag in (True, False))
+        name = ours.get(each)
+        found = cell(runs[f"layer_{name}"] / runs[f"attention_output_{name}"], "m") if name else None
+        rows.append([
+            *(f"{each}K", cell(again, "d"), paper(plain), cell(once, "d"), paper(better)),
+            *(cell(again / once, "d"), paper(plain / better), found),
+        ])  # fmt: skip
+    columns = [
+        "tokens a GPU",
+        "whole layers again, s",
+        "paper",
+        "attention kept, s",
+        "paper",
+        "speed-up",
+        "paper",
+        "4 H200s",
+    ]
+    return Table("checkpoints", "checkpoints at the outputs of attention", columns, rows, ["table 5"])
+
+
+def where_helpers_win() -> Table:
+    """Cases in which a balanced schedule could beat a balanced layout."""
+    machine = Machine.measured()
+    rows: list[list[Cell]] = []
+    cases = (
+        ("one sequence, any layout, 32:8", _GQA, "auto"),
+        ("one sequence, any layout, 32:32", _MHA, "auto"),
+        ("tokens must stay contiguous, 32:8", _GQA, "contiguous"),
+        ("tokens must stay contiguous, 33:33", Workload(33, 33, 128), "contiguous"),
+    )
+    modes = ("helper", "zigzag", "all_gather", "ring", "ulysses")
+    for about, workload, layout in cases:
+        row: list[Cell] = [about]
+        for mode in modes:
+            if mode == "ulysses" and workload.num_heads % 4:
+                row.append("heads do not divide")
+                continue
+            row.append(cell(1e3 * passes(mode, machine, workload, 128 * _K, layout).seconds, "s", 1))
+        rows.append(row)
+    return Table("wins", "where helpers win", ["case", *modes], rows)
+
+
+def facts(tables: Sequence[Table]) -> dict[str, float]:
+    """What the claims quote."""
+    of = {table.key: table for table in tables}
+    printed = str(PRINTED)
+    steps = [[float(each["value"]) for each in row if isinstance(each, dict)] for row in of["steps"].rows]
+    shares = [("64K", "32:8"), ("64K", "32:32"), ("128K", "32:8"), ("128K", "32:32")]
+    ours = [value(of["helpers"], (*each, "helper"), 5) for each in shares]
+    theirs = [value(of["helpers"], (*each, printed), 5) for each in shares]
+    tied, apart = "one sequence, any layout, 32:8", "tokens must stay contiguous, 33:33"
+    return {
+        "ring": value(of["balance"], ("8", "ring"), 2),
+        "balanced": value(of["balance"], ("8", printed), 2),
+        "shared": value(of["balance"], ("8", "helper"), 2),
+        "printed_most": max(theirs),
+        "ours_least": min(ours),
+        "ours_most": max(ours),
+        "tied_helper": value(of["wins"], (tied,), 1),
+        "tied_zigzag": value(of["wins"], (tied,), 2),
+        "apart_helper": value(of["wins"], (apart,), 1),
+        "apart_all_gather": value(of["wins"], (apart,), 3),
+        "forward": value(of["volumes"], (printed,), 1),
+        "both": value(of["volumes"], (printed,), 3),
+        "both_shared": value(of["volumes"], ("helper",), 3),
+        "both_ulysses": value(of["volumes"], ("ulysses",), 3),
+        "both_gqa": value(of["volumes"], (printed,), 6),
+        "both_all_gather_gqa": value(of["volumes"], ("all_gather",), 6),
+        "overlap_off": value(of["overlap"], ("128K",), 1),
+        "overlap_on": value(of["overlap"], ("128K",), 2),
+        "kept": value(of["checkpoints"], ("32K",), 5),
+        "kept_measured": value(of["checkpoints"], ("32K",), 7),
+        "steps_off": 100 * max(abs(row[0] / row[1] - 1) for row in steps),
+        "megatron_off": 100 * max(abs(row[2] / row[3] - 1) for row in steps),
+        "gain_least": min(row[4] for row in steps),
+        "gain_most": max(row[4] for row in steps),
+    }

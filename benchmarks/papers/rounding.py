@@ -1,0 +1,110 @@
+"""How sums over tensor-parallel ranks are rounded on their way, in plain PyTorch and for any group size: what the
+package's kernels do (`kernels.quantize`), and beside it what the Flash Communication paper compares with them (floating
+formats, whole tokens as one group, a Hadamard transform before)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_FP8_MOST = 448.0
+_H12 = """
++-----------
+++-+---+++-+
++++-+---+++-
++-++-+---+++
+++-++-+---++
++++-++-+---+
+++++-++-+---
++-+++-++-+--
++--+++-++-+-
++---+++-++-+
+++---+++-++-
++-+---+++-++
+"""
+"""Paley's matrix of order 12."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """form: none, int8, int6, int4, fp8, fp6 or fp4; 6 is 4 bits to sum, 8 to gather. group: neighbours of one range.
+    symmetric: ranges around zero; floating formats have no others. hadamard: each token is transformed before, and back
+    after. only: `output` or `down` for one kind of layer alone."""
+
+    form: str = "none"
+    group: int = 128
+    symmetric: bool = False
+    hadamard: bool = False
+    only: str = ""
+
+    @property
+    def steps(self) -> tuple[str, str]:
+        """The format of what is summed, and of the sums."""
+        kind, bits = self.form[:-1], self.form[-1]
+        return (f"{kind}4", f"{kind}8") if bits == "6" else (self.form, self.form)
+
+    def __str__(self) -> str:
+        if self.form == "none":
+            return "none"
+        ranges = "" if self.form.startswith("fp") else " symmetric" if self.symmetric else " asymmetric"
+        said = f"{self.form}{ranges}, groups of {self.group}"
+        return said + (", Hadamard" if self.hadamard else "") + (f", {self.only} alone" if self.only else "")
+
+
+def rounded(x: Tensor, form: str, rounding: Rounding) -> Tensor:
+    """`x` `[tokens, hidden]` as it comes out at the other end."""
+    y = hadamard(x.shape[-1], x.dtype) if rounding.hadamard else None
+    values = x if y is None else x @ y
+    found = _groups(values, form, rounding)
+    return found if y is None else torch.matmul(found, y.T)
+
+
+def _groups(x: Tensor, form: str, rounding: Rounding) -> Tensor:
+    flat = x.flatten()
+    missing = -flat.numel() % rounding.group
+    padded = torch.cat([flat, flat[-1:].expand(missing)]) if missing else flat
+    groups = padded.view(-1, rounding.group)
+    bits = int(form[-1])
+    if form.startswith("fp"):
+        found = _float(groups, bits)
+    elif rounding.symmetric:
+        levels = (1 << (bits - 1)) - 1
+        step = groups.abs().amax(-1, keepdim=True) / levels
+        found = (groups / step.clamp_min(1e-30)).round() * step
+    else:
+        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        step = (high - low) / ((1 << bits) - 1)
+        found = ((groups - low) / step.clamp_min(1e-30)).round() * step + low
+    return found.flatten()[: flat.numel()].view_as(x)
+
+
+def _float(groups: Tensor, bits: int) -> Tensor:
+    most = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    if bits == 8:
+        return (groups * (_FP8_MOST / most)).to(torch.float8_e4m3fn).to(groups.dtype) * (most / _FP8_MOST)
+    scaled = groups.abs() * (6.0 / most)
+    between = (_FP4[1:] + _FP4[:-1]) / 2
+    return _FP4.to(groups.dtype)[torch.bucketize(scaled, between)] * groups.sign() * (most / 6.0)
+
+
+@cache
+def hadamard(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An orthogonal `[size, size]` matrix of equal magnitudes, made of those of order 2 and 12.
+
+    Raises:
+        ValueError: a size that is no product of these.
+    """
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    twelve = torch.tensor([[1.0 if c == "+" else -1.0 for c in row] for row in _H12.split()])
+    found, left = torch.ones(1, 1), size
+    while left > 1:
+        factor = twelve if (left % 12 == 0 and (left // 12) % 3 != 0) or left % 36 == 0 else two
+        if left % len(factor):
+            raise ValueError(f"size={size}: expected a product of 12s and 2s. Choose another model.")
+        found, left = torch.kron(found, factor), left // len(factor)
+    result: Tensor = (found / size**0.5).to(dtype)
+    return result

@@ -1,0 +1,108 @@
+"""What papers' tables share: simulated passes of attention, sizes of models, and volumes of plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_longctx.schedules import Mode, Plan, Takes, Target, Workload, backward_plan, build_plan
+from megatron_longctx.schedules.calibration import load_calibration
+from megatron_longctx.schedules.cost import Costs
+from megatron_longctx.schedules.simulate import Simulation, simulate
+from megatron_longctx.topology import Cluster
+
+from .page import ROOT
+
+RESULTS = ROOT / "analysis" / "results"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster, and what its ranks' work costs; reads: ranks of a node read each other's memory."""
+
+    cluster: Cluster
+    costs: Costs
+    reads: bool = False
+
+    @classmethod
+    def measured(cls) -> Machine:
+        """Four H200s of one host over peer memory, as `megatron-longctx calibrate` found them for 32:8 heads of 128."""
+        found = load_calibration(RESULTS / "papers_calibration_h200_x4.json")
+        return cls(found.cluster, found.costs, reads=True)
+
+    def target(self, workload: Workload) -> Target:
+        m, n = self.cluster.ranks_per_node, self.cluster.n
+        hosts = tuple(tuple(range(r // m * m, min(n, (r // m + 1) * m))) for r in range(n))
+        return Target(workload, Takes(), hosts if self.reads else None)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Of one layer's attention."""
+
+    forward: Simulation
+    backward: Simulation
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward.seconds
+
+
+@lru_cache(maxsize=512)
+def passes(mode: Mode | str, machine: Machine, workload: Workload, length: int, layout: str = "auto") -> Passes:
+    """Causal attention over all of the machine's ranks."""
+    plan = build_plan(mode, machine.cluster.n, length, layout=layout)
+    found = [simulate(each, machine.cluster, machine.target(workload), machine.costs, timeline=True)
+             for each in (plan, backward_plan(plan))]  # fmt: skip
+    return Passes(*found)
+
+
+def one_rank(machine: Machine, workload: Workload, length: int) -> Passes:
+    """The same on one rank of it."""
+    alone = Machine(machine.cluster.resized(1), machine.costs)
+    return passes("zigzag", alone, workload, length)
+
+
+def not_overlapped(found: Simulation) -> float:
+    """Seconds if every message were waited for: what the busiest rank computes and what its messages take."""
+    return max(sum(span.stop - span.start for span in found.spans if span.rank == rank) for rank in range(found.plan.n))
+
+
+def moved(plan: Plan, workload: Workload) -> float:
+    """Elements that all ranks send (log-sum-exps left out)."""
+    moves = (move for step in plan.steps for move in step.moves)
+    return sum(move.block.tokens * workload.elements(move.block.kind, move.block.heads) for move in moves)
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A dense model of the papers."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int = 32000
+
+    @property
+    def head_dim(self) -> int:
+        return 128
+
+    def workload(self, tensor_parallel: int = 1) -> Workload:
+        return Workload(self.heads // tensor_parallel, max(1, self.kv_heads // tensor_parallel), self.head_dim)
+
+    @property
+    def layer_weights(self) -> int:
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return attention + 3 * self.hidden * self.ffn
+
+    def linear_flops(self, tokens: int) -> float:
+        """Forward, of one layer."""
+        return 2.0 * tokens * self.layer_weights
+
+
+LLAMA_7B = Llama(32, 4096, 11008, 32, 32)
+LLAMA_GQA = Llama(32, 4096, 11008, 32, 8)
+LLAMA_33H = Llama(32, 4224, 11008, 33, 33)
+LLAMA_405B = Llama(126, 16384, 53248, 128, 8, 128256)

@@ -1,0 +1,45 @@
+"""What the papers' tables rest on: volumes of plans, rounding as the kernels do it, Hadamard matrices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.papers.distflashattn import PRINTED
+from benchmarks.papers.rounding import Rounding, hadamard, rounded
+from benchmarks.papers.simulated import moved
+from megatron_longctx.lowbit.quantize import QuantFormat, dequantize, quantize
+from megatron_longctx.schedules import Workload, backward_plan, build_plan
+
+
+@pytest.mark.parametrize("n", [3, 4, 5])
+def test_the_printed_schedule_moves_what_the_paper_counts(n: int) -> None:
+    plan, work, tokens = build_plan(PRINTED, n, 64 * n), Workload(4, 4, 8), 64 * n
+    unit = (n - 1) * tokens * 4 * 8
+    assert moved(plan, work) == unit and moved(backward_plan(plan), work) == 2 * unit
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_rounding_is_that_of_the_kernels(form: str, symmetric: bool) -> None:
+    x = torch.randn(8, 192, generator=torch.Generator().manual_seed(0))
+    packing = QuantFormat(int(form[-1]), 64, symmetric, torch.float32)
+    theirs = dequantize(quantize(x.flatten(), 1, x.numel(), packing), x.numel(), packing, torch.empty(x.numel()))
+    ours = rounded(x, form, Rounding(form, 64, symmetric))
+    assert torch.allclose(ours.flatten(), theirs, atol=1e-5)
+
+
+def test_rounding_of_other_formats() -> None:
+    x = torch.tensor([[0.0, 0.6, -1.1, 6.0], [1.0, 100.0, -448.0, 7.0]])
+    assert rounded(x, "fp4", Rounding("fp4", 4)).tolist()[0] == [0.0, 0.5, -1.0, 6.0]
+    assert torch.allclose(rounded(x, "fp8", Rounding("fp8", 4)), x, rtol=0.07)
+    assert Rounding("int6").steps == ("int4", "int8")
+
+
+@pytest.mark.parametrize("size", [2, 12, 48, 144, 576])
+def test_hadamard_matrices(size: int) -> None:
+    found = hadamard(size)
+    assert torch.allclose(found @ found.T, torch.eye(size), atol=1e-5)
+    assert torch.allclose(found.abs(), torch.full_like(found, size**-0.5))
+    with pytest.raises(ValueError, match="product of 12s and 2s"):
+        hadamard(7)

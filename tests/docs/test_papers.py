@@ -1,0 +1,52 @@
+"""Every paper's page is made of its list and its recorded numbers, and the list has all that the paper has."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.papers import PAPERS
+from benchmarks.papers.page import KINDS, ROOT, SOURCES, STATES, contents, paths, render
+
+LISTED = [name for name in PAPERS if paths(name)[2].is_file()]
+VERDICTS = {"reproduced", "in part", "not reproduced", "not measured"}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_every_item_of_a_paper_is_listed(name: str) -> None:
+    listed = contents(name)
+    for kind in KINDS:
+        numbers = {int(match[1]) for each in listed["items"] if (match := re.match(rf"{kind} (\d+)\b", each["item"]))}
+        assert numbers == set(range(1, listed["contents"][kind] + 1)), kind
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_items_say_where_they_are(name: str) -> None:
+    tables = json.loads(paths(name)[0].read_text())["tables"]
+    shown = {each for table in tables for each in table["of"]}
+    for each in contents(name)["items"]:
+        assert each["state"] in STATES, each
+        assert (each["state"] == "here") == (each["item"] in shown), each
+        assert each.get("where") or each["state"] in ("not measured", "left out"), each
+        assert not each.get("where") or (ROOT / each["where"]).exists(), each
+        assert each["state"] != "not measured" or each.get("command"), each
+        assert each["state"] != "left out" or each.get("why"), each
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_page_is_made_of_its_numbers(name: str) -> None:
+    results, page, _ = paths(name)
+    assert page.read_text() == render(name), f"run python -m benchmarks.papers {name} --page"
+    data = json.loads(results.read_text())
+    cells = [each for table in data["tables"] for row in table["rows"] for each in row if isinstance(each, dict)]
+    assert cells and {each["source"] for each in cells} <= set(SOURCES)
+    assert all(float(each["text"].rstrip("%").replace(",", "")) == pytest.approx(each["value"], rel=0.6, abs=0.6)
+               for each in cells)  # fmt: skip
+    claims = contents(name)["claims"]
+    assert claims and {each["verdict"] for each in claims} <= VERDICTS
+    assert all((ROOT / "analysis" / "results" / picture).is_file() for picture in data["pictures"])
+    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert (page.parent / Path(link)).exists(), link
