@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_longctx.compose import RESOLVED, load_config
 from megatron_longctx.mcore import checkpoint_reader
 from megatron_longctx.models.huggingface import HuggingFaceFolder
+from megatron_longctx.serving.inference_job import job_of
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.verbs import cli
 from megatron_longctx.verbs.exporting import export_model
@@ -93,6 +94,25 @@ def test_logits_and_tokens_are_those_of_transformers(
     assert VOCAB - 10 <= len(logits) < VOCAB  # the tokenizer's
     assert (logits - expected).norm() < 1e-4 * expected.norm()
     assert tokens == likeliest and len(set(tokens)) > 5
+
+
+def test_rope_is_stretched_where_words_say_so(published: dict[str, tuple[Path, Any]], runs: dict[str, Path]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (folder, _), run = published["llama"], str(runs["llama"])
+    words = {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": 4.0}
+    job = job_of({"checkpoint": run}, [f"{key}={value}" for key, value in words.items()])
+    assert job.config.model.rope_scaling.factor == 4.0
+    with pytest.raises(ValueError, match=r"of another model.*hidden_size"):
+        job_of({"checkpoint": run}, ["model.hidden_size=128"])
+    (logits, tokens), *_ = run_distributed(ours, 1, run, PROMPT, 5, {}, words)
+    config = AutoConfig.from_pretrained(folder)
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 4.0}
+    stretched = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    expected, likeliest = theirs(stretched, PROMPT, 5, len(logits))
+    assert (logits - expected).norm() < 1e-4 * expected.norm() and tokens == likeliest
+    plain, _ = theirs(published["llama"][1], PROMPT, 1, len(logits))
+    assert (logits - plain).norm() > 1e-2 * plain.norm()
 
 
 def test_a_run_says_what_it_was_made_of(published: dict[str, tuple[Path, Any]], runs: dict[str, Path]) -> None:

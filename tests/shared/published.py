@@ -76,11 +76,16 @@ def theirs(model: Any, prompt: Sequence[int], new_tokens: int, tokens: int) -> t
 
 
 def ours(
-    rank: int, run: str, prompt: Sequence[int], new_tokens: int, sizes: dict[str, int]
+    rank: int,
+    run: str,
+    prompt: Sequence[int],
+    new_tokens: int,
+    sizes: dict[str, int],
+    others: dict[str, Any] | None = None,
 ) -> tuple[Tensor, list[int]]:
-    """The same by this project's engine, as this rank of a joined group."""
+    """The same by this project's engine, as this rank of a joined group; `others`: settings over the run's."""
     config: Config = load_config(Path(run, RESOLVED))
-    settings = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()}
+    settings = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()} | (others or {})
     collection = groups.initialize(tensor=sizes.get("tensor", 1), context=sizes.get("context", 1))
     engine, tokenizer = build_engine(for_inference(changed(config, settings)), collection, Path(run, "checkpoints"))
     session = engine.open()
