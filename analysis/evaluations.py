@@ -1,7 +1,7 @@
 """Evaluations side by side: `python -m analysis.evaluations OUT --title TITLE NAME=FOLDER[,FOLDER...] ...`.
 
 Each NAME is a model, each FOLDER one that `megatron-longctx eval` has written: several of other tasks or lengths, where
-each was asked on a GPU of its own. OUT.json keeps all of it, OUT.md has the tables, and OUT.png shows losses by position
+each was asked on a GPU of its own. OUT.json keeps all of it, OUT.md has the tables, OUT.png losses by position
 and scores by length.
 """
 
