@@ -8,6 +8,7 @@ from operator import attrgetter
 from ..errors import refuse
 from ..schedules.mask import causal
 from .bounds import check, keys_of
+from .experts import check_expert_parallelism, check_experts
 from .planned import configured_mode
 from .rope_scaling import check_rope_scaling
 from .tree import LEAST_WEIGHT, Config, ModelConfig
@@ -48,6 +49,7 @@ def _check_whole_model(model: ModelConfig) -> None:
         if getattr(model, key) is not None and model.window is None:
             remedy = f"Set model.window, or leave {key} null: without windows all layers see everything."
             raise refuse(f"model.{key}", getattr(model, key), "null with model.window=null", remedy)
+    check_experts(model)
     _validate_rope(model)
 
 
@@ -200,6 +202,7 @@ def validate(config: Config) -> None:
             check(key, attrgetter(key.name)(config))
     _check_whole_model(config.model)
     _validate_parallelism(config)
+    check_expert_parallelism(config)
     if config.attention.kv_int8 and config.parallelism.context_parallel_size > 1 and config.model.kv_channels % 4:
         expected = f"false with model.head_dim={config.model.kv_channels}, which 4 does not divide"
         raise refuse("attention.kv_int8", True, expected, "Set it to false: an exact cache has no such condition.")
@@ -234,6 +237,15 @@ def data_parallel_size(config: Config, world_size: int) -> int:
             world_size,
             f"a multiple of {product} = {par.model_parallel_size}",
             "Start that many ranks or change the parallelism sizes.",
+        )
+    experts = par.tensor_size_of_experts * par.expert_model_parallel_size * par.pipeline_parallel_size
+    if world_size % experts:
+        raise refuse(
+            "parallelism.expert_model_parallel_size",
+            par.expert_model_parallel_size,
+            f"one by which tensor {par.tensor_size_of_experts} of experts x expert x pipeline "
+            f"{par.pipeline_parallel_size} divides the {world_size} ranks",
+            "Change a size, or start other ranks.",
         )
     size = world_size // par.model_parallel_size
     if par.data_parallel_size not in (None, size):

@@ -15,6 +15,7 @@ from ..schedules.cache_modes import CACHE_MODES
 from ..schedules.modes import MODES, outer_modes
 from ..schedules.save_remote import KEEP_RECEIVED
 from .bounds import choice, folder_name, number, path, text
+from .experts import ExpertKeys
 from .rope_scaling import RopeScaling
 
 TRANSPORTS = ("auto", "peer", "p2p")
@@ -44,7 +45,7 @@ _BLEND = re.compile(rf"{_SHARE} +\S+( +{_SHARE} +\S+)+")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ExpertKeys):
     """Shape of a GPT. `vocab_size: null` takes the tokenizer's, rounded up to `vocab_multiple`."""
 
     name: str = text("tiny")
@@ -99,6 +100,9 @@ class ParallelismConfig:
     context_parallel_size: int = number(1, 1, _MOST_RANKS)
     tensor_parallel_size: int = number(1, 1, _MOST_RANKS)
     pipeline_parallel_size: int = number(1, 1, _MOST_RANKS)
+    # Ranks that share the experts, each holding some whole: neighbours of context and data parallelism.
+    expert_model_parallel_size: int = number(1, 1, _MOST_RANKS)
+    expert_tensor_parallel_size: int | None = number(None, 1, _MOST_RANKS)  # null: tensor_parallel_size
     data_parallel_size: int | None = number(None, 1, 10**5)
     sequence_parallel: bool = True  # only has an effect when tensor_parallel_size > 1
     # ... or auto: what the simulator finds fastest, from a calibration (`megatron-longctx calibrate`) or, where
@@ -127,6 +131,10 @@ class ParallelismConfig:
     @property
     def model_parallel_size(self) -> int:
         return self.context_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def tensor_size_of_experts(self) -> int:
+        return self.expert_tensor_parallel_size or self.tensor_parallel_size
 
     @property
     def uses_sequence_parallel(self) -> bool:

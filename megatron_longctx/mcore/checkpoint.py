@@ -256,7 +256,8 @@ def _without_layer_state(sharded: dict[str, Any], models: Sequence[torch.nn.Modu
 
 
 def _layout() -> dict[str, Any]:
-    return {
+    expert = parallel_state.get_expert_model_parallel_world_size()
+    return ({} if expert == 1 else {"expert": expert}) | {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "context": parallel_state.get_context_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),

@@ -15,6 +15,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 # Settings that live in the parameter groups and would otherwise be taken from the checkpoint.
+_KINDS, _OF_EXPERTS = ("wd_mult", "lr_mult", "is_decoupled_lr"), "is_expert_parallel"
 _HYPERPARAMETERS = ("max_lr", "min_lr", "betas", "eps")
 
 
@@ -25,7 +26,8 @@ def kind(optimizer: MegatronOptimizer | None) -> str | None:
     parts = _parts(optimizer)
     if any(isinstance(part, DistributedOptimizer) for part in parts):
         return "distributed"
-    return "fp32" if all(isinstance(part, FP32Optimizer) for part in parts) else "bf16"
+    plain = "fp32" if all(isinstance(part, FP32Optimizer) for part in parts) else "bf16"
+    return plain if len(parts) == 1 else f"{plain}, experts apart"
 
 
 def create_missing_state(optimizer: MegatronOptimizer) -> None:
@@ -49,10 +51,11 @@ def load(optimizer: MegatronOptimizer, loaded: Any) -> None:
         loaded: the loaded dictionary; by position if several optimizers are chained.
     """
     parts = _parts(optimizer)
-    states = [loaded] if len(parts) == 1 else [loaded[index] for index in sorted(loaded)]
-    for part, state in zip(parts, states, strict=True):
+    groups = _saved_groups(loaded)
+    for index, part in enumerate(parts):
+        state = loaded if len(parts) == 1 else loaded[index]
         if isinstance(part, DistributedOptimizer):
-            _load_distributed(part, state)
+            _load_distributed(part, state, groups)
         else:
             if isinstance(part.optimizer, torch.optim.Adam):
                 # Megatron leaves a step of 0 out of the checkpoint; torch refuses a state without a step.
@@ -76,12 +79,24 @@ def restore_hyperparameters(optimizer: MegatronOptimizer, values: list[dict[str,
         group.update(own)
 
 
-def _load_distributed(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
-    state = dict(state)
-    parameter_state = state.pop("param_state")
-    sharding = state.pop("param_state_sharding_type")
-    assert sharding == "fully_reshardable", sharding
-    optimizer.load_state_dict(state)
+def _saved_groups(loaded: Any) -> list[dict[str, Any]]:
+    """Settings of all saved parameter groups. Experts have an optimizer of their own where expert-parallel ranks share
+    them: with the tensors that this optimizer asks for lie the settings of as many as there were."""
+    saved = [loaded, *(loaded[key] for key in loaded if isinstance(key, int))]
+    return [group for state in saved for group in state.get("optimizer", {}).get("param_groups", ())]
+
+
+def _like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """The saved group of the same parameters, be they of experts or not where there was no such difference."""
+    same = [each for each in saved if all(each[key] == group[key] for key in _KINDS)]
+    same.sort(key=lambda each: each[_OF_EXPERTS] != group[_OF_EXPERTS])
+    return {**same[0], _OF_EXPERTS: group[_OF_EXPERTS]}
+
+
+def _load_distributed(optimizer: DistributedOptimizer, state: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    parameter_state = state["param_state"]
+    settings = [_like(group, groups) for group in optimizer.optimizer.param_groups]
+    optimizer.load_state_dict({"optimizer": {"param_groups": settings}})
     # The copy below visits every entry of a parameter's state, and the checkpoint has no entry for the step.
     steps = {}
     for adam in _torch_adams(optimizer):

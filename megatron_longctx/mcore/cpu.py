@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _applied = False
 
@@ -172,11 +173,31 @@ def _adjust_rng() -> None:
 
 
 def _adjust_moe() -> None:
-    """``transformer/moe/moe_utils.py`` reads a name that only TransformerEngine defines, as if it were None."""
-    from megatron.core.transformer.moe import moe_utils
+    """Sizes of what experts exchange are moved off the device as numbers, and gloo gathers equal parts alone."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    if not hasattr(moe_utils, "te_general_gemm"):
+    if not hasattr(moe_utils, "te_general_gemm"):  # read as if it were None where TransformerEngine is not installed
         _replace(moe_utils, "te_general_gemm", None)
+    _replace(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers)
+    # tensor_parallel/mappings.py, of the tokens of experts that are sharded themselves.
+    _replace(dist, "all_gather", _of_unequal_parts(dist.all_gather))
+
+
+def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _of_unequal_parts(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(all_gather)
+    def wrapper(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({each.shape for each in outputs}) == 1:
+            return all_gather(outputs, tensor, group=group, async_op=async_op)
+        outputs[dist.get_rank(group)].copy_(tensor)
+        for rank, output in enumerate(outputs):
+            dist.broadcast(output, group=group, group_src=rank)
+        return None
+
+    return wrapper
 
 
 class _Done:

@@ -11,11 +11,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from .experts import numbered
+
 _LAYERS = "decoder.layers."
 
 
 def named_parameters(models: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    """This rank's parameters, to which DDP gives `main_grad`, by names that count layers over all pipeline stages."""
+    """This rank's parameters, to which DDP gives `main_grad`, by names that count layers over all pipeline
+    stages, and experts over all ranks."""
     (gpt,) = unwrap_model(list(models))
     before = gpt.decoder.layers[0].layer_number - 1
     found = {}
@@ -23,6 +26,7 @@ def named_parameters(models: Sequence[DistributedDataParallel]) -> dict[str, Any
         if name.startswith(_LAYERS):
             number, _, rest = name.removeprefix(_LAYERS).partition(".")
             name = f"{_LAYERS}{before + int(number)}.{rest}"
+            name = numbered(name, getattr(gpt.decoder.layers[int(number)].mlp, "local_expert_indices", [0])[0])
         found[name] = parameter
     return found
 
@@ -36,7 +40,11 @@ def whole_gradients(
     """
     if distributed:
         for model in models:
-            for bucket in (bucket for buffer in model.buffers for bucket in buffer.buckets):
-                pieces = bucket.grad_data.chunk(groups.dp_cp.size())
-                dist.all_gather(list(pieces), pieces[groups.dp_cp.rank()].clone(), group=groups.dp_cp)
+            for buffers, group in (
+                (model.buffers, groups.dp_cp),
+                (model.expert_parallel_buffers, groups.expt_dp),
+            ):
+                for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+                    pieces = bucket.grad_data.chunk(group.size())
+                    dist.all_gather(list(pieces), pieces[group.rank()].clone(), group=group)
     return {name: x.main_grad.clone() for name, x in named_parameters(models).items()}

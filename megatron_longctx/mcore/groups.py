@@ -19,7 +19,15 @@ from megatron_longctx.mcore import cpu
 _SEED_STEP_PER_STAGE = 100
 
 
-def initialize(*, tensor: int = 1, context: int = 1, pipeline: int = 1, seed: int = 1234) -> ProcessGroupCollection:
+def initialize(
+    *,
+    tensor: int = 1,
+    context: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
+    seed: int = 1234,
+) -> ProcessGroupCollection:
     """Build every Megatron process group and seed every generator.
 
     ``torch.distributed`` must be initialised (and, on GPU, the process's device set). The data-parallel size is what
@@ -30,6 +38,8 @@ def initialize(*, tensor: int = 1, context: int = 1, pipeline: int = 1, seed: in
         tensor: tensor-parallel size.
         context: context-parallel size.
         pipeline: pipeline-parallel size.
+        expert: expert-parallel size, over neighbours of context and data parallelism.
+        expert_tensor: tensor-parallel size of experts; None for that of the other layers.
         seed: seed of parameters and dropout; any value of at least 1.
 
     Returns:
@@ -45,6 +55,8 @@ def initialize(*, tensor: int = 1, context: int = 1, pipeline: int = 1, seed: in
         tensor_model_parallel_size=tensor,
         context_parallel_size=context,
         pipeline_model_parallel_size=pipeline,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
         distributed_timeout_minutes=timeout_of() / timedelta(minutes=1),
         # Needed only by checkpoint formats that this project does not write.
         create_gloo_process_groups=False,

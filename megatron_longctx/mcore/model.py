@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from ..config import Config, ModelConfig
 from ..models.rope_scaling import frequencies_of
+from .experts import expert_settings
 from .head import ChunkedHeadGPT
 from .rope import ShardedRotaryEmbedding
 from .row_parallel import RowReductions
@@ -123,6 +124,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         gradient_accumulation_fusion=fused_accumulation,
         attention_softmax_in_fp32=True,
         deterministic_mode=False,
+        **expert_settings(config),
         **recompute,
     )
 
@@ -187,6 +189,16 @@ def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
     special = {key: getattr(model, key) for key in keys}
     if model.rope_scaling.kind != "none":
         special["rope_scaling"] = asdict(model.rope_scaling)
+    if model.num_moe_experts is not None:
+        special |= {
+            "num_moe_experts": model.num_moe_experts,
+            "moe_ffn_hidden_size": model.expert_width,
+            "moe_layers": "".join(str(int(experts)) for experts in model.expert_layers),
+            "moe_router_topk": model.moe_router_topk,
+            "moe_router_pre_softmax": model.moe_router_pre_softmax,
+            "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+            "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        }
     return {key: value for key, value in special.items() if value not in (None, "none", False)} | {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,

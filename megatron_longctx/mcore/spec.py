@@ -13,11 +13,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from ..config import RecomputeConfig
 from ..errors import refuse
 from ..recompute import DeviceStore, HostStore
 from .core_attention import ContextParallelCoreAttention
+from .experts import experts_spec
 from .norms import norm_class
 from .post_norm import with_post_norms
 from .recompute import with_recompute
@@ -105,4 +107,23 @@ def block_spec(
     if recompute.mode.startswith("attention_output"):
         layer = with_recompute(layer, HostStore() if recompute.mode.endswith("offload") else DeviceStore())
     layer = with_reductions(layer, reductions or RowReductions())
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=final_norm)
+    layers = [layer] * get_num_layers_to_build(config)
+    if config.num_moe_experts is not None:
+        before = get_transformer_layer_offset(config)
+        of_experts = _with_experts(layer, config.num_moe_experts, final_norm, transformer_engine)
+        layers = [of_experts if config.moe_layer_freq[before + i] else layer for i in range(len(layers))]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
+
+
+def _with_experts(layer: ModuleSpec, num_experts: int, norm: type, transformer_engine: bool) -> ModuleSpec:
+    """A copy of a layer's spec whose MLP is a mixture of experts, with a norm of its own before it."""
+    layer = copy.copy(layer)
+    layer.submodules = copy.copy(layer.submodules)
+    layer.submodules.mlp = experts_spec(num_experts, transformer_engine)
+    layer.submodules.pre_mlp_layernorm = norm
+    # In checkpoints, that norm is not a part of the MLP's first product, as it is in TransformerEngine's dense layers.
+    names = layer.submodules.sharded_state_dict_keys_map
+    layer.submodules.sharded_state_dict_keys_map = {
+        ours: theirs for ours, theirs in names.items() if not ours.startswith("pre_mlp")
+    }
+    return layer

@@ -10,7 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .shapes import AttentionBytes, Job, LayerBytes, attention_bytes, layer_bytes, mlp_weights, stage_parameters
+from .shapes import (
+    AttentionBytes,
+    Job,
+    LayerBytes,
+    attention_bytes,
+    layer_bytes,
+    mlp_weights,
+    stage_experts,
+    stage_parameters,
+)
 
 READ_BY_PEERS = "what peers read"
 
@@ -77,13 +86,21 @@ def predict(job: Job) -> Prediction:
     Raises:
         ValueError: `parallelism.schedule=auto`, or a plan that cannot be built.
     """
-    layer, attention = layer_bytes(job), attention_bytes(job)
+    attention = attention_bytes(job)
     stages = range(job.config.parallelism.pipeline_parallel_size)
-    return max((_stage(job, stage, layer, attention) for stage in stages), key=lambda found: found.num_bytes)
+    return max((_stage(job, stage, attention) for stage in stages), key=lambda found: found.num_bytes)
 
 
-def _stage(job: Job, stage: int, layer: LayerBytes, attention: AttentionBytes) -> Prediction:
-    kept = _kept(job, stage, layer)
+def _stage(job: Job, stage: int, attention: AttentionBytes) -> Prediction:
+    of_experts = job.expert_layers(stage)
+    kinds = {
+        experts: (layer_bytes(job, experts), count)
+        for experts, count in ((False, job.num_layers - of_experts), (True, of_experts))
+        if count
+    }
+    layer = max((found for found, _ in kinds.values()), key=lambda found: found.total)
+    mlps = sum(found.mlp * count for found, count in kinds.values())
+    kept = _kept(job, stage, layer, mlps)
     phases = [Phase("backward of a layer", (*kept, *_layer_backward(job, layer, attention)))]
     if stage == job.config.parallelism.pipeline_parallel_size - 1:
         phases.append(Phase("loss", (*kept, *_loss(job, layer))))
@@ -94,8 +111,12 @@ def _stage(job: Job, stage: int, layer: LayerBytes, attention: AttentionBytes) -
 def _own_parameters(job: Job, stage: int) -> int:
     """Parameters that this rank's optimizer updates."""
     par = job.config.parallelism
-    shards = job.data_parallel_size * par.context_parallel_size if job.config.optim.distributed else 1
-    return -(-stage_parameters(job, stage) // shards)
+    if not job.config.optim.distributed:
+        return stage_parameters(job, stage)
+    shards, experts = job.data_parallel_size * par.context_parallel_size, stage_experts(job, stage)
+    own = -(-(stage_parameters(job, stage) - experts) // shards)
+    held = par.tensor_size_of_experts * par.expert_model_parallel_size
+    return own + -(-experts * held // (shards * par.tensor_parallel_size))
 
 
 def _optimizer_step(job: Job, stage: int) -> tuple[Term, ...]:
@@ -133,15 +154,15 @@ def _always(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ...]
     return tuple(terms)
 
 
-def _kept(job: Job, stage: int, layer: LayerBytes) -> tuple[Term, ...]:
-    """What lies there between forward and backward, of all layers and micro-batches in flight."""
+def _kept(job: Job, stage: int, layer: LayerBytes, mlps: int) -> tuple[Term, ...]:
+    """What lies there between forward and backward, of all layers and micro-batches in flight. mlps: of all layers."""
     count, mode = job.num_layers * job.in_flight(stage), job.config.recompute.mode
     terms = [Term("layer inputs", count * layer.input, per_token=True)]
     if mode == "none":
         terms += [
             Term("attention results", count * layer.result, per_token=True),
             Term("other activations of attention", count * layer.attention, per_token=True),
-            Term("activations of the MLP", count * layer.mlp, per_token=True),
+            Term("activations of the MLP", job.in_flight(stage) * mlps, per_token=True),
         ]
     elif mode == "attention_output":
         terms.append(Term("attention results", count * layer.result, per_token=True))

@@ -20,9 +20,7 @@ from ..schedules import (
     keeps_received,
 )
 from ..schedules.footprint import Footprint, footprint
-
-_FC1_COLUMNS = {"swiglu": 2, "geglu": 2, "gelu": 1}
-"""Columns of the MLP's first matrix, in units of the MLP's width."""
+from .experts import FC1_COLUMNS, expert_bytes, expert_parameters, router_parameters
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,10 @@ class Job:
     def num_layers(self) -> int:
         """Of one pipeline stage."""
         return self.config.model.num_layers // self.config.parallelism.pipeline_parallel_size
+
+    def expert_layers(self, stage: int) -> int:
+        """How many layers of a stage are of experts."""
+        return sum(self.config.model.expert_layers[stage * self.num_layers : (stage + 1) * self.num_layers])
 
     @cached_property
     def plan(self) -> Plan:
@@ -134,7 +136,9 @@ def stage_parameters(job: Job, stage: int) -> int:
     last = par.pipeline_parallel_size - 1
     embedding = job.vocab_size * model.hidden_size // par.tensor_parallel_size
     norm = model.hidden_size * (2 if model.normalization == "layernorm" else 1)
-    total = job.num_layers * layer_parameters(job)
+    of_experts = job.expert_layers(stage)
+    total = (job.num_layers - of_experts) * layer_parameters(job)
+    total += of_experts * (layer_parameters(job, experts=True) if of_experts else 0)
     if stage == 0:
         total += embedding
         if model.position_embedding == "learned":
@@ -146,31 +150,44 @@ def stage_parameters(job: Job, stage: int) -> int:
     return total
 
 
+def stage_experts(job: Job, stage: int) -> int:
+    """Parameters among them that expert-parallel ranks share, for which fewer ranks are data-parallel."""
+    count = job.expert_layers(stage) if job.config.parallelism.expert_model_parallel_size > 1 else 0
+    return count * expert_parameters(job) if count else 0
+
+
 def mlp_weights(job: Job) -> tuple[int, int]:
-    """Elements of the two matrices of one layer's MLP on one tensor-parallel rank."""
-    model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
-    second = model.hidden_size * model.ffn_hidden_size // tp
-    return _FC1_COLUMNS[model.activation] * second, second
+    """Elements of the two matrices of one layer's MLP on one tensor-parallel rank; of the wider kind."""
+    model, par = job.config.model, job.config.parallelism
+    widths = {
+        model.expert_width // par.tensor_size_of_experts
+        if experts
+        else model.ffn_hidden_size // par.tensor_parallel_size
+        for experts in model.expert_layers
+    }
+    second = model.hidden_size * max(widths)
+    return FC1_COLUMNS[model.activation] * second, second
 
 
-def layer_parameters(job: Job) -> int:
-    """Parameters of one transformer layer on one tensor-parallel rank."""
+def layer_parameters(job: Job, experts: bool = False) -> int:
+    """Parameters of one transformer layer, a dense one or one of experts, on one rank."""
     model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
     heads = (model.num_attention_heads + 2 * model.num_kv_heads) * model.kv_channels
     out = model.num_attention_heads * model.kv_channels
-    fc1 = _FC1_COLUMNS[model.activation] * model.ffn_hidden_size
-    sharded = model.hidden_size * (heads + out + fc1 + model.ffn_hidden_size)
+    width = 0 if experts else model.ffn_hidden_size
+    fc1 = FC1_COLUMNS[model.activation] * width
+    sharded = model.hidden_size * (heads + out + fc1 + width)
     whole = 2 * model.hidden_size * (2 if model.normalization == "layernorm" else 1)
     if model.bias or model.qkv_bias:
         sharded += heads
     if model.bias:
         sharded += fc1
-        whole += 2 * model.hidden_size
+        whole += (1 if experts else 2) * model.hidden_size
     if model.sinks == "learnable":
         sharded += model.num_attention_heads
     norm = 2 if model.normalization == "layernorm" else 1
     whole += norm * (2 * model.kv_channels * model.qk_norm + 2 * model.hidden_size * model.post_norms)
-    return sharded // tp + whole
+    return sharded // tp + whole + (expert_parameters(job) + router_parameters(job) if experts else 0)
 
 
 @dataclass(frozen=True)
@@ -197,8 +214,9 @@ class LayerBytes:
         return self.input + self.result + self.attention + self.mlp
 
 
-def layer_bytes(job: Job) -> LayerBytes:
-    """Activations of one layer, as Megatron's layers with our attention and torch's norms save them."""
+def layer_bytes(job: Job, experts: bool = False) -> LayerBytes:
+    """Activations of one layer, a dense one or one of experts, as Megatron's layers with our attention and torch's
+    norms save them."""
     model, e, tokens = job.config.model, job.element_bytes, job.tokens
     tp = job.config.parallelism.tensor_parallel_size
     workload = workload_of(job.config)
@@ -218,7 +236,7 @@ def layer_bytes(job: Job) -> LayerBytes:
             kept -= per_sequence * (workload.token_bytes(Kind.OUT) - workload.token_bytes(Kind.Q))
         else:  # whose gradient is of the rank's own queries
             seen = taken = q
-    fc1 = e * tokens * _FC1_COLUMNS[model.activation] * model.ffn_hidden_size // tp
+    fc1 = e * tokens * FC1_COLUMNS[model.activation] * model.ffn_hidden_size // tp
     act = e * tokens * model.ffn_hidden_size // tp
     rms = model.normalization == "rmsnorm"
 
@@ -232,8 +250,10 @@ def layer_bytes(job: Job) -> LayerBytes:
     )
     behind = 2 * norm if model.post_norms else 0  # and the norm's input is in the place of its output
     fused = job.fused and model.activation == "swiglu"
-    between = 2 * act if _FC1_COLUMNS[model.activation] == 2 and not fused else 0
+    between = 2 * act if FC1_COLUMNS[model.activation] == 2 and not fused else 0
     inside, size = fc1 + act + between, job.config.recompute.mlp_tile_tokens
+    if experts:
+        inside, fc1 = expert_bytes(job)
     return LayerBytes(
         input=hidden,
         result=per_sequence * workload.token_bytes(Kind.OUT),

@@ -9,7 +9,8 @@ vocabulary V, and P visible pairs of a query and a key, summed over layers:
     attention    L · 4·T·S·h·d             dense convention: every query times every key (QKᵀ and PV)
                  4·(P - L·T/2)·h·d         causal convention: visible pairs, a query's own key counted half, so that
                                            a whole causal sequence has S²/2; documents and windows have fewer
-    MLP          L · 2·T·M·H·F
+    MLP          2·T·M·H·F in a dense layer; in one of E experts 2·T·H·(M·(k·W + U) + E), of width W each, of which a
+                 token goes through k, and of shared ones of width U
     LM head      2·T·H·V
 
 A training step is 3 × forward (backward counts twice). Embedding look-ups, norms, RoPE and softmax are left out, and
@@ -25,7 +26,8 @@ from megatron_longctx import names
 from megatron_longctx.config import ModelConfig
 
 FORMULA = (
-    "3 * (L*(2*T*H*d*(h + 2*g) + 2*T*h*d*H + 2*T*M*H*F) + A + 2*T*H*V), "
+    "3 * (L*(2*T*H*d*(h + 2*g) + 2*T*h*d*H) + 2*T*H*(D*M*F + X*(M*(k*W + U) + E)) + A + 2*T*H*V), "
+    "D dense layers, X of E experts of width W, k of them active, and U of shared ones, "
     "A = 4*(P - L*T/2)*h*d (causal; P visible pairs of all layers, L*T*(S + 1)/2 without documents and windows) "
     "or 4*L*T*S*h*d (dense), M = 3 (swiglu, geglu) or 2 (gelu); recomputation not counted"
 )
@@ -70,13 +72,22 @@ def training_flops(model: ModelConfig, vocab_size: int, work: Work) -> StepFlops
     tokens, hidden, dim, layers = work.tokens, model.hidden_size, model.kv_channels, model.num_layers
     heads, kv_heads = model.num_attention_heads, model.num_kv_heads
     projections = 2 * tokens * hidden * dim * (heads + 2 * kv_heads) + 2 * tokens * heads * dim * hidden
-    mlp = 2 * tokens * _MLP_MATRICES[model.activation] * hidden * model.ffn_hidden_size
+    mlps = 2 * tokens * hidden * sum(_mlp_width(model, experts) for experts in model.expert_layers)
     head = 2 * tokens * hidden * vocab_size
-    linear = layers * (projections + mlp) + head
+    linear = layers * projections + mlps + head
     return StepFlops(
         causal=3 * (linear + 2 * (2 * work.pairs - layers * tokens) * heads * dim),
         dense=3 * (linear + 4 * layers * work.dense_pairs * heads * dim),
     )
+
+
+def _mlp_width(model: ModelConfig, experts: bool) -> int:
+    """Columns of all matrices that a token goes through in a layer's MLP, a dense one or one of experts."""
+    matrices = _MLP_MATRICES[model.activation]
+    if not experts:
+        return matrices * model.ffn_hidden_size
+    active = model.moe_router_topk * model.expert_width + (model.moe_shared_expert_intermediate_size or 0)
+    return matrices * active + (model.num_moe_experts or 0)
 
 
 def performance(

@@ -18,7 +18,7 @@ from .qwen3 import QWEN3
 FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA3)
 
 _OTHERS = "Models of other architectures are not served yet."
-_EXPERTS = "Their experts are not served: the project's layers have dense MLPs alone."
+_EXPERTS = "Weights of experts are not imported yet; model.num_moe_experts trains them from the start."
 _CAPPED = "They cap logits, which no kernel here does."
 _NOT_SERVED = {
     **dict.fromkeys(("GptOssForCausalLM", "gpt_oss", "MixtralForCausalLM", "Qwen3MoeForCausalLM"), _EXPERTS),

@@ -61,6 +61,8 @@ class Trainer:
             tensor=par.tensor_parallel_size,
             context=par.context_parallel_size,
             pipeline=par.pipeline_parallel_size,
+            expert=par.expert_model_parallel_size,
+            expert_tensor=par.expert_tensor_parallel_size,
             seed=train.seed,
         )
         if config.attention.deterministic:

@@ -16,6 +16,8 @@ from .loop import StepResult, Trainer
 from .run_folder import RunFolder
 from .signals import StopRequest
 
+_EXPERTS, _SHARE = ".mlp.experts.", "_of_"
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -63,15 +65,22 @@ class _Exporting(RecordedTrainer):
 
     def observe(self) -> None:
         if self.step in self._steps:
-            gradients = self.gradients()
-            if self.groups.dp_cp.rank() == 0:
-                torch.save(
-                    gradients, _export(self.folder.path, self.step, self.groups.pp.rank(), self.groups.tp.rank())
-                )
+            gradients, groups = self.gradients(), self.groups
+            stage = self.folder.path / f"gradients_step_{self.step}_pp_{groups.pp.rank()}"
+            experts = {name: gradients.pop(name) for name in list(gradients) if _EXPERTS in name}
+            if groups.dp_cp.rank() == 0:
+                torch.save(gradients, f"{stage}_tp_{groups.tp.rank()}.pt")
+            if experts and groups.expt_dp.rank() == 0:
+                torch.save(experts, f"{stage}_experts_{groups.expt_tp.rank()}{_SHARE}{groups.ep.rank()}.pt")
 
 
-def _export(run: Path, step: int, stage: int | str, shard: int | str) -> Path:
-    return run / f"gradients_step_{step}_pp_{stage}_tp_{shard}.pt"
+def _exported(run: Path, step: int) -> dict[str, dict[str, Tensor]]:
+    """Gradients by stage and tensor-parallel shard; experts of all expert-parallel ranks together."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for path in sorted(run.glob(f"gradients_step_{step}_pp_*")):
+        shard = found.setdefault(path.stem.partition(_SHARE)[0], {})
+        shard.update(torch.load(path, mmap=True, map_location="cpu"))
+    return found
 
 
 def record(rank: int, config: Config, steps: Collection[int]) -> Figures:
@@ -96,13 +105,13 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 def gradient_errors(run: Path, reference: Path, step: int) -> dict[str, float]:
     """Relative error of every parameter's gradient, by name: of all the shares that tensor-parallel ranks hold of it.
 
-    run, reference: folders of runs by `record`, with equal tensor- and pipeline-parallel sizes.
+    run, reference: folders of runs by `record`, with equal tensor- and pipeline-parallel sizes, of experts too.
     """
     squares: dict[str, tuple[float, float]] = {}
-    for path in sorted(reference.glob(_export(reference, step, "*", "*").name)):
-        expected, found = (torch.load(folder / path.name, mmap=True, map_location="cpu") for folder in (reference, run))
+    found = _exported(run, step)
+    for shard, expected in _exported(reference, step).items():
         for name, gradient in expected.items():
-            before, share = squares.get(name, (0.0, 0.0)), _squares(found[name], gradient)
+            before, share = squares.get(name, (0.0, 0.0)), _squares(found[shard][name], gradient)
             squares[name] = before[0] + share[0], before[1] + share[1]
     return {name: _error(*both) for name, both in squares.items()}
 

@@ -106,7 +106,7 @@ def _planned(settings: Sequence[str], steps: int, tolerance: float | None, root:
             config = exact
     world = preflight.local_world_size(config)
     preflight.check(config, world)
-    reference = _without_context_parallelism(config)
+    reference = _without_context_parallelism(config, world)
     plan = Plan(config, reference, world, device, tolerance or TOLERANCES[config.train.precision])
     try:
         preflight.check(reference, world // plan.cp)
@@ -128,11 +128,15 @@ def _recorded(config: Config, steps: int, root: Path) -> Config:
     )
 
 
-def _without_context_parallelism(config: Config) -> Config:
-    """The same recipe; what only context parallelism has is at its default."""
-    default = ParallelismConfig()
+def _without_context_parallelism(config: Config, world: int) -> Config:
+    """The same recipe; what only context parallelism has is at its default, and experts are on as many ranks of the
+    fewer as share them."""
+    default, par = ParallelismConfig(), config.parallelism
+    stage = par.tensor_size_of_experts * par.pipeline_parallel_size
+    experts = math.gcd(par.expert_model_parallel_size, world // par.context_parallel_size // stage)
     names = ("schedule", "layout", "max_buffer_tokens", "inner_size", "head_chunks", "outer_schedule", "cluster")
-    single = replace(config.parallelism, context_parallel_size=1, **{name: getattr(default, name) for name in names})
+    defaults = {name: getattr(default, name) for name in names}
+    single = replace(par, context_parallel_size=1, expert_model_parallel_size=max(1, experts), **defaults)
     train = replace(config.train, num_processes=None)
     result = replace(config, parallelism=single, train=train, run=replace(config.run, name="cp1"))
     validate(result)

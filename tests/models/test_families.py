@@ -183,8 +183,8 @@ def test_unknown_architectures_are_refused_by_name() -> None:
 
 def test_families_that_are_known_and_not_served_are_refused_with_the_reason() -> None:
     for config, said in (
-        ({"architectures": ["GptOssForCausalLM"]}, "Their experts are not served"),
-        ({"model_type": "gpt_oss"}, "Their experts are not served"),
+        ({"architectures": ["GptOssForCausalLM"]}, "Weights of experts are not imported yet"),
+        ({"model_type": "gpt_oss"}, "Weights of experts are not imported yet"),
         ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "They cap logits"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Its images are not served"),
     ):

@@ -1,0 +1,118 @@
+"""Mixtures of experts: the keys `model.num_moe_experts` and `model.moe_*`, and what they may be together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from ..errors import refuse
+from .bounds import choice, number
+
+if TYPE_CHECKING:
+    from .tree import Config, ModelConfig, ParallelismConfig
+
+BALANCINGS = ("none", "aux_loss", "seq_aux_loss")
+ROUTER_DTYPES = ("fp32", "fp64")
+
+
+@dataclass(frozen=True)
+class ExpertKeys:
+    """Megatron's fields, under its names. Tokens are never dropped."""
+
+    num_moe_experts: int | None = number(None, 1, 10_000)  # null: all MLPs are dense
+    moe_ffn_hidden_size: int | None = number(None, 1, 10**7)  # of one expert; null: ffn_hidden_size
+    moe_router_topk: int = number(2, 1, 10_000)  # experts of a token
+    moe_layer_freq: int = number(1, 1, 10_000)  # one layer of experts in each moe_layer_freq, the first one
+    moe_first_dense_layers: int = number(0, 0, 10_000)  # of all layers; moe_layer_freq counts from behind them
+    # Width of the MLP that every token goes through beside its experts, of all shared experts together. null: none.
+    moe_shared_expert_intermediate_size: int | None = number(None, 1, 10**7)
+    moe_router_pre_softmax: bool = False  # weights are the softmax over all experts, not over the chosen ones
+    # What the weights are multiplied by; null: 1.
+    moe_router_topk_scaling_factor: float | None = number(None, 0, 1e6, above=True)
+    # What keeps experts equally busy: a loss over each micro-batch (aux_loss), or over each sequence.
+    moe_router_load_balancing_type: str = choice("aux_loss", BALANCINGS)
+    moe_aux_loss_coeff: float = number(0.01, 0, 1e6)
+    moe_z_loss_coeff: float | None = number(None, 0, 1e6, above=True)  # of a loss that keeps router logits small
+    moe_router_dtype: str | None = choice(None, ROUTER_DTYPES)  # null: the model's precision
+
+    @property
+    def expert_width(self) -> int:
+        """Of one expert's MLP."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size  # type: ignore[attr-defined]
+
+    @property
+    def expert_layers(self) -> tuple[bool, ...]:
+        """Of every layer of the model, whether its MLP is a mixture of experts."""
+        layers: int = self.num_layers  # type: ignore[attr-defined]
+        first = self.moe_first_dense_layers
+        if self.num_moe_experts is None:
+            return (False,) * layers
+        return tuple(i >= first and (i - first) % self.moe_layer_freq == 0 for i in range(layers))
+
+
+def check_experts(model: ModelConfig) -> None:
+    """Refuse keys of experts that say nothing without others, and sizes that do not fit each other.
+
+    Raises:
+        ValueError: names the key and value, what was expected and what to do.
+    """
+    experts, topk = model.num_moe_experts, model.moe_router_topk
+    if experts is None:
+        for key in fields(ExpertKeys):
+            if (value := getattr(model, key.name)) != key.default:
+                default = "null" if key.default is None else str(key.default).lower()
+                remedy = "Set model.num_moe_experts: without experts nothing reads it."
+                raise refuse(f"model.{key.name}", value, f"{default} with model.num_moe_experts=null", remedy)
+        return
+    if topk > experts:
+        raise refuse("model.moe_router_topk", topk, f"at most model.num_moe_experts={experts}", "Lower it.")
+    if topk == 1 and not model.moe_router_pre_softmax:
+        remedy = "The softmax over one expert is 1, whatever the router says."
+        raise refuse("model.moe_router_pre_softmax", False, "true with model.moe_router_topk=1", remedy)
+    if not any(model.expert_layers):
+        expected = f"less than model.num_layers={model.num_layers}"
+        raise refuse("model.moe_first_dense_layers", model.moe_first_dense_layers, expected, "Lower it.")
+
+
+def check_expert_parallelism(config: Config) -> None:
+    """Refuse experts that these ranks cannot share.
+
+    Raises:
+        ValueError: as `check_experts`.
+    """
+    model, par = config.model, config.parallelism
+    tp, ep, etp = par.tensor_parallel_size, par.expert_model_parallel_size, par.expert_tensor_parallel_size
+    if model.num_moe_experts is None:
+        if (ep, etp) != (1, None):
+            key, value, expected = ("expert_model", ep, 1) if ep != 1 else ("expert_tensor", etp, "null")
+            remedy = "Set model.num_moe_experts, or leave it."
+            raise refuse(
+                f"parallelism.{key}_parallel_size", value, f"{expected} with model.num_moe_experts=null", remedy
+            )
+        return
+    _check_shares(par, model.num_moe_experts, model.expert_width)
+    if tp > 1 and not par.sequence_parallel:
+        expected = "true with experts and parallelism.tensor_parallel_size > 1"
+        raise refuse("parallelism.sequence_parallel", False, expected, "Megatron's experts train with it alone.")
+    if par.tensor_size_of_experts > 1 and model.bias:
+        expected = "1 with model.bias=true"
+        raise refuse("parallelism.expert_tensor_parallel_size", etp, expected, "Megatron shards no biases of experts.")
+    tile, reduction = config.recompute.mlp_tile_tokens, config.reduction.down_projection
+    if tile is not None:
+        raise refuse("recompute.mlp_tile_tokens", tile, "null with experts", "Only dense MLPs have tiles.")
+    if reduction != "none":
+        raise refuse("reduction.down_projection", reduction, "none with experts", "Only dense MLPs have it.")
+
+
+def _check_shares(par: ParallelismConfig, experts: int, width: int) -> None:
+    tp, ep, etp = par.tensor_parallel_size, par.expert_model_parallel_size, par.tensor_size_of_experts
+    if experts % ep:
+        expected = f"a divisor of model.num_moe_experts={experts}"
+        raise refuse("parallelism.expert_model_parallel_size", ep, expected, "Ranks hold equally many experts.")
+    if width % etp:
+        expected = f"a divisor of an expert's width, {width}"
+        raise refuse("parallelism.expert_tensor_parallel_size", etp, expected, "Change one of them.")
+    if ep == 1 and etp != tp:
+        expected = f"null or {tp}, the tensor-parallel size, with parallelism.expert_model_parallel_size=1"
+        remedy = "Megatron would not sum the gradients of experts that tensor-parallel ranks hold whole."
+        raise refuse("parallelism.expert_tensor_parallel_size", etp, expected, remedy)

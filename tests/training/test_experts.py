@@ -1,0 +1,175 @@
+"""Mixtures of experts train the same however ranks share the sequence and the experts, and go on at other sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron_longctx.config import Config, ModelConfig, data_parallel_size
+from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.experts import SummedLossRouter, numbered
+from megatron_longctx.mcore.model import transformer_config
+from megatron_longctx.metrics.flops import Work, training_flops
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.training.recorded import Figures, gradient_errors, record
+from tests.shared.training import tiny_config, tiny_corpus
+
+CP, TP, EP, ETP = (
+    f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "expert_model", "expert_tensor")
+)
+EXPERTS: dict[str, Any] = {
+    "model.num_moe_experts": 4, "model.moe_ffn_hidden_size": 48, "model.moe_z_loss_coeff": 1e-3,
+    "train.steps": 3, "optim.warmup_steps": 0, "optim.lr": 3e-4, "optim.min_lr": 3e-5, "train.global_batch_size": 2,
+}  # fmt: skip
+# A dense layer first, shared experts, and losses by sequence, as DeepSeek has them; ranks hold unequal shares of 97.
+SHARED = {
+    "model.moe_first_dense_layers": 1, "model.moe_shared_expert_intermediate_size": 32, "data.seq_length": 97,
+    "model.moe_router_pre_softmax": True, "model.moe_router_load_balancing_type": "seq_aux_loss",
+    "model.moe_router_topk_scaling_factor": 1.5, "train.micro_batch_size": 2,
+}  # fmt: skip
+LAST = {"train.save": True}
+
+# By name: ranks, the run to compare with, settings.
+RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "alone": (1, "alone", {**LAST, "train.keep_checkpoints": 9, "train.save_interval": 2}),
+    "shared": (1, "shared", SHARED),
+    "tp2": (2, "tp2", {TP: 2}),
+    "tp2 ep2": (2, "tp2 ep2", {TP: 2, EP: 2, ETP: 1}),
+    "cp2 ep2": (2, "alone", {CP: 2, EP: 2}),
+    "shared cp3": (3, "shared", {**SHARED, CP: 3, "recompute.mode": "attention_output"}),
+    "shared cp4 ep2": (4, "shared", {**SHARED, CP: 4, EP: 2, "parallelism.schedule": "ulysses"}),
+    "dp2 cp2 ep4": (4, "alone", {CP: 2, EP: 4, **LAST, "train.save_interval": 2}),
+    "tp2 cp2 ep2": (4, "tp2", {TP: 2, CP: 2, EP: 2, "optim.distributed": False, "recompute.mode": "layer"}),
+    "tp2 cp2 ep4": (4, "tp2 ep2", {TP: 2, CP: 2, EP: 4, ETP: 1}),
+}  # fmt: skip
+
+
+def _config(root: Path, name: str, settings: dict[str, Any]) -> Config:
+    return tiny_config(root, name.replace(" ", "-"), {**EXPERTS, **settings})
+
+
+def _train(rank: int, configs: list[Config], steps: list[tuple[int, ...]]) -> list[Figures]:
+    found = []
+    for config, at in zip(configs, steps, strict=True):
+        found.append(record(rank, config, at))
+        groups.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Figures]]:
+    root, found = tmp_path_factory.mktemp("experts"), {}
+    tiny_corpus(root / "corpus")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        for world in sorted({world for world, _, _ in RUNS.values()}):
+            names = [name for name, run in RUNS.items() if run[0] == world]
+            configs = [_config(root, name, RUNS[name][2]) for name in names]
+            steps = [(0, 2)] * len(names)
+            found |= dict(zip(names, run_distributed(_train, world, configs, steps)[0], strict=True))
+    return root, found
+
+
+@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if name != run[1]])
+def test_losses_norms_and_gradients_are_those_of_one_rank(trained: tuple[Path, dict[str, Figures]], name: str) -> None:
+    root, found = trained
+    reference = RUNS[name][1]
+    assert found[name].losses == pytest.approx(found[reference].losses, rel=1e-5)
+    assert found[name].grad_norms == pytest.approx(found[reference].grad_norms, rel=1e-5)
+    for step in (0, 2):
+        run, alone = (root / each.replace(" ", "-") for each in (name, reference))
+        errors = gradient_errors(run, alone, step)
+        assert sum(".mlp.experts." in each for each in errors) == (8 if "shared" in name else 16)
+        assert {each: error for each, error in errors.items() if not error <= 1e-5} == {}
+
+
+def test_a_checkpoint_goes_on_at_other_sizes(trained: tuple[Path, dict[str, Figures]]) -> None:
+    """The third step of four ranks' experts, by one rank's checkpoint of the second, and the other way round."""
+    root, found = trained
+    for name, world, settings in (("alone", 4, {TP: 2, CP: 2, EP: 2}), ("dp2-cp2-ep4", 1, {})):
+        (root / name / "checkpoints/latest_checkpointed_iteration.txt").write_text("2")
+        config = _config(root, name, settings)
+        (figures,) = run_distributed(_train, world, [config], [()])[0]
+        assert figures.losses == pytest.approx(found["alone"].losses[2:], rel=1e-5)
+        assert figures.grad_norms == pytest.approx(found["alone"].grad_norms[2:], rel=1e-5)
+
+
+def _router_gradients(kind: type[TopKRouter], config: Config, rows: int) -> torch.Tensor:
+    collection = groups.initialize(seed=1)
+    torch.manual_seed(0)
+    megatron = transformer_config(config)
+    router = kind(config=megatron, pg_collection=collection)
+    router.set_layer_number(1)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+    probs, _ = router(torch.randn(24, rows, config.model.hidden_size))
+    (probs * torch.arange(4.0)).sum().backward()
+    groups.destroy()
+    gradient: torch.Tensor = router.weight.grad
+    return gradient
+
+
+def _both_routers(rank: int, root: Path) -> list[float]:
+    found = []
+    for balancing, rows in (("none", 1), ("aux_loss", 1), ("aux_loss", 3), ("seq_aux_loss", 1)):
+        settings = {"model.moe_router_load_balancing_type": balancing, "model.moe_aux_loss_coeff": 10.0}
+        config = _config(root, "router", settings)
+        ours, theirs = (_router_gradients(kind, config, rows) for kind in (SummedLossRouter, TopKRouter))
+        found.append(float((ours - theirs).norm() / theirs.norm()))
+    return found
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_on_one_rank_the_routers_losses_are_megatrons(tmp_path: Path) -> None:
+    assert max(run_distributed(_both_routers, 1, tmp_path)[0]) < 1e-5
+
+
+def test_experts_have_numbers_of_their_own() -> None:
+    assert numbered("decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight", 4) == (
+        "decoder.layers.1.mlp.experts.5.linear_fc1.weight"
+    )
+    assert numbered("mlp.experts.linear_fc2.weight3", 8) == "mlp.experts.11.linear_fc2.weight"
+    assert numbered("mlp.shared_experts.linear_fc2.weight", 8) == "mlp.shared_experts.linear_fc2.weight"
+
+
+def test_flops_count_active_experts_alone() -> None:
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_kv_heads": 1, "ffn_hidden_size": 8}
+    work = Work(5, 15, 25)
+    dense = training_flops(ModelConfig(**sizes), 10, work)
+    experts = {"num_moe_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 4}
+    # 2 experts of half the width are one MLP; a router of 6 logits beside them, in both layers: 2*5*16*6 forward.
+    assert training_flops(ModelConfig(**sizes, **experts), 10, work).dense == dense.dense + 3 * 2 * 960
+    mixed = ModelConfig(**sizes, **experts, moe_first_dense_layers=1, moe_shared_expert_intermediate_size=3)
+    assert training_flops(mixed, 10, work).dense == dense.dense + 3 * (960 + 2 * 5 * 3 * 16 * 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model.num_moe_experts": None}, "model.moe_ffn_hidden_size=48: expected null with"),
+        ({"model.moe_router_topk": 5}, "model.moe_router_topk=5: expected at most model.num_moe_experts=4"),
+        ({"model.moe_router_topk": 1}, "model.moe_router_pre_softmax=False: expected true with"),
+        ({"model.moe_first_dense_layers": 2}, "model.moe_first_dense_layers=2: expected less than model.num_layers=2"),
+        ({EP: 3}, "expert_model_parallel_size=3: expected a divisor of model.num_moe_experts=4"),
+        ({TP: 2, ETP: 1}, "expert_tensor_parallel_size=1: expected null or 2"),
+        ({TP: 2, EP: 2, ETP: 5}, "expert_tensor_parallel_size=5: expected a divisor of an expert's width, 48"),
+        ({TP: 2, "parallelism.sequence_parallel": False}, "parallelism.sequence_parallel=False: expected true with"),
+        ({TP: 2, "model.bias": True}, "expert_tensor_parallel_size=None: expected 1 with model.bias=true"),
+        ({"recompute.mlp_tile_tokens": 8}, "recompute.mlp_tile_tokens=8: expected null with experts"),
+        ({"reduction.down_projection": "int8"}, "reduction.down_projection=int8: expected none with experts"),
+    ],
+)  # fmt: skip
+def test_what_experts_cannot_be_is_refused(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        _config(tmp_path, "refused", settings)
+    assert said in str(error.value)
+
+
+def test_ranks_that_cannot_share_experts_are_refused(tmp_path: Path) -> None:
+    config = _config(tmp_path, "refused", {CP: 2, EP: 4})
+    with pytest.raises(ValueError, match=r"expert_model_parallel_size=4: expected one by which"):
+        data_parallel_size(config, 2)
