@@ -202,7 +202,12 @@ def for_inference(config: Config) -> Config:
         cluster=par.cluster,
         timeout_s=par.timeout_s,
     )
-    return replace(config, parallelism=plain, recompute=RecomputeConfig())
+    inference = config.inference
+    if config.model.num_moe_experts is not None:  # whose shares the host reads
+        if inference.cuda_graphs == "true":
+            raise refuse("inference.cuda_graphs", "true", "auto or false with experts", "Set it to auto.")
+        inference = replace(inference, cuda_graphs="false")
+    return replace(config, parallelism=plain, recompute=RecomputeConfig(), inference=inference)
 
 
 def check_sizes(par: ParallelismConfig) -> None:
