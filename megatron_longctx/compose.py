@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
@@ -33,19 +35,57 @@ def compose_config(overrides: Sequence[str]) -> Config:
         ValueError: a word that is not a setting, an unknown key or recipe (with the nearest that exist), a value of the
             wrong type or range.
     """
-    for word in overrides:
-        _check_word(word)
+    overrides = plain_words(overrides)
     overrides = [*_of_first_run(overrides), *overrides]
-    _store_schema()
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(bundled("recipes")), version_base="1.3"):
-            composed = compose("config", overrides=[_for_hydra(word) for word in overrides])
+        with hydra_ready():
+            composed = compose("config", overrides=[*search_path(), *map(for_hydra, overrides)])
         config = cast(Config, OmegaConf.to_object(composed))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_explain(error, overrides)) from None
+        raise ValueError(explain(error, overrides)) from None
     validate(config)
     return config
+
+
+@contextmanager
+def hydra_ready() -> Iterator[Hydra]:
+    """Hydra over our recipes, the schema stored."""
+    _store_schema()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(bundled("recipes")), version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        yield hydra
+
+
+_own_recipes: list[Path] = []
+
+
+def use_recipes(folder: Path | None) -> None:
+    """Find recipes in `folder`, too, behind ours; None: in ours alone. Of this process, as Hydra's `--config-dir`.
+
+    Raises:
+        ValueError: it is no folder.
+    """
+    if folder is not None and not folder.is_dir():
+        raise refuse("--config-dir", folder, "a folder with recipes/<group>/NAME.yaml's form", "Check the path.")
+    _own_recipes[:] = [] if folder is None else [folder.resolve()]
+
+
+def search_path() -> list[str]:
+    """The word that has Hydra look there, too."""
+    return [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in _own_recipes)}]"] if _own_recipes else []
+
+
+def plain_words(overrides: Sequence[str]) -> list[str]:
+    """Checked words, without Hydra's `+` and `++`: every key and group exists, so that adding is setting.
+
+    Raises:
+        ValueError: a word that is not a setting.
+    """
+    for word in overrides:
+        _check_word(word)
+    return [word.lstrip("+") for word in overrides]
 
 
 def _of_first_run(words: Sequence[str]) -> list[str]:
@@ -76,8 +116,8 @@ def override_config(config: Config, overrides: Sequence[str]) -> Config:
         ValueError: as `compose_config`.
     """
     layers = [OmegaConf.create(config.as_dict())]
+    overrides = plain_words(overrides)
     for word in overrides:
-        _check_word(word)
         name, _, value = word.partition("=")
         if name == "experiment":
             raise refuse(name, value, "settings of a run that exists already", "Set single keys instead.")
@@ -95,7 +135,7 @@ def override_config(config: Config, overrides: Sequence[str]) -> Config:
     try:
         result = cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), *layers, OmegaConf.create(keys))))
     except OmegaConfBaseException as error:
-        raise ValueError(_explain(error, overrides)) from None
+        raise ValueError(explain(error, overrides)) from None
     validate(result)
     return result
 
@@ -135,7 +175,12 @@ def config_of(values: Any) -> Config:
 
 
 def _recipe(group: str, name: str) -> Path:
-    return bundled("recipes") / group / f"{name}.yaml"
+    paths = [folder / group / f"{name}.yaml" for folder in _folders()]
+    return next((path for path in paths if path.is_file()), paths[0])
+
+
+def _folders() -> list[Path]:
+    return [bundled("recipes"), *_own_recipes]
 
 
 @functools.cache  # merging copies it
@@ -188,11 +233,6 @@ def _check_word(word: str) -> None:
         raise _unknown_key(name)
     elif len(value) > (most := _LONGEST_TEXT if fields[name][0].startswith("text") else _LONGEST_FIGURE):
         raise refuse(name, value, f"at most {most:,} characters", "Shorten it.")
-    if prefix:
-        raise ValueError(
-            f"{shown(word)}: expected key=value without {prefix}; every key exists and is only set. "
-            f"Write {name}={shown(value)}."
-        )
 
 
 def _plain(name: str, value: str) -> str | None:
@@ -210,7 +250,7 @@ def _is_null(name: str, value: str) -> bool:
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
-def _for_hydra(word: str) -> str:
+def for_hydra(word: str) -> str:
     """`word`, with text in the quotes that Hydra's grammar wants around commas, spaces, brackets and the like."""
     name, _, value = word.partition("=")
     if not _fields().get(name, ("", None))[0].startswith("text"):
@@ -227,7 +267,7 @@ def _unknown_key(name: str) -> ValueError:
     return ValueError(f"{shown(name)}: expected a key of the configuration; there is none of this name. {hint}")
 
 
-def _explain(error: Exception, overrides: Sequence[str] = ()) -> str:
+def explain(error: Exception, overrides: Sequence[str] = ()) -> str:
     """What was wrong, in the words of this project's errors."""
     whole = str(error)
     if unknown := re.search(r"Key '([\w.]+)' (?:is )?not in", whole):  # in a recipe: words have been checked
@@ -279,8 +319,11 @@ def _first_line(error: BaseException) -> str:
 def recipes() -> dict[str, list[str]]:
     """The recipes of every group, by name."""
     # Cluster descriptions lie there too; they are read by `topology`, not composed.
-    folders = sorted(path for path in bundled("recipes").iterdir() if path.is_dir() and path.name != "cluster")
-    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+    groups = sorted(path.name for path in bundled("recipes").iterdir() if path.is_dir() and path.name != "cluster")
+    return {
+        group: sorted({path.stem for folder in _folders() for path in (folder / group).glob("*.yaml")})
+        for group in groups
+    }
 
 
 @functools.cache

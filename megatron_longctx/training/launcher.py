@@ -88,11 +88,11 @@ def train(overrides: Sequence[str]) -> None:
 def _start_ranks(config: Config) -> None:
     from . import auto, preflight  # here: Megatron takes seconds to import, and wrong settings are refused before
 
-    config = auto.settled(config)
+    config, reason = auto.explained(config)
     world_size = preflight.local_world_size(config)
     resumed = preflight.check(config, world_size)
     folder = RunFolder.of(config)
-    with folder.prepare(config, resumed) as lock:
+    with folder.prepare(config, resumed, reason) as lock:
         _run_ranks(config, world_size, folder, lock, preflight.device_type(config))
 
 
@@ -186,9 +186,9 @@ def _join(config: Config, place: Placement) -> None:
         try:
             from . import auto, preflight
 
-            config = auto.settled(config)
+            config, reason = auto.explained(config)
             resumed = preflight.check(config, place.world_size)
-            atexit.register(RunFolder.of(config).prepare(config, resumed).release)
+            atexit.register(RunFolder.of(config).prepare(config, resumed, reason).release)
         except ValueError as error:
             refusal = error
     settled = from_rank_0(None if refusal else config.as_dict())

@@ -46,8 +46,11 @@ class RunFolder:
     def errors(self) -> Path:
         return self.path / "errors"
 
-    def prepare(self, config: Config, resumed_step: int | None) -> RunLock:
+    def prepare(self, config: Config, resumed_step: int | None, mode_reason: str | None = None) -> RunLock:
         """Write the run's configuration; an earlier, different one is kept under the step it was in force until.
+
+        Args:
+            mode_reason: why `parallelism.schedule=auto` took this mode, for `mode.txt`.
 
         Returns:
             the right to write into the folder, to be released at the job's end.
@@ -60,6 +63,8 @@ class RunFolder:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
                 lock = failed.enter_context(RunLock(self.path / "lock"))
                 self._prepare(config, resumed_step)
+                if mode_reason is not None:
+                    files.write_text(self.path / "mode.txt", mode_reason + "\n")
             except OSError as error:
                 raise self.unusable(error, config.run.root) from error
             failed.pop_all()

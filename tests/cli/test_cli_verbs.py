@@ -77,7 +77,7 @@ def test_help_lists_the_recipes(verb: str, capsys: pytest.CaptureFixture[str]) -
     code, out, _ = run(capsys, verb, "--help")
     assert (
         code == 0
-        and "experiment=       demo, extend_smollm2_64k, llama3_8b_128k_cp8_h200" in out
+        and "experiment=       demo, smollm2_135m_extend_64k_cp4_h200_bf16, llama3_8b_pretrain_128k_cp8_h200_bf16" in out
         and "reduction=        auto, int4" in out
     )
 

@@ -35,9 +35,6 @@ WHOLE_MESSAGES = {
     "data.prefix=???": "data.prefix=???: expected text. For example data.prefix=data/stdlib.",
     "run.name=a\nb": "run.name=a\\nb: expected a plain folder name of at most 200 bytes. default is the default.",
     "model=tin": "model=tin: expected one of gpt2, llama3_1_8b, llama3_70b, llama3_8b, tiny. Nearest: tiny.",
-    "+train.steps=11": (
-        "+train.steps=11: expected key=value without +; every key exists and is only set. Write train.steps=11."
-    ),
     "~train.steps": (
         "~train.steps: expected key=value; keys cannot be removed. Leave train.steps out to have its default."
     ),
