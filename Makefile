@@ -13,9 +13,12 @@ CODE := megatron_longctx benchmarks analysis tests
 # One thread a process: tests start up to eight ranks, which would otherwise fight over the cores.
 TEST_ENV := OMP_NUM_THREADS=1
 
+# What recipes/experiment/compare_modes.yaml sweeps.
+MODES := zigzag ring striped helper double_ring tasp all_gather ulysses usp
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-gpu lint format types wheel clean
+.PHONY: help setup demo compare test test-gpu lint format types wheel clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +36,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup ## Train a small GPT with 4 context-parallel ranks and with 1, and compare them (CPU, minutes)
 	$(BIN)/megatron-longctx demo
+
+compare: setup ## Train with every context-parallel mode and with one rank, and make runs/compare.html (CPU, minutes)
+	$(BIN)/megatron-longctx train experiment=compare_modes parallelism=single run.name=compare_modes-one_rank
+	$(BIN)/megatron-longctx train -m experiment=compare_modes
+	$(BIN)/megatron-longctx compare runs/compare_modes-one_rank $(foreach mode,$(MODES),runs/compare_modes-$(mode)) \
+		--plan none --rows 5 --out runs/compare.png --html runs/compare.html
 
 test: setup ## Run the CPU test suite
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu" $(ARGS)

@@ -142,7 +142,12 @@ def override_config(config: Config, overrides: Sequence[str]) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write `config` as YAML."""
-    files.write_text(path, OmegaConf.to_yaml(OmegaConf.create(config.as_dict())))
+    files.write_text(path, config_yaml(config))
+
+
+def config_yaml(config: Config) -> str:
+    """All keys of `config`."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.as_dict()))
 
 
 def load_config(path: Path) -> Config:

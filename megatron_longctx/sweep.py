@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from .compose import compose_config, explain, for_hydra, hydra_ready, plain_words, search_path
 from .errors import refuse
 
+
 def show_info(what: str, overrides: Sequence[str]) -> None:
     """Print what Hydra's `--info` prints of a composition: defaults, defaults-tree, config, searchpath, plugins, all.
 

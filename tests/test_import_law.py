@@ -17,8 +17,8 @@ MOST_LINES = 400
 
 # In the order data flows: a room imports itself and what stands before it.
 ROOMS = (
-    *("names", "errors", "files", "layout", "topology", "schedules", "config", "compose"),
-    *("models", "memory", "kernels", "comm", "attention", "lowbit", "recompute", "metrics", "evaluation"),
+    *("names", "errors", "files", "layout", "topology", "schedules", "config", "compose", "sweep"),
+    *("models", "memory", "kernels", "comm", "attention", "lowbit", "recompute", "metrics", "compare", "evaluation"),
     *("inference", "mcore", "training", "calibrate", "serving", "verbs", "__main__", "testing"),
 )
 NEEDED_BY_METRICS = ("names", "errors", "files", "config")
@@ -32,6 +32,7 @@ FORBIDDEN = (
     ("schedules", "torch", ()),
     ("memory", "torch", ()),
     ("evaluation", "torch", ()),
+    ("compare", "torch", ()),
     ("metrics", "torch", ("hardware.py", "environment.py")),
     ("kernels", "torch.distributed", ()),
     ("models", "torch.distributed", ()),

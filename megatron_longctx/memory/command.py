@@ -41,24 +41,28 @@ def one_line(config: Config) -> str:
         return f"memory of a training step: not known ({error})"
 
 
-def show(config: Config, picture: Path | None, device_gib: float | None = None) -> None:
+def show(config: Config, picture: Path | None, device_gib: float | None = None) -> bool:
     """Print every term of the configured mode, and whether a device holds them; draw all modes into `picture`.
 
     Args:
         device_gib: memory of a device; None for what `parallelism.cluster` says, if it does.
+
+    Returns:
+        whether a step fits, as far as that is known.
 
     Raises:
         ValueError: a plan that cannot be built, a vocabulary that is not known.
     """
     job = planned_job(config)
     print(report(job))
-    capacity = _capacity(config, device_gib)
+    capacity, needed = _capacity(config, device_gib), predict(job).num_bytes
     if capacity is not None:
-        print(_verdict(predict(job).num_bytes, capacity))
+        print(_verdict(needed, capacity))
     if picture:
         bars = [(mode, predict(_with_mode(job, mode))) for mode in RECOMPUTES]
         draw(bars, picture, _title(job), capacity)
         print(f"\ndrawn to {picture}")
+    return capacity is None or needed <= capacity
 
 
 def show_max_length(config: Config, device_gib: float | None) -> None:

@@ -18,13 +18,14 @@ from typing import Any
 from .. import __version__
 from ..config import TOKENIZERS
 from ..errors import JobFailed
+from . import habits
 
 _EPILOG = """\
 Settings are words of the form group=NAME or key.subkey=value, e.g.
   megatron-longctx train experiment=demo parallelism=cp4 train.steps=50
   megatron-longctx plan parallelism.schedule=zigzag parallelism.context_parallel_size=8 --draw plan.png
-`megatron-longctx VERB --help` lists the groups and their recipes; every key is explained in
-megatron_longctx/config/tree.py."""
+`megatron-longctx VERB --help` lists the groups and their recipes; docs/configuration.md explains every key.
+In bash, `eval "$(register-python-argcomplete megatron-longctx)"` completes verbs, keys and recipes."""
 _NO_BENCH = (
     "megatron-longctx bench: gone. `megatron-longctx calibrate` measures for `auto`; from a checkout, "
     "`python -m benchmarks attention|all_reduce|inference|prefill` compares."
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("megatron_longctx").setLevel(logging.INFO)
     try:
         with _interrupts_during_imports():
-            code = int(arguments.run(arguments) or 0)
+            code = habits.run(arguments)
         sys.stdout.flush()  # here, where a closed pipe is expected
         return code
     except ValueError as error:
@@ -99,7 +100,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if list(argv[:1]) == ["bench"]:
         print(_NO_BENCH, file=sys.stderr)
         raise SystemExit(2)
-    arguments, rest = _parser().parse_known_args(argv)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what may follow
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    arguments, rest = parser.parse_known_args(argv)
     if rest:
         if "settings" not in arguments or any(word.startswith("-") for word in rest):
             arguments.reject(f"unrecognized arguments: {' '.join(rest)}")
@@ -115,7 +121,8 @@ class _Verb(argparse.ArgumentParser):
         self.set_defaults(reject=self.error)
 
     def takes_settings(self, meaning: str = "group=NAME and key=value words") -> None:
-        self.add_argument("settings", nargs="*", metavar="setting", help=meaning)
+        settings = self.add_argument("settings", nargs="*", metavar="setting", help=meaning)
+        settings.completer = habits.complete_settings  # type: ignore[attr-defined]
 
     def format_help(self) -> str:
         if any(action.dest == "settings" for action in self._actions):
@@ -129,7 +136,7 @@ def _settings_help() -> str:
     lines = ["settings (keys win over recipes):"]
     for group, names in recipes().items():
         lines += textwrap.wrap(", ".join(names), 100, initial_indent=f"  {group + '=':<18}", subsequent_indent=" " * 20)
-    return "\n".join([*lines, "  key.subkey=VALUE  every key is explained in megatron_longctx/config/tree.py"])
+    return "\n".join([*lines, "  key.subkey=VALUE  docs/configuration.md explains every key"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,10 +151,12 @@ def _parser() -> argparse.ArgumentParser:
 
     train = verbs.add_parser("train", help="train, or resume, on this host's devices or under torchrun or Slurm")
     train.takes_settings()
+    habits.add_options(train)
     train.set_defaults(run=_train)
 
     plan = verbs.add_parser("plan", help="print who holds, sends and attends what, per step")
     plan.takes_settings()
+    habits.add_options(plan)
     plan.add_argument("--backward", action="store_true", help="the backward plan instead")
     plan.add_argument("--full-mask", action="store_true", help="every token sees every token, instead of causal")
     plan.add_argument("--draw", type=Path, metavar="FILE.png", help="also draw it")
@@ -177,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
         "calibrate", help="measure links, kernels and modes for a model on these ranks, and keep them for `auto`"
     )
     calibrate.takes_settings()
+    habits.add_options(calibrate)
     calibrate.add_argument("--max-tokens", type=int, help="longest kernel call (default: 32768 on GPUs, 1024 on CPU)")
     calibrate.add_argument(
         "--links", type=Path, metavar="FILE.yaml", help="instead: the links alone, written as a cluster file"
@@ -192,6 +202,7 @@ def _parser() -> argparse.ArgumentParser:
         "(TMPDIR) two copies of the gradients of two steps: cut large models with model.num_layers=2.",
     )
     check.takes_settings()
+    habits.add_options(check)
     check.add_argument("--steps", type=int, default=3, help="of each run (default: %(default)s)")
     check.add_argument(
         "--tolerance", type=float, help="largest relative difference (default: 1e-5 in fp32, 2e-2 in bf16)"
@@ -244,6 +255,20 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--chat-template", help="a file with a Jinja template (default: the tokenizer's own)")
     data.set_defaults(run=_data)
 
+    compare = verbs.add_parser(
+        "compare",
+        help="runs side by side: tables, pictures, a dashboard in one HTML file",
+        description="Speeds, waiting, imbalance and memory of each run, and its losses beside those of the first.",
+    )
+    compare.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders; others are compared to the first"
+    )
+    compare.add_argument("--out", type=Path, metavar="FILE", help="picture (default: compare.png beside the first run)")
+    compare.add_argument("--html", type=Path, metavar="FILE", help="also write the dashboard: sorts, filters, curves")
+    compare.add_argument("--plan", default="all", metavar="RUN", help="draw this run's plan; `all` (default) or `none`")
+    compare.add_argument("--rows", type=int, default=50, help="most steps to print (default: %(default)s)")
+    compare.set_defaults(run=_compare)
+
     doctor = verbs.add_parser("doctor", help="what is installed and usable here")
     doctor.set_defaults(run=_doctor)
 
@@ -295,20 +320,21 @@ def _export(arguments: argparse.Namespace) -> None:
     export_model(arguments.words)
 
 
-def _plan(arguments: argparse.Namespace) -> None:
+def _plan(arguments: argparse.Namespace) -> int:
     from ..compose import compose_config
     from . import plan
 
     pictures = plan.Pictures(arguments.draw, arguments.timeline)
     config = compose_config(arguments.settings)
     if arguments.memory is not None or arguments.max_length:
-        plan.show_memory(config, arguments.memory, arguments.max_length, arguments.device_gib)
-    elif arguments.compare is not None:
+        return plan.show_memory(config, arguments.memory, arguments.max_length, arguments.device_gib)
+    if arguments.compare is not None:
         drawn = arguments.compare if arguments.compare != Path() else None
         plan.compare(config, causal=not arguments.full_mask, picture=drawn)
     else:
         said = {"backward": arguments.backward, "pictures": pictures, "documents": arguments.documents}
         plan.show(config, causal=not arguments.full_mask, **said)
+    return 0
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
@@ -324,6 +350,12 @@ def _data(arguments: argparse.Namespace) -> None:
         raise ValueError("--chat-template: expected --chat beside it, which it lays out. Add --chat, or leave it out.")
     chats = Chats(arguments.chat_template) if arguments.chat else None
     prepare(arguments.source, arguments.out, arguments.glob, arguments.tokenizer, arguments.tokenizer_path, chats)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from ..compare import compare
+
+    compare(arguments.runs, arguments.out, arguments.plan, arguments.rows, arguments.html)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

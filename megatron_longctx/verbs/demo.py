@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 
+from ..compare import compare
 from ..compose import compose_config
-from ..files import bundled
 from ..training.launcher import train
 from ..training.run_folder import RunFolder
 from ..training.text import prepare_missing
@@ -42,17 +40,6 @@ def demo(overrides: Sequence[str] = ()) -> None:
         logger.info("\n== %s ==", " ".join(["megatron-longctx train", *settings]))
         train(settings)
         folders.append(folder)
-    compare = _load_compare()
     logger.info("\n== the two runs side by side ==")
-    compare.compare(sorted(folders), out=folders[0].parent / "demo.png")  # type: ignore[attr-defined]
+    compare(sorted(folders), out=folders[0].parent / "demo.png")
     logger.info("the demo took %.0f s", time.perf_counter() - begin)
-
-
-def _load_compare() -> object:
-    """`analysis/compare.py`, which is a script beside the package rather than a part of it."""
-    spec = importlib.util.spec_from_file_location("longctx_compare", bundled("analysis") / "compare.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module

@@ -42,6 +42,7 @@ def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures, do
     Raises:
         ValueError: a plan that cannot be built, a picture that cannot be drawn, lengths that are none.
     """
+    config = _with_mode(config)
     pack = _first_pack(config) if documents is None else _lengths(documents)
     lengths = [config.data.seq_length] if pack is None else pack
     config = replace(config, data=replace(config.data, seq_length=sum(lengths)))
@@ -98,22 +99,28 @@ def compare(config: Config, *, causal: bool, picture: Path | None) -> None:
         print(f"\ndrawn to {picture}")
 
 
-def show_memory(config: Config, picture: Path | None, longest: bool, device_gib: float | None) -> None:
+def show_memory(config: Config, picture: Path | None, longest: bool, device_gib: float | None) -> int:
     """Print what a step needs of a rank's memory where `picture` is not None (an empty path: without drawing), and the
     longest sequences where asked for.
+
+    Returns:
+        the exit code: 1 where a step does not fit.
 
     Raises:
         ValueError: a picture that cannot be drawn, no device's memory named, no mode named, heads that the mode cannot
             share, a plan that cannot be built.
     """
+    config = _with_mode(config)
     _check_heads(config)
+    fits = True
     if picture is not None:
         drawn = picture if picture != Path() else None
         _check_picture("--memory", drawn)
-        command.show(config, drawn, device_gib)
+        fits = command.show(config, drawn, device_gib)
     if longest:
         _check_size("--max-length", "given", config)
         command.show_max_length(config, device_gib)
+    return 0 if fits else 1
 
 
 _MOST_MESSAGES = 20_000  # of a plan that is drawn: 141 ranks of a ring
@@ -124,6 +131,18 @@ def _cluster(config: Config) -> Cluster:
     par = config.parallelism
     assert par.cluster is not None
     return load_cluster(par.cluster).resized(par.context_parallel_size)
+
+
+def _with_mode(config: Config) -> Config:
+    """With the mode that `auto` takes on the cluster named, which is printed with the ranking."""
+    par = config.parallelism
+    if par.schedule != "auto" or par.cluster is None:
+        return config
+    from ..training.auto import planned  # takes seconds to import
+
+    chosen, ranking = planned(config)
+    print(f"parallelism.schedule=auto takes {ranking[0].name} on {par.cluster}, simulated:\n{table(ranking)}\n")
+    return chosen
 
 
 def _check_heads(config: Config) -> None:

@@ -16,7 +16,7 @@ from tests.shared.jobs import CLI, PATIENCE_S, clean_environment, started
 
 VERBS = (
     *("train", "plan", "generate", "eval", "serve", "import", "export"),
-    *("data", "calibrate", "check", "doctor", "demo"),
+    *("data", "calibrate", "check", "compare", "doctor", "demo"),
 )
 
 
@@ -77,7 +77,7 @@ def test_help_lists_the_recipes(verb: str, capsys: pytest.CaptureFixture[str]) -
     code, out, _ = run(capsys, verb, "--help")
     assert (
         code == 0
-        and "experiment=       demo, smollm2_135m_extend_64k_cp4_h200_bf16, llama3_8b_pretrain_128k_cp8_h200_bf16" in out
+        and "experiment=       ablation_distflashattn, ablation_tasp, compare_modes, demo" in out
         and "reduction=        auto, int4" in out
     )
 
@@ -225,3 +225,46 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     )
     assert result.stdout.startswith("zigzag forward: 64 ranks, 65536 tokens")
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_hydras_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "train", "--cfg", "job", "+experiment=demo", "++train.steps=7")
+    assert code == 0 and "  steps: 7\n" in out and "  name: demo\n" in out
+    code, out, _ = run(capsys, "plan", "experiment=demo", "--info", "defaults-tree")
+    assert code == 0 and "experiment: demo" in out
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mine.yaml").write_text("name: mine\nnum_layers: 2\n")
+    code, out, _ = run(capsys, "train", "--config-dir", str(tmp_path), "model=mine", "--cfg", "job")
+    assert code == 0 and "  name: mine\n  num_layers: 2\n" in out
+    code, out, _ = run(capsys, "train", "model=mine", "--cfg", "job")
+    assert code == 2, "the folder is forgotten"
+    code, out, _ = run(capsys, "plan", "-m", "parallelism=cp2", "parallelism.schedule=ring,zigzag")
+    assert code == 0 and out.index("ring forward: 2 ranks") < out.index("zigzag forward: 2 ranks")
+
+
+def test_a_sweep_goes_on_after_a_job_that_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("parallelism.context_parallel_size=3", "data.seq_length=64", "parallelism.schedule=ulysses,ring")
+    code, out, err = run(capsys, "plan", "-m", *words)
+    assert code == 1 and "ring forward: 3 ranks" in out
+    refused, last = err.splitlines()[0], err.splitlines()[-1]
+    assert refused.startswith("megatron-longctx plan: 3 context-parallel ranks that share the heads")
+    assert last == "megatron-longctx plan: 1 of 2 jobs failed: default-ulysses. Each said why above."
+
+
+def test_what_may_follow_a_word_for_the_shell() -> None:
+    from megatron_longctx.verbs.habits import complete_settings
+
+    assert {"experiment=", "train.steps=", "parallelism.schedule="} <= set(complete_settings("tr"))
+    assert {"experiment=demo", "experiment=compare_modes"} <= set(complete_settings("experiment=d"))
+    assert "parallelism.schedule=auto" in set(complete_settings("parallelism.schedule="))
+    assert set(complete_settings("train.save=t")) == {"train.save=true", "train.save=false"}
+
+
+def test_a_plan_takes_the_planners_mode_and_its_exit_code_says_whether_it_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("parallelism=cp4", "parallelism.schedule=auto", "parallelism.cluster=h200_x8", "data.seq_length=4096")
+    code, out, _ = run(capsys, "plan", *words, "--memory", "--device-gib", "100")
+    assert code == 0 and "parallelism.schedule=auto takes " in out and "a step fits" in out
+    code, out, _ = run(capsys, "plan", *words, "--memory", "--device-gib", "0.01")
+    assert code == 1 and "a step does not fit" in out

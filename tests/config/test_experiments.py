@@ -90,9 +90,7 @@ def test_compare_modes_is_every_mode_at_one_setting() -> None:
 def test_an_ablation_varies_what_it_says_and_nothing_else(name: str, varied: set[tuple[str, str]]) -> None:
     jobs = [compose_config(words) for words in sweep([f"experiment={name}"])]
     assert {(mode_of(config), config.recompute.mode) for config in jobs} == varied
-    alike = {
-        (config.model, config.data, config.optim, config.train, config.parallelism.cluster) for config in jobs
-    }
+    alike = {(config.model, config.data, config.optim, config.train, config.parallelism.cluster) for config in jobs}
     assert len(alike) == 1
 
 

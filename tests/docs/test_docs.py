@@ -17,6 +17,7 @@ from benchmarks.__main__ import parse as parse_benchmark
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
 from megatron_longctx.serving.inference_job import split_words
+from megatron_longctx.sweep import sweep
 from megatron_longctx.verbs.cli import parse
 from megatron_longctx.verbs.evaluate import OWN_WORDS as EVAL_WORDS
 from tests.shared.jobs import PATIENCE_S
@@ -78,7 +79,9 @@ def refuse_command(line: str) -> None:
     words = shlex.split(line, comments=True)
     if words[:1] == ["megatron-longctx"]:
         arguments = parse(words[1:])
-        if "settings" in arguments:
+        if getattr(arguments, "multirun", False):
+            sweep(arguments.settings)
+        elif "settings" in arguments:
             compose_config(split_words(arguments.settings, OWN_WORDS)[1])
     elif words[:3] == ["python", "-m", "benchmarks"]:
         arguments = parse_benchmark(words[3:])[1]

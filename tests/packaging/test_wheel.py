@@ -73,7 +73,7 @@ def test_everything_a_user_needs_is_inside(members: set[str]) -> None:
     expected = set(tracked("megatron_longctx", ".py"))
     expected |= {f"megatron_longctx/{name}" for name in tracked("recipes", ".yaml")}
     expected |= {f"megatron_longctx/{name}" for name in tracked("launch", ".sh", ".sbatch", ".md")}
-    expected.add("megatron_longctx/analysis/compare.py")
+    expected.add("megatron_longctx/compare/dashboard.html")
     assert len(expected) > 60
     assert expected <= members, f"missing: {sorted(expected - members)}"
 
@@ -103,7 +103,7 @@ def test_launch_scripts_stay_executable(wheel: Path) -> None:
 
 
 def test_the_installed_command_finds_its_recipes(installed: Path, tmp_path: Path) -> None:
-    for name in ("recipes", "launch", "analysis"):  # of another project, where this one must not look
+    for name in ("recipes", "launch"):  # of another project, where this one must not look
         (installed / name).mkdir(exist_ok=True)
         (tmp_path / name).mkdir()
     (tmp_path / "recipes/config.yaml").write_text("not: ours\n")
@@ -119,11 +119,9 @@ WHERE = """
 import megatron_longctx
 from megatron_longctx.files import bundled
 from megatron_longctx.compose import compose_config
-from megatron_longctx.verbs.demo import _load_compare
 print(megatron_longctx.__file__)
-for name in ("recipes", "launch", "analysis"):
+for name in ("recipes", "launch"):
     print(bundled(name))
-print(_load_compare().__file__)
 print(compose_config(["experiment=demo"]).optim.lr)
 """
 
@@ -133,13 +131,9 @@ def test_every_folder_of_the_installed_package_is_its_own(installed: Path, tmp_p
     found = ran([sys.executable, "-c", WHERE], tmp_path, {"PYTHONPATH": str(installed)}).split()
     assert found == [
         str(package / "__init__.py"),
-        *(str(package / name) for name in ("recipes", "launch", "analysis", "analysis/compare.py")),
+        *(str(package / name) for name in ("recipes", "launch")),
         "0.003",
     ]
-    help_ = ran(
-        [sys.executable, "-m", "megatron_longctx.analysis.compare", "--help"], tmp_path, {"PYTHONPATH": str(installed)}
-    )
-    assert help_.startswith("usage: compare")
 
 
 def test_an_editable_installation_reads_the_checkout_not_copies(tmp_path: Path) -> None:
@@ -150,7 +144,7 @@ def test_an_editable_installation_reads_the_checkout_not_copies(tmp_path: Path) 
     with zipfile.ZipFile(tmp_path / name) as archive:
         archive.extractall(site)
     # Whatever copies the installation holds are old by now, and so are those inside the package.
-    for copy in [*site.rglob("*.yaml"), *site.rglob("compare.py")]:
+    for copy in site.rglob("*.yaml"):
         copy.write_text("stale")
     # Another editable installation in this environment must not answer in place of this one.
     editable = f"import site, sys; sys.path.remove({str(ROOT)!r}) if {str(ROOT)!r} in sys.path else None\n"
@@ -158,7 +152,7 @@ def test_an_editable_installation_reads_the_checkout_not_copies(tmp_path: Path) 
     found = ran([sys.executable, "-c", editable], tmp_path).split()
     assert found == [
         str(ROOT / "megatron_longctx/__init__.py"),
-        *(str(ROOT / part) for part in ("recipes", "launch", "analysis", "analysis/compare.py")),
+        *(str(ROOT / part) for part in ("recipes", "launch")),
         "0.003",
     ]
 

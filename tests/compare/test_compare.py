@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from omegaconf import OmegaConf
 
 from megatron_longctx import names
+from megatron_longctx.compare import command as compare
+from megatron_longctx.compare.runs import load_run
 from megatron_longctx.config import Config, DataConfig, ParallelismConfig
 from megatron_longctx.metrics.sinks import JsonlSink
-
-SCRIPT = Path(__file__).resolve().parents[2] / "analysis" / "compare.py"
-
-
-def load() -> ModuleType:
-    """The script as a module, as the wheel has it too, without asking for the repository on sys.path."""
-    spec = importlib.util.spec_from_file_location("compare_under_test", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
-
-
-compare = load()
+from megatron_longctx.verbs import cli
 
 
 def make_run(
@@ -65,7 +49,7 @@ def cells(line: str) -> list[str]:
 def test_two_runs_print_loss_difference_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = make_run(tmp_path / "demo-cp1", [3.0, 2.0, 1.0])
     b = make_run(tmp_path / "demo-cp4", [3.0, 2.5, 0.75], world=4)
-    assert compare.main([str(a), str(b), "--plan", "none"]) == 0
+    assert cli.main(["compare", str(a), str(b), "--plan", "none"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert cells(lines[0]) == ["step", "loss demo-cp1", "loss demo-cp4", "difference"]
     assert [cells(line) for line in lines[2:5]] == [
@@ -76,16 +60,15 @@ def test_two_runs_print_loss_difference_and_summary(tmp_path: Path, capsys: pyte
     header, first, second = (cells(lines[i]) for i in (6, 8, 9))
     assert dict(zip(header, first, strict=True)) == {
         "run": "demo-cp1",
+        "mode": "one rank",
         "steps": "3",
         "tokens/s": "2,000",
         "tokens/s/GPU": "2,000",
         "TFLOP/s/GPU": "1.5",
-        "MFU causal %": "—",
-        "MFU dense %": "—",
         "peak mem GiB": "1.50",
         "max |difference|": "first",
     }
-    assert (second[0], second[3], second[-1]) == ("demo-cp4", "500", "5.00e-01")
+    assert (second[0], second[4], second[-1]) == ("demo-cp4", "500", "5.00e-01")
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -129,10 +112,10 @@ def test_a_line_still_being_written_is_passed_over_but_a_broken_one_is_not(tmp_p
     metrics = folder / "metrics.jsonl"
     whole = metrics.read_text()
     metrics.write_text(whole + '{"train/st')
-    assert list(compare.load_run(folder).records) == [1, 2]
+    assert list(load_run(folder).records) == [1, 2]
     metrics.write_text("{broken\n" + whole)
     with pytest.raises(ValueError, match=r"metrics\.jsonl:1: not a JSON object"):
-        compare.load_run(folder)
+        load_run(folder)
 
 
 def test_distinct_plans_are_found_and_drawn(tmp_path: Path) -> None:
@@ -171,15 +154,6 @@ def test_refusals_name_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFix
         late: "no common steps (a: 1 to 2, late: 9 to 9)",
     }
     for folder, words in expected.items():
-        assert compare.main([str(a), str(folder), "--plan", "none"]) == 2
+        assert cli.main(["compare", str(a), str(folder), "--plan", "none"]) == 2
         assert words in capsys.readouterr().err
-    assert compare.main([str(a), "--rows", "1"]) == 2
-
-
-def test_runs_as_a_script(tmp_path: Path) -> None:
-    a, b = make_run(tmp_path / "a", [2.0, 1.0]), make_run(tmp_path / "b", [2.0, 1.0])
-    command = [sys.executable, str(SCRIPT), str(a), str(b), "--out", str(tmp_path / "ab.svg")]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert cells(result.stdout.splitlines()[0]) == ["step", "loss a", "loss b", "difference"]
-    assert "<svg" in (tmp_path / "ab.svg").read_text()[:1000]
+    assert cli.main(["compare", str(a), "--rows", "1"]) == 2

@@ -1,62 +1,26 @@
-"""Compare training runs: one table, one summary, one picture.
-
-    python analysis/compare.py runs/demo-cp1 runs/demo-cp4 --out runs/demo.png
+"""The `compare` verb: runs in tables, a picture and a dashboard.
 
 Reads each run's `metrics.jsonl` and `resolved.yaml`. Differences are loss minus the first run's loss, at the same step.
-Installed from a wheel the same is `python -m megatron_longctx.analysis.compare`.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
-from megatron_longctx import names
-from megatron_longctx.metrics.sinks import decode
+from .dashboard import write_dashboard
+from .runs import METRICS, Run, common_steps, differences, load_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from megatron_longctx.metrics.sinks import Value
-
 # Blue, vermilion, green, … told apart by colour-blind readers as well; lines also differ in style.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", "-.", ":")
-_SUMMARY = (
-    ("tokens/s", names.TOKENS_PER_S, ",.0f"),
-    ("tokens/s/GPU", names.TOKENS_PER_S_PER_GPU, ",.0f"),
-    ("TFLOP/s/GPU", names.TFLOPS_PER_GPU, ".3g"),
-    ("MFU causal %", names.MFU_CAUSAL_PCT, ".1f"),
-    ("MFU dense %", names.MFU_DENSE_PCT, ".1f"),
-)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run as read from its folder: `records` by step, `config` the resolved tree."""
-
-    name: str
-    records: dict[int, dict[str, Value]]
-    config: dict[str, Any]
-
-    def loss(self, step: int) -> float:
-        """Loss at `step`; NaN where none was recorded."""
-        return _number(self.records[step].get(names.LOSS))
-
-    def column(self, key: str) -> list[float]:
-        """Every recorded value of one metric."""
-        return [float(v) for r in self.records.values() if isinstance(v := r.get(key), (int, float))]
-
-
 _OPTIONS = ("max_buffer_tokens", "inner_size", "outer_schedule", "cluster")
 
 
@@ -71,73 +35,6 @@ class PlanKey:
     inner_size: int | None = None
     outer_schedule: str = "zigzag"
     cluster: str | None = None
-
-
-def _number(value: Value) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan
-
-
-def load_run(folder: Path | str) -> Run:
-    """Read one run folder.
-
-    Raises:
-        ValueError: the folder or one of its files is missing, or there are no steps in it.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"run {folder}: expected a run folder. Check the path; runs are in runs/<run.name>.")
-    metrics, resolved = folder / "metrics.jsonl", folder / "resolved.yaml"
-    for path in (metrics, resolved):
-        if not path.is_file():
-            raise ValueError(f"{path}: no such file. Give a folder that `megatron-longctx train` wrote.")
-    lines = metrics.read_text(encoding="utf-8").splitlines()
-    records: dict[int, dict[str, Value]] = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = decode(line)
-        except ValueError as error:
-            if number == len(lines):
-                continue  # a run that is still writing, or was killed while writing
-            raise ValueError(f"{metrics}:{number}: not a JSON object ({error}). Remove the line.") from error
-        step = record.get(names.STEP)
-        if isinstance(step, int):
-            records[step] = record
-    if not records:
-        raise ValueError(f"{metrics}: no training steps in it. Let the run finish at least one step.")
-    config = OmegaConf.to_container(OmegaConf.load(resolved))
-    if not isinstance(config, dict):
-        raise ValueError(f"{resolved}: expected a mapping of settings. Give a folder that training wrote.")
-    return Run(folder.resolve().name, records, {str(key): value for key, value in config.items()})
-
-
-def load_runs(folders: Sequence[Path | str]) -> list[Run]:
-    """Read run folders; runs whose folders are named alike are told apart by their paths.
-
-    Raises:
-        ValueError: as `load_run`.
-    """
-    runs = [load_run(folder) for folder in folders]
-    if len({run.name for run in runs}) < len(runs):
-        return [replace(run, name=str(folder)) for run, folder in zip(runs, folders, strict=True)]
-    return runs
-
-
-def common_steps(runs: Sequence[Run]) -> list[int]:
-    """Steps that every run has, ascending.
-
-    Raises:
-        ValueError: there are none.
-    """
-    steps = sorted(set.intersection(*(set(run.records) for run in runs)))
-    if not steps:
-        spans = ", ".join(f"{run.name}: {min(run.records)} to {max(run.records)}" for run in runs)
-        raise ValueError(f"the runs have no common steps ({spans}). Compare runs that trained the same steps.")
-    return steps
-
-
-def differences(run: Run, first: Run, steps: Sequence[int]) -> list[float]:
-    """Loss of `run` minus loss of `first`, by step."""
-    return [run.loss(step) - first.loss(step) for step in steps]
 
 
 def _layout(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -165,18 +62,15 @@ def loss_table(runs: Sequence[Run], max_rows: int) -> str:
 
 
 def summary_table(runs: Sequence[Run]) -> str:
-    """Medians of speed, peak memory and the largest difference of each run."""
-
-    def cell(values: Sequence[float], pick: Any, spec: str) -> str:
-        return format(pick(values), spec) if values else "—"
-
+    """Medians of speed and waiting, peak memory and the largest difference of each run; columns that none has are left
+    out."""
     steps = common_steps(runs)
-    header = ["run", "steps", *(title for title, _, _ in _SUMMARY), "peak mem GiB", "max |difference|"]
+    known = [metric for metric in METRICS if any(metric.of(run) is not None for run in runs)]
+    header = ["run", "mode", "steps", *(metric.title for metric in known), "max |difference|"]
     rows = []
     for run in runs:
-        medians = [cell(run.column(key), median, spec) for _, key, spec in _SUMMARY]
-        memory = cell(run.column(names.PEAK_ACTIVE_GIB), max, ".2f")
-        rows.append([run.name, str(len(run.records)), *medians, memory, _largest(run, runs[0], steps)])
+        figures = [metric.text(run) for metric in known]
+        rows.append([run.name, run.facts()["mode"], str(len(run.records)), *figures, _largest(run, runs[0], steps)])
     return _layout(header, rows) + "\n(medians over all recorded steps)"
 
 
@@ -241,9 +135,9 @@ def _draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _draw_plan(axes: Axes, key: PlanKey) -> None:
-    from megatron_longctx.config import ParallelismConfig, mode_options  # here: without plans it needs no room
-    from megatron_longctx.schedules import build_plan
-    from megatron_longctx.schedules.draw import draw_on
+    from ..config import ParallelismConfig, mode_options
+    from ..schedules import build_plan
+    from ..schedules.draw import draw_on
 
     told = {name: getattr(key, name) for name in _OPTIONS}
     options = mode_options(ParallelismConfig(context_parallel_size=key.world, **told))
@@ -282,6 +176,40 @@ def draw(runs: Sequence[Run], plans: Sequence[PlanKey]) -> Figure:
     return figure
 
 
+def draw_figures(runs: Sequence[Run]) -> Figure:
+    """The other picture: a panel of bars for every figure that a run has, a bar a run."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    known = [metric for metric in METRICS if any(metric.of(run) is not None for run in runs)]
+    columns = min(3, len(known))
+    lines = math.ceil(len(known) / max(columns, 1))
+    style: dict[Any, Any] = {
+        "font.size": 10,
+        "axes.titlesize": 11,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with rc_context(style):
+        figure = Figure(figsize=(5.2 * max(columns, 1), lines * (1.0 + 0.3 * len(runs))), layout="constrained")
+        FigureCanvasAgg(figure)
+        for number, metric in enumerate(known, start=1):
+            axes = figure.add_subplot(lines, columns, number)
+            values = [metric.of(run) for run in runs]
+            colours = [_COLOURS[i % len(_COLOURS)] for i in range(len(runs))]
+            bars = axes.barh(range(len(runs)), [value or 0.0 for value in values], color=colours)
+            axes.bar_label(bars, [metric.text(run) for run in runs], padding=3)
+            axes.set_yticks(
+                range(len(runs)), [run.name for run in runs] if number % columns == 1 or columns == 1 else []
+            )
+            axes.invert_yaxis()
+            axes.margins(x=0.2)
+            axes.set_title(f"{metric.title}  ({metric.better} is better)", loc="left", fontweight="bold")
+            axes.set_xlabel(metric.unit)
+    return figure
+
+
 def _chosen_plans(runs: Sequence[Run], choice: str) -> list[PlanKey]:
     if choice == "none":
         return []
@@ -297,17 +225,25 @@ def _chosen_plans(runs: Sequence[Run], choice: str) -> list[PlanKey]:
     return keys
 
 
-def compare(folders: Sequence[Path | str], out: Path | str | None = None, plan: str = "all", rows: int = 50) -> Path:
-    """Print the tables for the runs in `folders` and write the picture.
+def compare(
+    folders: Sequence[Path | str],
+    out: Path | str | None = None,
+    plan: str = "all",
+    rows: int = 50,
+    html: Path | str | None = None,
+) -> Path:
+    """Print the tables for the runs in `folders`, write the pictures and, if asked for, the dashboard.
 
     Args:
         folders: run folders; differences are taken from the first.
-        out: the picture (its suffix says the format); None: `compare.png` beside the first run.
+        out: the picture of losses (its suffix says the format), with `_figures` that of speeds, waiting and memory;
+            None: `compare.png` beside the first run.
         plan: `all` draws every distinct plan of more than one rank, `none` none, a run's name only that run's.
         rows: most steps to print.
+        html: where the dashboard goes.
 
     Returns:
-        where the picture is.
+        where the picture of losses is.
 
     Raises:
         ValueError: a run that cannot be read, no common steps, or an unknown `plan`.
@@ -320,25 +256,11 @@ def compare(folders: Sequence[Path | str], out: Path | str | None = None, plan: 
     path = Path(out) if out is not None else Path(folders[0]).resolve().parent / "compare.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     draw(runs, chosen).savefig(path, dpi=150)
-    print(f"\npicture: {path}")
+    figures = path.with_stem(f"{path.stem}_figures")
+    draw_figures(runs).savefig(figures, dpi=120)
+    print(f"\npictures: {path} (losses), {figures} (speed, waiting, memory)")
+    if html is not None:
+        Path(html).parent.mkdir(parents=True, exist_ok=True)
+        write_dashboard(runs, Path(html))
+        print(f"dashboard: {html} (open it in a browser)")
     return path
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="compare", description="Compare training runs: table, summary, picture.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the first is what others are compared to")
-    parser.add_argument("--out", metavar="FILE", help="picture to write (default: compare.png beside the first run)")
-    parser.add_argument("--plan", default="all", metavar="RUN", help="draw this run's plan; `all` (default) or `none`")
-    parser.add_argument("--rows", type=int, default=50, help="most steps to print (default: 50)")
-    arguments = parser.parse_args(argv)
-    try:
-        compare(arguments.runs, arguments.out, arguments.plan, arguments.rows)
-    except ValueError as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Hydra's options of the verbs that compose: a sweep, what is composed and of what, one's own recipes, completion."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from copy import copy
+from pathlib import Path
+
+from ..errors import JobFailed, refuse
+
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `hydra.main` that make sense here, by its names."""
+    parser.add_argument(
+        "-m", "--multirun", action="store_true",
+        help="one job after the other for key=a,b words, and for what the recipe sweeps; run.name gets their values",
+    )  # fmt: skip
+    parser.add_argument("--cfg", choices=("job",), help="print the configuration, and run nothing")
+    parser.add_argument(
+        "--info", nargs="?", const="all", choices=_INFO, help="print how Hydra composes it, and run nothing"
+    )
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder of your own recipes, as recipes/ is")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The verb, or what one of these options asks for in its place.
+
+    Returns:
+        the exit code.
+
+    Raises:
+        JobFailed: jobs of a sweep failed; the others have run.
+    """
+    if "multirun" not in arguments:
+        return int(arguments.run(arguments) or 0)
+    from ..compose import compose_config, config_yaml, use_recipes
+    from ..sweep import show_info, sweep
+
+    use_recipes(arguments.config_dir)
+    if arguments.cfg:
+        print(config_yaml(compose_config(arguments.settings)), end="")
+    elif arguments.info:
+        show_info(arguments.info, arguments.settings)
+    elif arguments.multirun:
+        if "WORLD_SIZE" in os.environ:
+            remedy = "Sweep on one host, or submit a job for each: see launch/README.md."
+            raise refuse("--multirun", "under torchrun", "to start the ranks itself", remedy)
+        return _sweep(arguments, sweep(arguments.settings))
+    else:
+        return int(arguments.run(arguments) or 0)
+    return 0
+
+
+def _sweep(arguments: argparse.Namespace, jobs: list[list[str]]) -> int:
+    failed, worst = [], 0
+    for number, words in enumerate(jobs, start=1):
+        print(f"\n== job {number} of {len(jobs)}: {' '.join(words)} ==", flush=True)
+        one = copy(arguments)
+        one.settings = words
+        try:
+            worst = max(worst, int(arguments.run(one) or 0))
+        except (JobFailed, ValueError) as error:
+            print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
+            failed.append(words[-1].removeprefix("run.name="))
+    if failed:
+        raise JobFailed(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}. Each said why above.")
+    return worst
+
+
+def complete_settings(prefix: str, **_: object) -> Iterator[str]:
+    """What may stand where a setting begins with `prefix`: groups, keys and, behind `=`, their recipes and values."""
+    from ..compose import recipes
+    from ..config import Config, keys_of
+    from ..config.bounds import Choice
+
+    keys = {key.name: key for section in keys_of(Config).values() for key in section}
+    name, equals, _value = prefix.partition("=")
+    if not equals:
+        yield from (f"{each}=" for each in (*recipes(), *keys))
+        return
+    bare = name.lstrip("+")
+    values: tuple[object, ...] = tuple(recipes().get(bare, ()))
+    if bare in keys:
+        bounds = keys[bare].bounds
+        values = bounds.all if isinstance(bounds, Choice) else ("true", "false") if bounds is None else ()
+    yield from (f"{name}={value}" for value in values)

@@ -1,0 +1,114 @@
+"""The dashboard, in a real browser: what it shows, sorts and filters, from a file and without a network."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_longctx.compare.dashboard import content, write_dashboard
+from megatron_longctx.compare.runs import Run
+
+MODES = ("zigzag", "ring", "striped", "helper", "all_gather", "ulysses")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def run(name: str, mode: str, ranks: int, model: str, length: int, hardware: str, speed: float) -> Run:
+    """Of three steps, as read from a folder."""
+    records: dict[int, dict[str, Any]] = {
+        step: {
+            "train/step": step,
+            "train/loss": 6.0 - step + 1e-6 * speed,
+            "perf/tokens_per_s": speed + step,
+            "perf/data_wait_s": 0.001,
+            "cp/exposed_comm_s": 0.01 * speed,
+            "mem/peak_active_gib": None,
+        }
+        for step in (1, 2, 3)
+    }
+    config = {
+        "model": {"name": model},
+        "data": {"seq_length": length},
+        "parallelism": {"schedule": mode, "context_parallel_size": ranks},
+        "train": {"precision": "fp32"},
+    }
+    return Run(name, records, config, hardware)
+
+
+def runs() -> list[Run]:
+    found = [run("one_rank", "zigzag", 1, "tiny", 1024, "cpu", 50.0)]
+    found += [run(f"compare-{mode}", mode, 4, "tiny", 1024, "cpu", 100.0 + 10 * i) for i, mode in enumerate(MODES)]
+    found.append(run("</script><b>big", "usp", 8, "llama3_8b", 131072, "NVIDIA H200", 9000.0))
+    return found
+
+
+def test_what_the_page_is_given() -> None:
+    given = content(runs())
+    first, second = given["runs"][:2]
+    assert (first["mode"], second["mode"], second["length"]) == ("one rank", "zigzag", 1024)
+    assert first["values"]["difference"] is None and second["values"]["difference"] == pytest.approx(5e-5)
+    assert second["values"]["perf/tokens_per_s"] == 102.0 and second["values"]["mem/peak_active_gib"] is None
+    assert second["values"]["cp/exposed_comm_s"] == pytest.approx(1000.0), "in ms"
+    assert second["curves"]["train/loss"] == pytest.approx([5.0001, 4.0001, 3.0001])
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Any]:
+    if importlib.util.find_spec("playwright") is None:
+        pytest.skip("playwright is not installed: pip install -e '.[dev]'")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    write_dashboard(runs(), tmp_path / "dashboard.html")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        context = browser.new_context(offline=True, viewport={"width": 1400, "height": 1500})
+        context.set_default_timeout(120_000)
+        page = context.new_page()
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        page.goto((tmp_path / "dashboard.html").as_uri())
+        yield page
+        if kept := os.environ.get("DASHBOARD_SCREENSHOT"):
+            page.screenshot(path=kept)
+        browser.close()
+    assert wrong == []
+
+
+def names(page: Any) -> list[str]:
+    return [cell.removeprefix("●").strip() for cell in page.locator("tbody td:first-child").all_inner_texts()]
+
+
+def test_clicked_through(page: Any, tmp_path: Path) -> None:
+    assert names(page) == [each.name for each in runs()], "and no name is taken for HTML"
+    page.click("button[data-key='perf/tokens_per_s']")
+    assert names(page)[:2] == ["</script><b>big", "compare-ulysses"], "the fastest first"
+    page.click("button[data-key='perf/tokens_per_s']")
+    assert names(page)[0] == "one_rank"
+    page.select_option("#filter-length", "1024")
+    page.select_option("#filter-hardware", "cpu")
+    assert len(names(page)) == 7 and page.locator("#about").inner_text().startswith("7 of 8 runs")
+    page.select_option("#filter-mode", "ring")
+    assert names(page) == ["compare-ring"]
+    page.click("#reset")
+    page.select_option("#filter-model", "tiny")
+    assert len(names(page)) == 7 and page.locator("#curves polyline").count() == 7
+    page.click("tr[data-run='compare-ring']")
+    assert page.locator("#curves polyline").count() == 6, "taken out of the charts"
+    assert page.locator("tr[data-run='compare-ring'].off").count() == 1
+    page.select_option("#curve", label="loss less that of one_rank")
+    flat = page.locator("#curves polyline[data-run='one_rank']").get_attribute("points")
+    assert len({point.split(",")[1] for point in flat.split()}) == 1, "the first run against itself"
+    best = page.locator("tr[data-run='compare-ulysses'] td.best").all_inner_texts()
+    assert "152" in best
+    assert page.locator("#bars .panel").count() == 4, "a panel for each figure that was recorded"
+    picture = tmp_path / "dashboard.png"
+    page.screenshot(path=picture)
+    assert picture.stat().st_size > 20_000
