@@ -2,9 +2,11 @@
 #   PYTHON  interpreter that .venv is made of (3.11 or later; default: python3);
 #           for test-gpu: the interpreter that runs the tests, with everything they need installed
 #   ARGS    more arguments for pytest, e.g. ARGS="-k zigzag -x"
+#   WORKERS processes that share the CPU tests (default: 2; each test starts up to eight ranks of its own)
 
 PYTHON ?= python3
 ARGS ?=
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -44,7 +46,7 @@ compare: setup ## Train with every context-parallel mode and with one rank, and 
 		--plan none --rows 5 --out runs/compare.png --html runs/compare.html
 
 test: setup ## Run the CPU test suite
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # On GPU machines torch and its friends are usually there already: PYTHON=... uses them and installs nothing.
 ifeq ($(origin PYTHON),file)

@@ -13,7 +13,7 @@ from ..comm.local_ranks import run_ranks
 
 PATIENCE_S = 1800.0  # for what takes seconds on an idle machine: what is not there by then hangs
 # What ranks import at their start, which otherwise is most of what they do.
-_IMPORTED_ONCE = ["megatron_longctx.training.loop"]
+_IMPORTED_ONCE = ["megatron_longctx.training.loop", "megatron_longctx.mcore.inference", "pytest", "hypothesis"]
 
 
 def start_context() -> ForkServerContext | SpawnContext:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import NoReturn
 
@@ -97,29 +98,34 @@ def _start_ranks(config: Config) -> None:
 
 
 def _run_ranks(config: Config, world_size: int, folder: RunFolder, lock: RunLock, device: str) -> None:
-    # Ranks inherit the blocking: a signal that comes before they listen waits for them.
-    with _blocked(STOP_SIGNALS), rendezvous.listen() as listener:
-        # Rank 0 hosts the meeting, not this process: ranks whose launcher dies still have to checkpoint together.
-        job = (world_size, listener, str(folder.path), lock)
-        logger.info("starting %d %s rank%s; run folder %s", world_size, device, "s" * (world_size > 1), folder.path)
-        context = mp.start_processes(worker.spawned, args=job, nprocs=world_size, join=False, start_method="spawn")  # type: ignore[attr-defined, no-untyped-call]
-        forward = _Forward(context.pids())
-    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # says at length which ranks it ends
-    stopped: list[int] = []
-    try:
-        ended = False
-        while not ended:
-            wait(context.sentinels, timeout=1.0)
-            stopped = stopped_ranks(context.pids())  # before `join` kills what is left
-            ended = context.join(timeout=0.0, grace_period=_KILL_AFTER_S)
-    except ProcessException as error:
-        raise JobFailed(with_cause(_reason(error, folder), stopped, config.parallelism.timeout_s)) from None
-    finally:
-        forward.close()
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-                process.join()  # it holds the lock
+    with contextlib.ExitStack() as at_the_end:
+        # Ranks inherit the blocking: a signal that comes before they listen waits for them.
+        with _blocked(STOP_SIGNALS), rendezvous.listen() as listener:
+            # Rank 0 hosts the meeting, not this process: ranks whose launcher dies still have to checkpoint together.
+            job = (world_size, listener, str(folder.path), lock)
+            logger.info("starting %d %s rank%s; run folder %s", world_size, device, "s" * (world_size > 1), folder.path)
+            context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+                worker.spawned, args=job, nprocs=world_size, join=False, start_method="spawn"
+            )
+            at_the_end.callback(_kill, context.processes)
+            at_the_end.callback(_Forward(context.pids()).close)
+        logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # says at length which ranks it ends
+        stopped: list[int] = []
+        try:
+            ended = False
+            while not ended:
+                wait(context.sentinels, timeout=1.0)
+                stopped = stopped_ranks(context.pids())  # before `join` kills what is left
+                ended = context.join(timeout=0.0, grace_period=_KILL_AFTER_S)
+        except ProcessException as error:
+            raise JobFailed(with_cause(_reason(error, folder), stopped, config.parallelism.timeout_s)) from None
+
+
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()  # it holds the lock
 
 
 def _reason(error: ProcessException, folder: RunFolder) -> str:

@@ -204,7 +204,7 @@ def test_interrupting_a_verb_is_quiet(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     with (tmp_path / "text/a.py").open("w") as file:
         file.writelines(f"value_{i} = {i}\n" for i in range(2_000_000))
-    with started(tmp_path, [*CLI, "data", "--source", "text", "--out", "out/corpus"]) as job:
+    with started(tmp_path, [*CLI, "data", "--source", "text", "--out", "out/corpus"], quick=True) as job:
         while not (tmp_path / "out/corpus.partial.bin").is_file():  # made when it begins to read
             assert job.process.poll() is None, job.said()
         job.process.send_signal(signal.SIGINT)

@@ -16,7 +16,7 @@ from megatron_longctx.comm import PeerMerge, gather_over
 from megatron_longctx.comm.peer_memory import PeerMemory
 from megatron_longctx.kernels.paged import PackedPartials, merge_ranks, merge_ranks_torch
 from megatron_longctx.testing.distributed import run_distributed
-from tests.kernels.interpreter import run_interpreted
+from tests.kernels.interpreter import run_forked, run_interpreted
 
 SHAPES = ((1, 8, 16), (3, 4, 20), (9, 3, 8))
 """Queries, heads, head_dim."""
@@ -93,7 +93,7 @@ def _calls(rank: int, folder: Path, world: int) -> None:
 
 def compare_between_processes() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run_distributed(_calls, 3, Path(folder), 3)
+        run_forked(_calls, 3, Path(folder), 3)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

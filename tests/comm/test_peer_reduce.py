@@ -4,9 +4,7 @@ that map the same files and truly wait for each other; which transport a group g
 import importlib.util
 import itertools
 import logging
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +19,7 @@ from megatron_longctx.lowbit.quantize import dequantize, quantize, requantize_su
 from megatron_longctx.lowbit.quantized import all_reduce, formats, reduce_scatter
 from megatron_longctx.lowbit.reduction import Reducer, ReductionPolicy
 from megatron_longctx.testing.distributed import run_distributed
-from tests.shared.jobs import PATIENCE_S
+from tests.kernels.interpreter import hopper_code, run_forked, run_interpreted
 
 BITS = (8, 6, 4, None)
 FORMS = list(itertools.product(BITS, (32, 128), (False, True), (torch.bfloat16, torch.float16, torch.float32)))[::2]
@@ -129,38 +127,26 @@ def _calls_in_any_order(rank: int, folder: Path, world: int) -> list[str]:
 
 def compare_between_processes() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        assert run_distributed(_calls_in_any_order, 3, Path(folder), 3) == [[]] * 3
+        assert run_forked(_calls_in_any_order, 3, Path(folder), 3) == [[]] * 3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("what", ["compare_step_by_step", "compare_between_processes"])
 def test_kernels_under_the_interpreter(what):
-    # The switch is read while triton is imported, so it needs a fresh process.
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "tests.comm.test_peer_reduce", what]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 0, done.stderr
+    run_interpreted("-m", "tests.comm.test_peer_reduce", what)
 
 
 @pytest.mark.parametrize(("bits", "short", "scatter"), [(8, True, False), (4, False, True), (0, False, False)])
-def test_kernels_compile_for_hopper(bits, short, scatter, tmp_path, monkeypatch):
+def test_kernels_compile_for_hopper(bits, short, scatter):
     """Triton's interpreter takes more than its compiler does; what orders memory has to be in the code."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     from megatron_longctx.lowbit import peer_kernels
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"BITS": bits, "TO_BITS": bits, "SYMMETRIC": False, "SHORT": short, "HALF": 64, "ROWS": 32}
     constants |= {"SUM_ROWS": 4, "WORLD": 3, "LANES": 4, "MOST": 128, "SCATTER": scatter, "PHASES": 7}
     pointers = {"x": "*bf16", "out": "*bf16", "data": "*i64", "flags": "*i64", "state": "*i64"}
     for kernel, waits in ((peer_kernels._two_step_kernel, 1 if scatter else 2), (peer_kernels._one_step_kernel, 1)):
-        chosen = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        signature = {name: "constexpr" if name in chosen else pointers.get(name, "i32") for name in kernel.arg_names}
-        compiled = triton.compile(ASTSource(kernel, signature, constexprs=chosen), target=GPUTarget("cuda", 90, 32))
-        code = compiled.asm["ptx"]
+        code = hopper_code(kernel, constants, pointers)
         assert code.count("atom.global.sys.release.exch.b64") == waits
         assert code.count("atom.global.sys.acquire.add.u64") == waits
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +17,7 @@ from megatron_longctx.serving.inference_job import split_words
 from megatron_longctx.sweep import sweep
 from megatron_longctx.verbs.cli import parse
 from megatron_longctx.verbs.evaluate import OWN_WORDS as EVAL_WORDS
-from tests.shared.jobs import PATIENCE_S
+from tests.shared.jobs import TORCHRUN, clean_environment, finished
 from tests.test_import_law import PACKAGE, ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,27 +127,16 @@ def test_the_script_of_docs_megatron_gives_the_same_losses_on_several_ranks(tmp_
     script, *_ = [b for kind, b in FENCED.findall((ROOT / "docs/megatron.md").read_text()) if kind == "python"]
     path = tmp_path / "train.py"
     path.write_text(script)
-    jobs = [started(path, ranks) for ranks in (1, 3)]
-    one, three = (losses(job) for job in jobs)
+    one, three = (losses(path, ranks) for ranks in (1, 3))
     assert len(one) == 4 and one[-1] < one[0]
     assert three == pytest.approx(one, abs=2e-4)
 
 
-def started(script: Path, ranks: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        cwd=script.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def losses(job: subprocess.Popen[str]) -> list[float]:
-    try:
-        out, err = job.communicate(timeout=PATIENCE_S)
-    finally:
-        job.terminate()
-    assert job.returncode == 0, err
-    return [float(number) for number in re.findall(r"^step \d: loss (.*)$", out, re.MULTILINE)]
+def losses(script: Path, ranks: int) -> list[float]:
+    command = [*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", str(script)]
+    job = finished(script.parent, command, clean_environment(CUDA_VISIBLE_DEVICES=""), quick=True)
+    assert job.process.returncode == 0, job.said()
+    return [float(number) for number in re.findall(r"^step \d: loss (.*)$", job.out.read_text(), re.MULTILINE)]
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def every_shape(rank: int, configs: list[Config]) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3])
 def test_steps_of_every_rank_give_the_tokens_of_plans(n: int, tmp_path: Path) -> None:
     shapes = [(2, "rope"), (1, "learned"), (4, "rope")]
     config = tiny_config(tmp_path, "x", {"data.seq_length": 128})

@@ -22,14 +22,12 @@ def run_of(config: Config) -> str:
     return f"checkpoint={Path(config.run.root, config.run.name)}"
 
 
-def generate(
-    folder: Path, words: Sequence[str], typed: str | bytes = b"", stdin: str | None = None, quick: bool = True
-) -> tuple[str, str]:
+def generate(folder: Path, words: Sequence[str], typed: str | bytes = b"", stdin: str | None = None) -> tuple[str, str]:
     """Standard output and error of the verb, which has to succeed. stdin: a terminal, where `typed` is not given."""
     here = Path(tempfile.mkdtemp(dir=folder))
     (here / "in").write_bytes(typed if isinstance(typed, bytes) else typed.encode())
     environment = clean_environment(CUDA_VISIBLE_DEVICES="")
-    job = finished(here, [*CLI, "generate", *words], environment, stdin=stdin or str(here / "in"), quick=quick)
+    job = finished(here, [*CLI, "generate", *words], environment, stdin=stdin or str(here / "in"), quick=True)
     assert job.process.returncode == 0, job.said()
     return job.out.read_text(), job.err.read_text()
 
@@ -40,9 +38,7 @@ def test_the_text_is_the_same_at_any_sizes_and_alone_on_standard_output(trained:
     alone, said = generate(tmp_path, common)
     assert re.search(SUMMARY + r" \d+ of \d+ pages, 0\.000 GiB", said) and said.count("cached before this turn") == 1
     assert alone.endswith("\n") and len(alone.encode()) >= 6 and "cache" not in alone
-    sharded, said = generate(
-        tmp_path, [*common, "parallelism.context_parallel_size=2", "inference.mode=pass_q"], quick=False
-    )
+    sharded, said = generate(tmp_path, [*common, "parallelism.context_parallel_size=2", "inference.mode=pass_q"])
     assert sharded == alone
     assert "13 new and 0 cached tokens of 1 sequences on 2 ranks: pass_q by inference.mode=pass_q" in said
 

@@ -25,6 +25,7 @@ from megatron_longctx.serving import serve
 from megatron_longctx.serving.inference_job import InferenceJob
 from megatron_longctx.verbs import cli
 from tests.shared.jobs import CLI, PATIENCE_S, Job, clean_environment, started
+from tests.shared.processes import SLOW_START
 from tests.shared.training import changed
 
 KEY = "a-secret"
@@ -299,16 +300,13 @@ def test_an_open_address_needs_a_key(
     assert "serve.host=0.0.0.0: expected a loopback address, or MEGATRON_LONGCTX_API_KEY" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("children", [1, 2])
-def test_ctrl_c_while_ranks_are_starting_ends_all_of_them(trained: Config, tmp_path: Path, children: int) -> None:
+@pytest.mark.parametrize("quick", [True, False], ids=["one rank more", "a rank and what spawn starts"])
+def test_ctrl_c_while_ranks_are_starting_ends_all_of_them(trained: Config, tmp_path: Path, quick: bool) -> None:
     """A terminal sends it to every process, in the first moments of the second rank too."""
     words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "serve.port=0", "parallelism=cp2"]
-    with started(tmp_path, [*CLI, "serve", *words], clean_environment(CUDA_VISIBLE_DEVICES="")) as job:
-        process = psutil.Process(job.process.pid)
-        limit = time.monotonic() + PATIENCE_S
-        while len(process.children()) < children and time.monotonic() < limit:  # spawn has a helper of its own
-            time.sleep(0.02)
-        others = process.children()
+    environment = clean_environment(CUDA_VISIBLE_DEVICES="", **{SLOW_START: "2"})
+    with started(tmp_path, [*CLI, "serve", *words], environment, quick=quick) as job:
+        others = children(job, 1 if quick else 2)
         os.killpg(job.process.pid, signal.SIGINT)
         assert job.wait() != 0 and "serving" not in job.out.read_text()
         assert not psutil.wait_procs(others, timeout=PATIENCE_S)[1]
@@ -317,16 +315,22 @@ def test_ctrl_c_while_ranks_are_starting_ends_all_of_them(trained: Config, tmp_p
 @pytest.mark.parametrize(("verb", "ended_by"), [("generate", signal.SIGTERM), ("serve", signal.SIGKILL)], ids=str)
 def test_ranks_that_are_starting_end_with_the_first(trained: Config, tmp_path: Path, verb: str, ended_by: int) -> None:
     """However it ends: they would wait for it for as long as a message may take."""
-    words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "prompt=x", "serve.port=0", "parallelism=cp2"]
-    words = [word for word in words if not word.startswith({"generate": "serve", "serve": "prompt"}[verb])]
-    with started(tmp_path, [*CLI, verb, *words], clean_environment(CUDA_VISIBLE_DEVICES="")) as job:
-        process = psutil.Process(job.process.pid)
-        limit = time.monotonic() + PATIENCE_S
-        while len(process.children()) < 2 and time.monotonic() < limit:  # one is spawn's own
-            time.sleep(0.02)
-        others = process.children()
+    words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "parallelism=cp2"]
+    words.append({"generate": "prompt=x", "serve": "serve.port=0"}[verb])
+    environment = clean_environment(CUDA_VISIBLE_DEVICES="", **{SLOW_START: "2"})
+    with started(tmp_path, [*CLI, verb, *words], environment, quick=True) as job:
+        others = children(job, 1)
         os.kill(job.process.pid, ended_by)
-        assert len(others) == 2 and not psutil.wait_procs(others, timeout=PATIENCE_S)[1]
+        assert not psutil.wait_procs(others, timeout=PATIENCE_S)[1]
+
+
+def children(job: Job, count: int) -> list[psutil.Process]:
+    """Waits until there are so many."""
+    limit = time.monotonic() + PATIENCE_S
+    while len(found := psutil.Process(job.process.pid).children()) < count:
+        assert time.monotonic() < limit and job.process.poll() is None, job.said()
+        time.sleep(0.02)
+    return found
 
 
 @pytest.mark.parametrize("missing", ["starlette", "uvicorn"])

@@ -23,7 +23,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, 
     (place / "runs/demo-cp1").mkdir(parents=True)
     (place / "runs/demo-cp1/metrics.jsonl").write_text("of an earlier demo\n")
     short = ("data.prefix=data/tiny", "data.seq_length=128", "train.steps=6", "optim.warmup_steps=1")
-    return place, finished(place, [*CLI, "demo", *short, "model.num_layers=2", "model.hidden_size=64"], quick=True)
+    small = ("model.num_layers=2", "model.hidden_size=64", "logging.wandb=disabled")
+    return place, finished(place, [*CLI, "demo", *short, *small], quick=True)
 
 
 def records(run: Path) -> list[dict[str, float]]:
@@ -41,7 +42,6 @@ def test_it_succeeds_and_leaves_two_whole_runs_and_the_picture(demo: tuple[Path,
         assert (config.run.name, config.parallelism.context_parallel_size) == (name, ranks)
         assert steps_recorded(run) == [1, 2, 3, 4, 5, 6] and latest_checkpoint(run) == 6
         assert (run / "checkpoints/iter_0000006").is_dir()
-        assert len(list(run.glob("wandb/offline-run-*/*.wandb"))) == 1
     picture = (place / "runs/demo.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
     assert sorted(path.name for path in (place / "runs").iterdir()) == ["demo-cp1", "demo-cp4", "demo.png"]

@@ -16,7 +16,8 @@ from megatron_longctx.compose import load_config
 from megatron_longctx.training import launcher
 from megatron_longctx.training.run_lock import RunLock
 from megatron_longctx.verbs import cli
-from tests.shared.jobs import CLI, finished, latest_checkpoint, started, steps_recorded
+from tests.shared.jobs import CLI, TORCHRUN_2, clean_environment, finished, latest_checkpoint, started, steps_recorded
+from tests.shared.processes import FILE_BYTES
 
 
 def command(tiny: tuple[str, ...], *more: str) -> list[str]:
@@ -61,10 +62,11 @@ def test_a_failing_rank_says_what_happened(workplace: Path, tiny: tuple[str, ...
 
 
 def test_a_full_disk_is_named_and_the_last_checkpoint_is_safe(workplace: Path, tiny: tuple[str, ...]) -> None:
-    settings = " ".join(command(tiny, "train.save_interval=2"))
     assert finished(workplace, command(tiny, "train.steps=2"), quick=True).process.returncode == 0
-    # In blocks of 1,024 bytes: the run's small files are below, a checkpoint's tensors are not.
-    job = finished(workplace, ["bash", "-c", f"ulimit -f 100; exec {settings}"])
+    # Bytes of a file: the run's small ones are below, a checkpoint's tensors are not.
+    job = finished(
+        workplace, command(tiny, "train.save_interval=2"), clean_environment(**{FILE_BYTES: "102400"}), quick=True
+    )
     assert job.process.returncode == 1, job.said()
     said = job.err.read_text().splitlines()
     assert len(said) == 2 and re.match(
@@ -79,11 +81,10 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_is_safe(workplace: Path, t
 
 
 def test_under_torchrun_a_failing_rank_names_itself_without_traceback(workplace: Path, tiny: tuple[str, ...]) -> None:
-    torchrun = [CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.verbs.cli"]
     settings = ["train", *tiny, "parallelism=cp2", "train.steps=2"]
     (workplace / "runs/default").mkdir(parents=True)
     (workplace / "runs/default/metrics.jsonl").mkdir()  # rank 0 cannot open it; rank 1 knows nothing of that
-    job = finished(workplace, [*torchrun, *settings])
+    job = finished(workplace, [*TORCHRUN_2, *settings], quick=True)
     assert job.process.returncode == 1
     said = job.err.read_text()
     assert "megatron-longctx train: rank 0 failed: IsADirectoryError: " in said
@@ -115,10 +116,9 @@ def test_a_second_job_of_the_same_run_is_refused_and_the_first_goes_on(
 
 
 def test_under_torchrun_all_ranks_of_a_second_job_end(workplace: Path, tiny: tuple[str, ...]) -> None:
-    torchrun = [CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.verbs.cli"]
     (workplace / "runs/default").mkdir(parents=True)
     with RunLock(workplace / "runs/default/lock"):
-        job = finished(workplace, [*torchrun, "train", *tiny, "parallelism=cp2", "train.steps=2"])
+        job = finished(workplace, [*TORCHRUN_2, "train", *tiny, "parallelism=cp2", "train.steps=2"], quick=True)
     assert job.process.returncode == 1
     said = job.err.read_text()
     assert said.count("megatron-longctx train: ") == 1 and f"process {os.getpid()}, since " in said

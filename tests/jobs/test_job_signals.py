@@ -18,6 +18,7 @@ from megatron_longctx.training.signals import handled
 from tests.shared.jobs import (
     CLI,
     PATIENCE_S,
+    TORCHRUN_2,
     Job,
     clean_environment,
     free_port,
@@ -25,9 +26,9 @@ from tests.shared.jobs import (
     started,
     steps_recorded,
 )
+from tests.shared.processes import SLOW_START
 
 STEPS = 40_000  # so many that a test that is held up for minutes still stops it before the end
-TORCHRUN = (CLI[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_longctx.verbs.cli")
 
 
 def line(step: int) -> str:
@@ -60,7 +61,7 @@ def checked_stop(job: Job, run: Path, start: int) -> int:
 
 
 def test_signals_before_the_ranks_listen_wait_for_them(workplace: Path, tiny: tuple[str, ...]) -> None:
-    with started(workplace, command(tiny)) as job:
+    with started(workplace, command(tiny), clean_environment(**{SLOW_START: "2"}), quick=True) as job:
         job.wait_for("starting 2 cpu ranks")
         job.process.send_signal(signal.SIGUSR1)
         job.wait_for("transformer layers")
@@ -72,8 +73,8 @@ def test_signals_before_the_ranks_listen_wait_for_them(workplace: Path, tiny: tu
 
 
 def test_the_second_interrupt_ends_the_job_at_once(workplace: Path, tiny: tuple[str, ...]) -> None:
-    with started(workplace, command(tiny)) as job:
-        job.wait_for("starting 2 cpu ranks")  # the ranks will not listen for seconds
+    with started(workplace, command(tiny), clean_environment(**{SLOW_START: str(PATIENCE_S)}), quick=True) as job:
+        job.wait_for("starting 2 cpu ranks")
         job.process.send_signal(signal.SIGINT)
         job.wait_for("interrupted: stopping after this step")
         job.process.send_signal(signal.SIGINT)
@@ -126,6 +127,7 @@ def test_nohup_is_respected() -> None:
 
 @pytest.mark.parametrize("moment", ["starting 2 cpu ranks", line(2)])
 def test_killing_the_launcher_leaves_no_ranks(workplace: Path, tiny: tuple[str, ...], moment: str) -> None:
+    # Of ranks that are forks the second would have the first one's pipe to the launcher.
     with started(workplace, command(tiny), quick=moment.startswith("step")) as job:
         job.wait_for(moment)
         while len(job.ranks()) < 2:
@@ -145,12 +147,12 @@ def test_under_torchrun_usr1_to_the_ranks_checkpoints_and_ends_with_success(
     workplace: Path, tiny: tuple[str, ...]
 ) -> None:
     settings = command(tiny)[len(CLI) :]
-    with started(workplace, [*TORCHRUN, *settings]) as job:
+    with started(workplace, [*TORCHRUN_2, *settings], quick=True) as job:
         job.wait_for(line(2))
         for rank in psutil.Process(job.process.pid).children():
             rank.send_signal(signal.SIGUSR1)
         last = checked_stop(job, workplace / "runs/default", 0)
-    with started(workplace, [*TORCHRUN, *settings]) as job:
+    with started(workplace, [*TORCHRUN_2, *settings], quick=True) as job:
         job.wait_for(line(last + 2))
         job.process.terminate()  # torchrun passes it on, and then ends with a failure of its own
         job.wait()

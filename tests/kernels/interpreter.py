@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from tests.shared.jobs import PATIENCE_S
+import pytest
+
+from megatron_longctx.comm.local_ranks import run_ranks
+from megatron_longctx.testing.distributed import PATIENCE_S
 
 
 def run_interpreted(*words: str) -> None:
@@ -18,3 +24,25 @@ def run_interpreted(*words: str) -> None:
     command = [sys.executable, *words]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def run_forked(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """`run_distributed` by forks of this process, which has imported what they need, interpreter and all."""
+    return run_ranks(fn, world_size, *args, timeout=PATIENCE_S, threads=1, start_method="fork")
+
+
+def hopper_code(kernel: Any, constants: Mapping[str, Any], types: Mapping[str, str], **options: int) -> str:
+    """PTX of a kernel, compiled without a GPU: the interpreter takes more than the compiler does. types: of arguments
+    that are not i32. Names that the kernel does not have are left out."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    chosen = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature = {name: "constexpr" if name in chosen else types.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=chosen)
+    with tempfile.TemporaryDirectory() as cache, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", cache)
+        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert ".target sm_90" in code
+    return str(code)

@@ -1,7 +1,6 @@
 """The fused quantizing kernels: compiled for a GPU (which takes none), and run on one."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from megatron_longctx.lowbit.quantize import (
     requantize_sum,
     sum_quantized,
 )
+from tests.kernels.interpreter import hopper_code
 
 FORMS = [
     QuantFormat(bits, group_size, symmetric, ends)
@@ -24,23 +24,16 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("bits", "symmetric", "short"), [(4, False, True), (8, True, False)])
-def test_kernels_compile_for_hopper(bits: int, symmetric: bool, short: bool, tmp_path: Path, monkeypatch) -> None:
+def test_kernels_compile_for_hopper(bits: int, symmetric: bool, short: bool) -> None:
     """Triton's interpreter, which runs them on CPUs, takes more than its compiler does."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     from megatron_longctx.lowbit import quantize_triton as fused
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"BITS": bits, "SYMMETRIC": symmetric, "SHORT": short, "HALF": 64, "ROWS": 16}
     pointers = {"x": "*bf16", "out": "*bf16", "values": "*u8", "to_values": "*u8"}
     pointers |= dict.fromkeys(("ends", "to_ends"), "*i16" if short else "*fp32")
     for kernel in (fused._quantize_kernel, fused._unpack_kernel, fused._requantize_kernel):
-        chosen = {name: value for name, value in {**constants, "TO_BITS": 8}.items() if name in kernel.arg_names}
-        signature = {name: "constexpr" if name in chosen else pointers.get(name, "i32") for name in kernel.arg_names}
-        compiled = triton.compile(ASTSource(kernel, signature, constexprs=chosen), target=GPUTarget("cuda", 90, 32))
-        assert ".target sm_90" in compiled.asm["ptx"]
+        hopper_code(kernel, {**constants, "TO_BITS": 8}, pointers)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Every family computes what `transformers` computes, at every parallel size: whole sequences, and 200 tokens after."""
+"""Every family computes what `transformers` computes, at every parallel size: whole sequences, and 80 tokens after."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CASES: dict[int, tuple[dict[str, int], ...]] = {
     3: ({"context": 3},),
     4: ({"context": 4}, {"tensor": 2, "context": 2}),
 }
-GENERATED = {1: 200, 2: 20}
+GENERATED = {1: 80, 2: 20}
 """By number of ranks, all context-parallel, how many tokens are generated."""
 TOKENS = torch.randint(5, 290, (1, LENGTH), generator=torch.Generator().manual_seed(1))
 

@@ -22,6 +22,8 @@ from megatron_longctx.testing.distributed import PATIENCE_S
 from tests.shared.processes import Quick
 
 CLI = (sys.executable, "-m", "megatron_longctx.verbs.cli")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TORCHRUN_2 = (*TORCHRUN, "--nproc-per-node", "2", *CLI[1:])
 _ROOT = Path(__file__).resolve().parents[2]
 # What would make a process take itself for a rank of somebody else's job, or change what it prints.
 _STRANGERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONWARNINGS")
@@ -119,7 +121,7 @@ def started(
     quick: bool = False,
 ) -> Iterator[Job]:
     """Start `command` in `folder`; whatever is left of it is killed at the end of the context. quick: as `Quick` does,
-    a command of this project."""
+    a command of this project or torchrun."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; commands would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     number = len(list(folder.glob("*.stdout")))
@@ -127,10 +129,11 @@ def started(
     env = dict(environment or clean_environment())
     process: subprocess.Popen[bytes] | Quick
     if quick:
-        assert tuple(command[: len(CLI)]) == CLI, command
         out.touch()
         err.touch()
-        process = Quick(command[len(CLI) :], folder, (stdin, str(out), str(err)), env)
+        program, words = tuple(command[:3]), command[3:]
+        assert program in (CLI, TORCHRUN), command
+        process = Quick(words if program == CLI else ["torchrun", *words], folder, (stdin, str(out), str(err)), env)
     else:
         with open(stdin, "rb") as given, out.open("wb") as to_out, err.open("wb") as to_err:
             process = subprocess.Popen(

@@ -4,33 +4,48 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
+import runpy
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from megatron_longctx.testing.distributed import start_context
 from megatron_longctx.verbs import cli
 
+SLOW_START = "TEST_RANKS_START_AFTER_S"
+"""Of the environment of a `Quick`: seconds that the ranks it starts wait first, as those do that have to import."""
+
+FILE_BYTES = "TEST_FILE_BYTES"
+"""Also: what files of the command may come to at most."""
+
 
 class Quick:
-    """A verb in a process that begins with everything imported, and so do the ranks that it starts.
+    """A command in a process that begins with everything imported, and so do the ranks that it starts.
 
     It takes the place of `subprocess.Popen` where starting interpreters is not what is tested: the command's own code
     runs, in real processes with real signals, for a tenth of the time.
     """
 
-    def __init__(self, words: Sequence[str], cwd: Path, files: tuple[str, str, str], env: Mapping[str, str]) -> None:
-        """files: that the standard input, output and error are."""
-        self._process = start_context().Process(target=_verb, args=(list(words), str(cwd), files, dict(env)))
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
+    def __init__(
+        self, words: Sequence[str], cwd: Path | None, files: Sequence[str], env: Mapping[str, str], context: Any = None
+    ) -> None:
+        """words: of a verb, or `torchrun` and its own. files: that the standard input, output and error are; none to
+        leave them. context: how the process starts, otherwise as `start_context` says."""
+        process = (context or start_context()).Process(target=_command, args=(list(words), cwd, files, dict(env)))
+        process.start()
+        self._process = process
+        self.pid: int = process.pid
 
     @property
     def returncode(self) -> int | None:
@@ -56,19 +71,36 @@ class Quick:
         self.send_signal(signal.SIGKILL)
 
 
-def _verb(words: Sequence[str], cwd: str, files: tuple[str, str, str], environment: Mapping[str, str]) -> None:
+def _command(words: Sequence[str], cwd: Path | None, files: Sequence[str], environment: Mapping[str, str]) -> None:
     """What a `Quick` process does: become one as a shell starts it."""
     os.setsid()
-    os.chdir(cwd)
+    os.chdir(cwd or ".")
     os.environ.clear()
     os.environ.update(environment)
     flags = (os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT | os.O_APPEND] * 2)
-    for number, (name, flag) in enumerate(zip(files, flags, strict=True)):
+    for number, (name, flag) in enumerate(zip(files, flags, strict=False)):
         os.dup2(os.open(name, flag), number)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (multiprocessing has put /dev/null there)
     sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _plain_signals()
+    if FILE_BYTES in environment:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(environment[FILE_BYTES]),) * 2)
     torch.set_num_threads(1)
+    if words[0] == "torchrun":
+        SubprocessHandler._popen = (
+            lambda handler, args, env: Quick(  # type: ignore[assignment, return-value]
+                list(args)[1:], None, (), env, get_context("fork")
+            )
+        )
+        torchrun.main(list(words[1:]))
+        return
+    if words[0] == "-u":  # a rank of torchrun: python -u, and a module or a script
+        words = words[1:]
+    if words[0].endswith(".py"):
+        runpy.run_path(words[0], run_name="__main__")
+        return
+    if words[0] == "-m":
+        words = words[2:]
     if not torch.cuda.is_available():
         start: Callable[..., Any] = mp.start_processes  # type: ignore[attr-defined]
         mp.start_processes = lambda fn, args, **how: start(  # type: ignore[attr-defined]
@@ -77,10 +109,15 @@ def _verb(words: Sequence[str], cwd: str, files: tuple[str, str, str], environme
     sys.exit(cli.main(words))
 
 
-def _rank(index: int, fn: Callable[..., None], *args: Any) -> None:
-    """A rank that is a fork of the process that starts it has nothing of its logging and signal handlers."""
-    logging.getLogger().handlers.clear()
+def _plain_signals() -> None:
+    """As in a process of its own: nothing is left of the handlers of the one that it is a fork of."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _rank(index: int, fn: Callable[..., None], *args: Any) -> None:
+    logging.getLogger().handlers.clear()
+    _plain_signals()
+    time.sleep(float(os.environ.get(SLOW_START, 0)))
     fn(index, *args)

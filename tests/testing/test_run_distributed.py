@@ -1,5 +1,6 @@
 """The multi-process runner: results, failures and time limits reach the caller."""
 
+import functools
 import multiprocessing
 import os
 import time
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing import ProcessRaisedException
 
 from megatron_longctx.comm.local_ranks import run_ranks
-from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.distributed import PATIENCE_S, run_distributed
 
 
 def _environment(rank, base, words):
@@ -31,7 +32,8 @@ def _environment(rank, base, words):
 @pytest.mark.parametrize("start_method", ["as tests do", "spawn"])
 def test_results_come_back_by_rank(start_method):
     arguments = (_environment, 3, 10, ["a", "b", "c"])
-    found = run_distributed(*arguments) if start_method != "spawn" else run_ranks(*arguments, threads=1)
+    spawn = functools.partial(run_ranks, threads=1, timeout=PATIENCE_S)
+    found = (spawn if start_method == "spawn" else run_distributed)(*arguments)
     assert found == [
         {
             "sum": 10 + rank,
@@ -65,20 +67,20 @@ def _fail_on_one(rank):
 
 def test_the_failing_rank_is_heard():
     with pytest.raises(ProcessRaisedException) as failure:  # and no TimeoutError
-        run_distributed(_fail_on_one, 2, timeout=60)
+        run_distributed(_fail_on_one, 2, timeout=PATIENCE_S)
     assert "LookupError: rank 1 has no such thing" in str(failure.value)
     assert "_fail_on_one" in str(failure.value)
     assert not multiprocessing.active_children()
 
 
 def _sleep(rank):
-    time.sleep(300)
+    time.sleep(PATIENCE_S)
 
 
 def test_ranks_that_hang_are_killed():
     with pytest.raises(TimeoutError, match="2 ranks of _sleep did not end within 4 s"):
         run_distributed(_sleep, 2, timeout=4)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not multiprocessing.active_children()
