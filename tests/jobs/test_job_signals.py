@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pty
 import re
 import signal
-import subprocess
-import termios
 from pathlib import Path
 
 import psutil
@@ -26,7 +23,7 @@ from tests.shared.jobs import (
     started,
     steps_recorded,
 )
-from tests.shared.processes import SLOW_START
+from tests.shared.processes import SLOW_START, Quick
 
 STEPS = 40_000  # so many that a test that is held up for minutes still stops it before the end
 
@@ -86,26 +83,12 @@ def test_the_second_interrupt_ends_the_job_at_once(workplace: Path, tiny: tuple[
 def test_a_terminal_that_goes_away_stops_the_job_with_a_checkpoint(workplace: Path, tiny: tuple[str, ...]) -> None:
     """All processes get HUP, and what they print from then on is an error."""
     ours, theirs = pty.openpty()
-
-    def become_its_session() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, and the job train on
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-    process = subprocess.Popen(
-        command(tiny),
-        cwd=workplace,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=clean_environment(),
-        start_new_session=True,
-        preexec_fn=become_its_session,
-    )
+    process = Quick(command(tiny)[len(CLI) :], workplace, (os.ttyname(theirs),) * 3, clean_environment())
     try:
-        os.close(theirs)
         said = b""
         while line(2).encode() not in said:
             said += os.read(ours, 1000)
+        os.close(theirs)
         os.close(ours)
         assert process.wait(PATIENCE_S) == 0
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import resource
@@ -79,9 +80,12 @@ def _command(words: Sequence[str], cwd: Path | None, files: Sequence[str], envir
     os.environ.update(environment)
     flags = (os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT | os.O_APPEND] * 2)
     for number, (name, flag) in enumerate(zip(files, flags, strict=False)):
-        os.dup2(os.open(name, flag), number)
+        os.dup2(os.open(name, flag), number)  # a terminal becomes the session's
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (multiprocessing has put /dev/null there)
-    sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115
+    sys.stdout, sys.stderr = (  # as PYTHONUNBUFFERED has them: what a closed terminal does not take is not kept
+        io.TextIOWrapper(open(n, "wb", buffering=0, closefd=False), encoding="utf-8", write_through=True)  # noqa: SIM115
+        for n in (1, 2)
+    )
     _plain_signals()
     if FILE_BYTES in environment:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(environment[FILE_BYTES]),) * 2)
