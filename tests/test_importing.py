@@ -20,7 +20,7 @@ from megatron_longctx.serving.inference_job import job_of
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.verbs import cli
 from megatron_longctx.verbs.exporting import export_model
-from megatron_longctx.verbs.importing import import_model
+from megatron_longctx.verbs.importing import import_model, new_folder
 from tests.shared.published import VOCAB, ours, theirs, write_model
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -248,6 +248,14 @@ def test_folders_that_are_there_are_kept(
             refused()
     with pytest.raises(ValueError, match=r"out=: expected out=FOLDER"):
         import_model(str(published["llama"][0]), [])
+
+
+def test_what_a_killed_import_left_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "run.1.partial").mkdir()
+    with new_folder("out", str(tmp_path / "run")):
+        pass
+    assert f"{tmp_path / 'run.1.partial'} is of another import or export into run: delete it if" in caplog.text
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "run.1.partial"}
 
 
 def test_a_full_disk_leaves_nothing(

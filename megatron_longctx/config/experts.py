@@ -110,7 +110,7 @@ def _check_shares(par: ParallelismConfig, experts: int, width: int) -> None:
         expected = f"a divisor of model.num_moe_experts={experts}"
         raise refuse("parallelism.expert_model_parallel_size", ep, expected, "Ranks hold equally many experts.")
     if width % etp:
-        expected = f"a divisor of an expert's width, {width}"
+        expected = f"a divisor of {width}, an expert's width (model.moe_ffn_hidden_size, else ffn_hidden_size)"
         raise refuse("parallelism.expert_tensor_parallel_size", etp, expected, "Change one of them.")
     if ep == 1 and etp != tp:
         expected = f"null or {tp}, the tensor-parallel size, with parallelism.expert_model_parallel_size=1"

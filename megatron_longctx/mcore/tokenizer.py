@@ -35,6 +35,8 @@ def build_tokenizer(library: str, path: str | None = None) -> MegatronTokenizerT
             metadata_path={"library": library}, _eos_id=BYTE_LEVEL_EOD, _pad_id=BYTE_LEVEL_PAD
         )
     remedy = "Set data.tokenizer_path to what the tokenizer library reads, or use data.tokenizer=byte-level."
+    if path is not None and not Path(path).is_absolute():
+        remedy += f" A relative path counts from the folder that a command is started in, here {Path.cwd()}."
     if path is None or not (Path(path).exists() or library == "huggingface"):
         raise ValueError(f"data.tokenizer_path={path}: expected the files of a {library} tokenizer. {remedy}")
     try:
@@ -67,6 +69,19 @@ def _vocabulary_of_tiktoken(path: str) -> dict[str, int]:
         expected = "expected a JSON list of rank, token_bytes and token_str"
         raise ValueError(f"{expected}; others (*.tiktoken) do not say how text is cut ({error})") from None
     return {"vocab_size": min(2**17, count + _TIKTOKEN_SPECIAL)}
+
+
+def beginning(tokenizer: MegatronTokenizerText) -> list[int]:
+    """The special tokens (BOS) with which a Hugging Face tokenizer begins every text; none where it says none.
+
+    Megatron-Core's `tokenize` leaves them out, as in datasets documents lie one after the other.
+    """
+    if tokenizer.library != "huggingface":
+        return []
+    encode = tokenizer._tokenizer.tokenizer
+    plain, whole = (list(encode("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
+    found = [start for start in range(len(whole)) if whole[start : start + len(plain)] == plain]
+    return whole[: found[0]] if found else []
 
 
 def text_of(tokenizer: MegatronTokenizerText, ids: Sequence[int]) -> str:

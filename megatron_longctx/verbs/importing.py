@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import re
@@ -185,6 +186,8 @@ def new_folder(key: str, name: str | None) -> Iterator[tuple[Path, Path]]:
     final = Path(os.path.abspath(name))
     if final.exists():
         raise refuse(key, name, "a new folder; this is there already", "Give another name, or delete it.")
+    for left in final.parent.glob(f"{glob.escape(final.name)}.*.partial"):
+        logger.warning("%s is of another import or export into %s: delete it if that was killed", left, final.name)
     partial_folder = final.with_name(f"{final.name}.{os.getpid()}.partial")
     partial_folder.mkdir(parents=True)
     try:

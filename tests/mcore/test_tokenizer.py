@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx.mcore.identity import tokenizer_digest
-from megatron_longctx.mcore.tokenizer import build_tokenizer, text_of
+from megatron_longctx.mcore.tokenizer import beginning, build_tokenizer, text_of
 from megatron_longctx.models.chat import special_tokens, template_of
 from tests.shared.published import CHAT, TEXTS, write_tokenizer
 
@@ -30,6 +30,25 @@ def test_hugging_faces_folder_or_its_tokenizer_json(tmp_path: Path) -> None:
         assert (tokenizer.vocab_size, tokenizer.eod, template_of(tokenizer)) == (290, 1, CHAT)
         assert special_tokens(tokenizer)["bos_token"] == "<|begin|>"
     assert tokenizer_digest(found[0]) == tokenizer_digest(found[1])
+
+
+def test_texts_begin_as_the_tokenizer_says(tmp_path: Path) -> None:
+    """Megatron's own way leaves it out, as datasets need."""
+    write_tokenizer(tmp_path / "without")
+    said = json.loads((tmp_path / "without/tokenizer.json").read_text())
+    begin = {"id": "<|begin|>", "type_id": 0}
+    said["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": begin}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [0], "tokens": ["<|begin|>"]}},
+    }
+    shutil.copytree(tmp_path / "without", tmp_path / "with")
+    (tmp_path / "with/tokenizer.json").write_text(json.dumps(said))
+    without, with_begin = (build_tokenizer("huggingface", str(tmp_path / name)) for name in ("without", "with"))
+    assert beginning(without) == [] and beginning(with_begin) == [0]
+    assert without.tokenize(TEXT) == with_begin.tokenize(TEXT)
+    assert beginning(build_tokenizer("byte-level")) == []
 
 
 def test_a_tokenizer_that_ends_no_text_is_refused(tmp_path: Path) -> None:
@@ -71,6 +90,12 @@ def test_tiktoken(tmp_path: Path) -> None:
         ValueError, match=r"ranks\.tiktoken: cannot be read by tiktoken \(expected a JSON list of rank,"
     ):
         build_tokenizer("tiktoken", str(tmp_path / "ranks.tiktoken"))
+
+
+def test_where_a_relative_path_is_looked_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"A relative path counts from the folder .* here {tmp_path}\\."):
+        build_tokenizer("sentencepiece", "gone.model")
 
 
 @pytest.mark.parametrize("library", ["huggingface", "sentencepiece", "tiktoken"])

@@ -156,7 +156,7 @@ def test_flops_count_active_experts_alone() -> None:
         ({"model.moe_first_dense_layers": 2}, "model.moe_first_dense_layers=2: expected less than model.num_layers=2"),
         ({EP: 3}, "expert_model_parallel_size=3: expected a divisor of model.num_moe_experts=4"),
         ({TP: 2, ETP: 1}, "expert_tensor_parallel_size=1: expected null or 2"),
-        ({TP: 2, EP: 2, ETP: 5}, "expert_tensor_parallel_size=5: expected a divisor of an expert's width, 48"),
+        ({TP: 2, EP: 2, ETP: 5}, "expert_tensor_parallel_size=5: expected a divisor of 48, an expert's width"),
         ({TP: 2, "parallelism.sequence_parallel": False}, "parallelism.sequence_parallel=False: expected true with"),
         ({TP: 2, "model.bias": True}, "expert_tensor_parallel_size=None: expected 1 with model.bias=true"),
         ({"recompute.mlp_tile_tokens": 8}, "recompute.mlp_tile_tokens=8: expected null with experts"),

@@ -60,6 +60,7 @@ class Model:
         stop_token: of the end of a text, None without one.
         default_tokens: where a request says none.
         token_chars: that a token may stand for at most, None where that is not known.
+        begin: tokens that come before a text; chats have theirs from the template, and lists of tokens say their own.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Model:
     default_tokens: int
     bounds: Bounds
     token_chars: int | None = None
+    begin: tuple[int, ...] = ()
 
     @property
     def most_bytes(self) -> float:
@@ -190,7 +192,8 @@ def _prompt(model: Model, body: Mapping[str, Any]) -> Sequence[int]:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # a list of one prompt
     if isinstance(prompt, str):
-        prompt = list(_encoded(model, str, prompt))
+        encoded = _encoded(model, str, prompt)
+        prompt = [*(model.begin if encoded else ()), *encoded]
     if isinstance(prompt, list) and len(prompt) > model.bounds.tokens:  # before each of them is looked at
         raise ApiError(400, f"prompt has {len(prompt)} tokens: expected at most {model.bounds.prompt}")
     if isinstance(prompt, list) and prompt and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
