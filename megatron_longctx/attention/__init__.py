@@ -5,5 +5,3 @@
 
 from .context_parallel import ContextParallelAttention
 from .function import AttentionResult
-
-__all__ = ["AttentionResult", "ContextParallelAttention"]

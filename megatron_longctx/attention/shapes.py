@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..schedules import Heads, Kind, Workload
+from ..schedules.plan import FIELDS
 from ..schedules.program import Rows
 from .kv_format import KVFormat, Like
 
@@ -56,15 +57,16 @@ class Shapes(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _likes(shapes: Shapes, kind: Kind, tokens: int, heads: Heads) -> tuple[Like, ...]:
-    work, count = shapes.workload, len(shapes.heads(kind, heads))
+    work, device = shapes.workload, shapes.device
+    rows = tokens, work.batch, len(shapes.heads(kind, heads))
     if kind in (Kind.KV, Kind.DKV):
-        kv = shapes.kv if kind is Kind.KV else shapes.kv_grad
-        return (kv.like(tokens, work.batch, count, shapes.device),)
-    q = Like((tokens, work.batch, count, work.head_dim), shapes.dtype, shapes.device)
-    out = q._replace(shape=(*q.shape[:3], work.value_dim))
-    lse = Like(q.shape[:3], shapes.sum_dtype, shapes.device)
-    fields = {Kind.Q: (q,), Kind.DQ: (q,), Kind.GRAD: (out,), Kind.OUT: (out, lse), Kind.Q_GRAD: (q, out, out, lse)}
-    return fields[kind]
+        return ((shapes.kv if kind is Kind.KV else shapes.kv_grad).like(*rows, device),)
+    of_field = {
+        "q": Like((*rows, work.head_dim), shapes.dtype, device),
+        "out": Like((*rows, work.value_dim), shapes.dtype, device),
+        "lse": Like(rows, shapes.sum_dtype, device),
+    }
+    return tuple(of_field[field] for field in FIELDS[kind])
 
 
 def new_lse(like: Like) -> Tensor:

@@ -16,27 +16,3 @@ from .p2p import Exchange, P2PTransport
 from .peer import PeerTransport, SymmetricExchange
 from .peer_merge import PeerMerge
 from .waiting import StreamClock, Times, measured
-
-__all__ = [
-    "BufferPool",
-    "Channel",
-    "Exchange",
-    "HybridTransport",
-    "P2PTransport",
-    "PeerMemoryError",
-    "PeerMerge",
-    "PeerTransport",
-    "StreamClock",
-    "SymmetricExchange",
-    "Times",
-    "Transport",
-    "choose_transport",
-    "from_all",
-    "from_first",
-    "from_rank_0",
-    "gather_over",
-    "measured",
-    "on_rank_0",
-    "sum_over",
-    "transport_name",
-]

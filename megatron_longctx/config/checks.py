@@ -65,46 +65,38 @@ def _validate_rope(model: ModelConfig) -> None:
     check_rope_scaling(model.rope_scaling, model.kv_channels, model.rope_base)
 
 
+_OF_MODES = (
+    ("max_attention_gib", None, ("auto",), "Only auto chooses by memory; leave it null."),
+    (
+        *("head_chunks", 1, ("ulysses",)),
+        "Only ulysses exchanges heads in chunks, and auto chooses their number; leave it or choose ulysses.",
+    ),
+    (
+        *("inner_size", None, ("double_ring", "usp")),
+        "Only double_ring and usp divide the ranks; leave it null or choose one of them.",
+    ),
+    (
+        *("outer_schedule", "zigzag", ("usp",)),
+        "Only usp has a mode between groups; leave it or set parallelism.schedule=usp.",
+    ),
+    (
+        *("max_buffer_tokens", None, ("all_gather",)),
+        "Only all_gather groups its sources under a bound; leave it null or set parallelism.schedule=all_gather.",
+    ),
+)
+"""Keys of parallelism that some schedules alone take: what they are elsewhere, these schedules, and what to do."""
+
+
 def _validate_parallelism(config: Config) -> None:
     par, model = config.parallelism, config.model
-    if par.max_attention_gib is not None and par.schedule != "auto":
-        raise refuse(
-            "parallelism.max_attention_gib",
-            par.max_attention_gib,
-            f"null with parallelism.schedule={par.schedule}",
-            "Only auto chooses by memory; leave it null.",
-        )
-    if par.head_chunks != 1 and par.schedule != "ulysses":
-        raise refuse(
-            "parallelism.head_chunks",
-            par.head_chunks,
-            f"1, its default, with parallelism.schedule={par.schedule}",
-            "Only ulysses exchanges heads in chunks, and auto chooses their number; leave it or choose ulysses.",
-        )
+    for key, unset, schedules, remedy in _OF_MODES:
+        if getattr(par, key) != unset and par.schedule not in schedules:
+            expected = "null" if unset is None else f"{unset}, its default,"
+            expected += f" with parallelism.schedule={par.schedule}"
+            raise refuse(f"parallelism.{key}", getattr(par, key), expected, remedy)
     if par.inner_size is not None:
-        if par.schedule not in ("double_ring", "usp"):
-            raise refuse(
-                "parallelism.inner_size",
-                par.inner_size,
-                f"null with parallelism.schedule={par.schedule}",
-                "Only double_ring and usp divide the ranks; leave it null or choose one of them.",
-            )
         size = "parallelism.context_parallel_size"
         _divides("parallelism.inner_size", par.inner_size, size, par.context_parallel_size)
-    if par.outer_schedule != "zigzag" and par.schedule != "usp":
-        raise refuse(
-            "parallelism.outer_schedule",
-            par.outer_schedule,
-            f"zigzag, its default, with parallelism.schedule={par.schedule}",
-            "Only usp has a mode between groups; leave it or set parallelism.schedule=usp.",
-        )
-    if par.max_buffer_tokens is not None and par.schedule != "all_gather":
-        raise refuse(
-            "parallelism.max_buffer_tokens",
-            par.max_buffer_tokens,
-            f"null with parallelism.schedule={par.schedule}",
-            "Only all_gather groups its sources under a bound; leave it null or set parallelism.schedule=all_gather.",
-        )
     if par.layout != "auto" and par.schedule != "auto":
         configured_mode(par).layout_of(causal(0), par.layout)
     tp, key = par.tensor_parallel_size, "parallelism.tensor_parallel_size"

@@ -4,5 +4,3 @@ from .asking import DEPTHS, Question, questions
 from .haystack import Haystack
 from .scoring import Score, score, scores
 from .tasks import TASKS, Task
-
-__all__ = ["DEPTHS", "TASKS", "Haystack", "Question", "Score", "Task", "questions", "score", "scores"]

@@ -11,21 +11,3 @@ from .choice import Chooser, Decision, Figures
 from .decode import DecodeSettings
 from .engine import EngineSettings, LongContextEngine, Session
 from .sampling import Sampling
-
-__all__ = [
-    "Batch",
-    "CacheFull",
-    "CacheManager",
-    "CacheShape",
-    "CachedAttention",
-    "CachedModel",
-    "Chooser",
-    "Decision",
-    "DecodeSettings",
-    "EngineSettings",
-    "Figures",
-    "LongContextEngine",
-    "Sampling",
-    "ScheduledChunk",
-    "Session",
-]

@@ -16,16 +16,3 @@ To add a provider: one new file with a subclass of `AttentionKernel` or `PackedK
 from megatron_longctx.kernels.interface import PROVIDERS, AttentionKernel, KernelRequest, dense_call
 from megatron_longctx.kernels.partials import Partial, merge_partials, sum_partials
 from megatron_longctx.kernels.registry import auto_order, available, choose
-
-__all__ = [
-    "PROVIDERS",
-    "AttentionKernel",
-    "KernelRequest",
-    "Partial",
-    "auto_order",
-    "available",
-    "choose",
-    "dense_call",
-    "merge_partials",
-    "sum_partials",
-]

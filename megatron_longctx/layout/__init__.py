@@ -7,5 +7,3 @@ spans of every rank and enter it in `LAYOUTS`.
 from .balanced import balanced
 from .layout import Layout
 from .layouts import LAYOUTS, build_layout, contiguous, per_document, striped, zigzag
-
-__all__ = ["LAYOUTS", "Layout", "balanced", "build_layout", "contiguous", "per_document", "striped", "zigzag"]

@@ -8,5 +8,3 @@ from .fit import COMFORT, check, max_length
 from .model import Phase, Prediction, Term, predict
 from .report import report, summary
 from .shapes import Job
-
-__all__ = ["COMFORT", "Job", "Phase", "Prediction", "Term", "check", "max_length", "predict", "report", "summary"]

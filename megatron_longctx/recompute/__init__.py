@@ -6,5 +6,3 @@ that attention and its communication run once per step (DistFlashAttn, section 3
 
 from .stores import DeviceStore, HostStore, Kept, Store
 from .tape import AttentionTape
-
-__all__ = ["AttentionTape", "DeviceStore", "HostStore", "Kept", "Store"]

@@ -13,7 +13,7 @@ from ..errors import refuse
 from ..topology import Device
 from .kernel_calls import KernelCall
 from .mask import FAR
-from .plan import ALL_HEADS, Block, Heads, Kind
+from .plan import ALL_HEADS, FIELDS, Block, Heads, Kind
 
 GIB = 2**30
 _TILE = 128
@@ -75,24 +75,27 @@ class Workload:
         return range(head, head + 1)
 
     def field_bytes(self, kind: Kind, heads: Heads = ALL_HEADS) -> tuple[int, ...]:
-        """Bytes of one token of a block on the wire or in a buffer, by field: (q), (kv), (out, lse), (q, out, grad of
-        out, lse), (grad of out), (dq), (dkv)."""
-        e, count = self.element_bytes, len(self.head_range(kind, heads)) * self.batch
-        q, out = count * self.head_dim * e, count * self.value_dim * e
-        if kind in _OF_KEYS:
-            plain = kind is Kind.DKV or self.kv_row_bytes is None
-            return (count * ((self.head_dim + self.value_dim) * e if plain else self.kv_row_bytes or 0),)
-        lse = count * self.accumulator_bytes
-        fields = {Kind.Q: (q,), Kind.DQ: (q,), Kind.GRAD: (out,), Kind.OUT: (out, lse), Kind.Q_GRAD: (q, out, out, lse)}
-        return fields[kind]
+        """Bytes of one token of a block on the wire or in a buffer, by field (`plan.FIELDS`)."""
+        count = len(self.head_range(kind, heads)) * self.batch
+        return tuple(count * self._row_bytes[field] for field in FIELDS[kind])
+
+    @cached_property
+    def _row_bytes(self) -> dict[str, int]:
+        """By field, of one head of a token."""
+        plain = {field: channels * self.element_bytes for field, channels in self._channels.items()}
+        kv = plain["dkv"] if self.kv_row_bytes is None else self.kv_row_bytes
+        return {**plain, "kv": kv, "lse": self.accumulator_bytes}
+
+    @cached_property
+    def _channels(self) -> dict[str, int]:
+        """By field but for LSE, elements of one head of a token."""
+        d, e = self.head_dim, self.value_dim
+        return {"q": d, "out": e, "kv": d + e, "dkv": d + e}
 
     def elements(self, kind: Kind, heads: Heads = ALL_HEADS) -> int:
         """Elements of q, k, v, out and gradients in one token of a block (without LSE)."""
         count = len(self.head_range(kind, heads)) * self.batch
-        if kind in _OF_KEYS:
-            return count * (self.head_dim + self.value_dim)
-        q, out = self.head_dim, self.value_dim
-        return count * {Kind.Q: q, Kind.DQ: q, Kind.GRAD: out, Kind.OUT: out, Kind.Q_GRAD: q + 2 * out}[kind]
+        return count * sum(self._channels.get(field, 0) for field in FIELDS[kind])
 
     def token_bytes(self, kind: Kind, heads: Heads = ALL_HEADS) -> int:
         """Bytes of one token of a block on the wire or in a buffer."""

@@ -42,7 +42,7 @@ def footprint(program: Program, workload: Workload, workspace: bool = False) -> 
         buffers=sum(
             workload.token_bytes(each.kind, each.heads) * each.tokens for each in program.buffers if not each.kept
         ),
-        kept=sum(size.of(rows) for entry in program.kept for rows in entry),
+        kept=sum(row_bytes(rows, workload) for entry in program.kept for rows in entry),
         sent=program.sends.num_bytes * (2 if _read_by_peers(program) else 1),
         results=_most_results(program, size),
     )
@@ -52,22 +52,24 @@ def _read_by_peers(program: Program) -> bool:
     return any(each.spans for some in program.receives for each in some)
 
 
+def row_bytes(rows: Rows, workload: Workload) -> int:
+    """Bytes of some rows where they lie; those of accumulators are wider."""
+    wide = workload.accumulator_bytes // workload.element_bytes or 1
+    scale = wide if rows.space is Space.TOTAL else 1
+    return scale * workload.token_bytes(rows.kind, rows.heads) * rows.tokens
+
+
 class _Sizes:
     def __init__(self, workload: Workload, workspace: bool) -> None:
-        self._workload, self._workspace = workload, workspace
-        self._wide = workload.accumulator_bytes // workload.element_bytes or 1
-
-    def of(self, rows: Rows) -> int:
-        scale = self._wide if rows.space is Space.TOTAL else 1
-        return scale * self._workload.token_bytes(rows.kind, rows.heads) * rows.tokens
+        self.workload, self._workspace = workload, workspace
 
     def of_call(self, op: Compute, backward: bool) -> int:
         """What a kernel call gives."""
         kinds = ((Kind.DQ, op.queries), (Kind.DKV, op.keys)) if backward else ((Kind.OUT, op.queries),)
-        return sum(self._workload.token_bytes(kind, rows.heads) * rows.tokens for kind, rows in kinds)
+        return sum(self.workload.token_bytes(kind, rows.heads) * rows.tokens for kind, rows in kinds)
 
     def of_workspace(self, op: Compute) -> int:
-        work, heads = self._workload, op.queries.heads
+        work, heads = self.workload, op.queries.heads
         if not self._workspace:
             return 0
         per_query = work.elements(Kind.Q, heads) * 4 + 4 * len(work.head_range(Kind.Q, heads)) * work.batch
@@ -80,7 +82,7 @@ class _Sizes:
 
 def _most_results(program: Program, size: _Sizes) -> int:
     ops = program.ops
-    sizes = {(rows.space, rows.number): size.of(rows) for rows in (*program.totals, *program.results)}
+    sizes = {(rows.space, rows.number): row_bytes(rows, size.workload) for rows in (*program.totals, *program.results)}
     first: dict[tuple[Space, int], int] = {}
     last: dict[tuple[Space, int], int] = {}
     change = [0] * (len(ops) + 2)

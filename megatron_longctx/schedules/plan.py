@@ -37,8 +37,12 @@ RESULTS = frozenset({Kind.OUT, Kind.DQ, Kind.DKV})
 """Kinds that are computed away from home and travel back to it."""
 
 
-NUM_FIELDS = {Kind.OUT: 2, Kind.Q_GRAD: 4} | dict.fromkeys((Kind.Q, Kind.KV, Kind.GRAD, Kind.DQ, Kind.DKV), 1)
-"""Tensors that blocks of a kind are made of."""
+FIELDS = {
+    **{Kind.Q: ("q",), Kind.KV: ("kv",), Kind.OUT: ("out", "lse"), Kind.Q_GRAD: ("q", "out", "out", "lse")},
+    **{Kind.GRAD: ("out",), Kind.DQ: ("q",), Kind.DKV: ("dkv",)},
+}
+"""What the tensors are like that blocks of a kind are made of: a gradient is like what it is of."""
+NUM_FIELDS = {kind: len(fields) for kind, fields in FIELDS.items()}
 
 
 class Heads(NamedTuple):

@@ -15,10 +15,10 @@ from ..errors import refuse
 from ..topology import Cluster, Resource, Route
 from .collector import collector_paused
 from .cost import GIB, Costs, Workload
-from .footprint import footprint
+from .footprint import footprint, row_bytes
 from .lower import Lowering
 from .plan import Move, Plan
-from .program import Acquire, Compute, Copy, Mark, Merge, Program, Rows, Send, Space, Wait
+from .program import Acquire, Compute, Copy, Mark, Merge, Program, Send, Wait
 from .target import Target
 
 
@@ -180,17 +180,12 @@ class _Simulated:
         if isinstance(op, Compute):
             return self._kernel_call(op, program)
         if isinstance(op, Copy):
-            size = 2 * sum(self._bytes(into) for into, _ in op.pairs)
+            size = 2 * sum(row_bytes(into, self.workload) for into, _ in op.pairs)
             return _Item(None, size / (self.costs.merge_gibps * GIB), "pack")
         if isinstance(op, Merge):
-            size = self._bytes(op.into) + sum(self._bytes(part.rows) for part in op.parts)
+            size = sum(row_bytes(rows, self.workload) for rows in (op.into, *(part.rows for part in op.parts)))
             return _Item(None, size / (self.costs.merge_gibps * GIB), "merge")
         return _Item(op) if isinstance(op, Send | Wait | Acquire | Mark) else None
-
-    def _bytes(self, rows: Rows) -> int:
-        wide = self.workload.accumulator_bytes // self.workload.element_bytes or 1
-        scale = wide if rows.space is Space.TOTAL else 1
-        return scale * self.workload.token_bytes(rows.kind, rows.heads) * rows.tokens
 
     def _kernel_call(self, op: Compute, program: Program) -> _Item:
         key = op.call, op.queries.heads.parts

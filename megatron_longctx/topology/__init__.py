@@ -28,28 +28,3 @@ from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
 from .latin import row_complete_latin_square
 from .measured import Measured, Ping, Sample, to_cluster
 from .rings import Rings, multi_node_rings, rings_for, seconds_per_gib
-
-__all__ = [
-    "Cluster",
-    "Device",
-    "Measured",
-    "Mesh",
-    "Network",
-    "Ping",
-    "Resource",
-    "Rings",
-    "Route",
-    "Sample",
-    "Switch",
-    "as_data",
-    "cluster_from",
-    "hamiltonian_cycles",
-    "hamiltonian_paths",
-    "load_cluster",
-    "multi_node_rings",
-    "rings_for",
-    "row_complete_latin_square",
-    "save_cluster",
-    "seconds_per_gib",
-    "to_cluster",
-]

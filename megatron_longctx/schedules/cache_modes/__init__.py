@@ -19,5 +19,3 @@ CACHE_MODES: dict[str, CacheMode] = {
     for found in iter_modules(__path__)
     if not found.name.startswith("_")
 }
-
-__all__ = ["CACHE_MODES", "CacheMode"]

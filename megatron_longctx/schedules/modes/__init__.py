@@ -10,5 +10,3 @@ from .mode import MODES, Choices, Mode, ModeOptions, check_messages, find_mode, 
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
-
-__all__ = ["MODES", "Choices", "Mode", "ModeOptions", "check_messages", "find_mode", "outer_modes"]
