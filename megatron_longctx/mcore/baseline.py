@@ -76,7 +76,7 @@ class TransformerEngineAttention(ContextParallelAttention):
         """
         mask = masks.causal(mask) if isinstance(mask, int) else mask
         packed = len(mask.documents) > 1
-        self._check_mask(mask, sink)
+        self.check_mask(mask, sink)
         attention = self._module(q, k, mask, packed, scale)
         if not packed:
             out: Tensor = attention(q, k, v)  # [s, b, h * d]
@@ -86,7 +86,8 @@ class TransformerEngineAttention(ContextParallelAttention):
         out = attention(q[:, 0], k[:, 0], v[:, 0], **self._of_documents(mask, q.device))
         return out.view(q.shape)
 
-    def _check_mask(self, mask: Mask, sink: Tensor | None) -> None:
+    def check_mask(self, mask: Mask, sink: Tensor | None = None) -> None:
+        """Refuse, as ValueError, what TransformerEngine does not take."""
         if sink is not None:
             raise refuse("model.sinks", "set", "none with attention.baseline", "Leave attention.baseline null.")
         if self._kind == "p2p" and mask.has_windows and self.world > 1:
@@ -100,10 +101,11 @@ class TransformerEngineAttention(ContextParallelAttention):
 
     def _module(self, q: Tensor, k: Tensor, mask: Mask, packed: bool, scale: float | None) -> Any:
         causal = all(each.hi == 0 for each in mask.slices if each.num_keys > 1)
-        widths = {each.lo for each in mask.slices if each.lo != -FAR}
-        key = q.shape[2], k.shape[2], q.shape[3], packed, causal, frozenset(widths), scale
+        lowest = min((each.lo for each in mask.slices if each.lo != -FAR), default=None)
+        highest = 0 if causal else max((each.hi for each in mask.slices if each.hi != FAR), default=-1)
+        key = q.shape[2], k.shape[2], q.shape[3], packed, causal, lowest, highest, scale
         if key not in self._modules:
-            window = {"window_size": (-min(widths), 0 if causal else -1)} if widths else {}
+            window = {} if lowest is None else {"window_size": (-lowest, highest)}
             made = importlib.import_module("transformer_engine.pytorch").DotProductAttention(
                 q.shape[2],
                 q.shape[3],
@@ -115,7 +117,8 @@ class TransformerEngineAttention(ContextParallelAttention):
                 **window,
             )
             if self.world > 1:
-                self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                if q.is_cuda:
+                    self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
                 ranks = dist.get_process_group_ranks(self._group)
                 made.set_context_parallel_group(self._group, ranks, self._stream, self._kind)
             self._modules[key] = made
@@ -125,7 +128,8 @@ class TransformerEngineAttention(ContextParallelAttention):
         """TransformerEngine's arguments for them, on all ranks together; none is padded."""
         if mask not in self._lengths:
             stops = [stop for _, stop, _ in mask.documents]
-            starts = torch.tensor([0, *stops], dtype=torch.int32).pin_memory().to(device, non_blocking=True)
+            starts = torch.tensor([0, *stops], dtype=torch.int32, pin_memory=device.type == "cuda")
+            starts = starts.to(device, non_blocking=True)
             longest = -(-max(stop - start for start, stop, _ in mask.documents) // 64) * 64
             named = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
             self._lengths[mask] = {

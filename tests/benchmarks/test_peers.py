@@ -81,15 +81,15 @@ def test_gradients_are_written_into_the_buffers_that_are_given() -> None:
 
 
 class _Whole(torch.autograd.Function):
-    """`[b, s, heads, d]` of a rank to the whole sequence, as TransformerEngine documents it: 2 n parts, of which rank r
+    """`[s, b, heads, d]` of a rank to the whole sequence, as TransformerEngine documents it: 2 n parts, of which rank r
     has r and 2 n - 1 - r."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, x.contiguous())
-        pairs = [part.chunk(2, dim=1) for part in parts]
-        return torch.cat([front for front, _ in pairs] + [back for _, back in reversed(pairs)], dim=1)
+        pairs = [part.chunk(2) for part in parts]
+        return torch.cat([front for front, _ in pairs] + [back for _, back in reversed(pairs)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -98,8 +98,8 @@ class _Whole(torch.autograd.Function):
 
 
 def _mine(x: Tensor) -> Tensor:
-    n, rank, parts = dist.get_world_size(), dist.get_rank(), x.chunk(2 * dist.get_world_size(), dim=1)
-    return torch.cat([parts[rank], parts[2 * n - 1 - rank]], dim=1)
+    n, rank, parts = dist.get_world_size(), dist.get_rank(), x.chunk(2 * dist.get_world_size())
+    return torch.cat([parts[rank], parts[2 * n - 1 - rank]])
 
 
 class _DotProductAttention:
@@ -107,16 +107,16 @@ class _DotProductAttention:
 
     def __init__(self, num_attention_heads: int, kv_channels: int, **options: Any) -> None:
         assert (num_attention_heads, kv_channels, options["num_gqa_groups"]) == (4, 16, 2)
-        assert (options["qkv_format"], options["attn_mask_type"]) == ("bshd", "causal")
+        assert (options["qkv_format"], options["attn_mask_type"]) == ("sbhd", "causal")
         assert options["attention_dropout"] == 0.0
 
     def set_context_parallel_group(self, group: Any, ranks: list[int], stream: Any, kind: str) -> None:
         assert ranks == [0, 1] and kind in ("p2p", "all_gather", "a2a")
 
     def __call__(self, *qkv: Tensor) -> Tensor:
-        q, k, v = (_Whole.apply(x).transpose(1, 2).float() for x in qkv)  # type: ignore[no-untyped-call]
+        q, k, v = (_Whole.apply(x).permute(1, 2, 0, 3).float() for x in qkv)  # type: ignore[no-untyped-call]
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return _mine(out.transpose(1, 2)).to(qkv[0].dtype).flatten(2)
+        return _mine(out.permute(2, 0, 1, 3)).to(qkv[0].dtype).flatten(2)
 
 
 def _engine(rank: int) -> tuple[list[str], list[Measurement], list[Measurement], list[str]]:
@@ -138,6 +138,6 @@ def test_transformer_engine_gets_the_tokens_that_it_expects() -> None:
         assert "transformer-engine is not measured: ModuleNotFoundError: No module named 'transformer_engine'" in absent
         assert [m.name for m in found] == [f"TransformerEngine, {kind}" for kind in ("p2p", "all_gather", "a2a")]
         assert all(m.seconds and not m.reason for m in found), found
-        assert refused[0].reason == "mask w: expected one without a window"
-        assert refused[2].reason == "3:3 heads: expected multiples of 2 ranks"
+        assert refused[0].reason.startswith("attention.baseline=te_p2p: expected one that takes model.window")
+        assert refused[2].reason.startswith("parallelism.context_parallel_size=2: expected heads of queries (3)")
         assert len(then) == len(absent) and then[-1].startswith("transformer-engine is not measured")

@@ -19,7 +19,7 @@ from megatron_longctx.verbs.exporting import export_model
 from megatron_longctx.verbs.importing import import_model
 from tests.shared.published import TEXTS, write_model
 from tests.shared.training import Job, run_jobs
-from tests.test_importing import same, tensors_of
+from tests.verbs.test_importing import same, tensors_of
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 LENGTH = 48

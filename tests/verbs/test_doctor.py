@@ -124,6 +124,6 @@ def test_it_does_not_load_megatron() -> None:
     code = (
         "import sys; from megatron_longctx.verbs.doctor import report; report(); print('megatron.core' in sys.modules)"
     )
-    root = Path(doctor.__file__).resolve().parents[1]
+    root = Path(doctor.__file__).resolve().parents[2]
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     assert (result.returncode, result.stdout.strip()) == (0, "False"), result.stderr

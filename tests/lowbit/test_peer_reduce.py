@@ -133,7 +133,7 @@ def compare_between_processes() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("what", ["compare_step_by_step", "compare_between_processes"])
 def test_kernels_under_the_interpreter(what):
-    run_interpreted("-m", "tests.comm.test_peer_reduce", what)
+    run_interpreted("-m", "tests.lowbit.test_peer_reduce", what)
 
 
 @pytest.mark.parametrize(("bits", "short", "scatter"), [(8, True, False), (4, False, True), (0, False, False)])
