@@ -134,37 +134,29 @@ class Run:
     # Rows as tensors.
 
     def _fields(self, rows: Rows) -> Fields:
-        found: Fields = _FIELDS[rows.space](self, rows)
-        return found
-
-    def _of_own(self, rows: Rows) -> Fields:
-        return tuple(self._shapes.cut(each, rows) for each in self._own[rows.kind])
-
-    def _of_buffer(self, rows: Rows) -> Fields:
-        return self._bound.buffer_rows(rows, self._buffers)
-
-    def _of_sent(self, rows: Rows) -> Fields:
-        return self._bound.sent(rows, self._parity)
-
-    def _of_peer(self, rows: Rows) -> Fields:
-        first = self._fields_of[rows.number]
-        return tuple(self._acquired[first : first + NUM_FIELDS[rows.kind]])
-
-    def _of_call(self, rows: Rows) -> Fields:
-        found = self._calls[rows.number]
-        if rows.kind is not Kind.OUT:
-            found = found[:1] if rows.kind is Kind.DQ else found[1:]
-        return tuple(self._shapes.cut(each, rows) for each in found)
-
-    def _of_total(self, rows: Rows) -> Fields:
-        return self._new(self._totals, self._program.totals, rows, self._shapes.sum_dtype)
-
-    def _of_result(self, rows: Rows) -> Fields:
-        return self._new(self._results, self._program.results, rows, self._shapes.dtype)
-
-    def _of_kept(self, rows: Rows) -> Fields:
-        at, count = self._bound.kept_at[rows.number], 3 if rows.kind is Kind.Q else 1
-        return tuple(self._shapes.cut(each, rows) for each in self._stored[at : at + count])
+        bound, program, shapes = self._bound, self._program, self._shapes
+        match rows.space:
+            case Space.BUFFER:
+                return bound.buffer_rows(rows, self._buffers)
+            case Space.SENT:
+                return bound.sent(rows, self._parity)
+            case Space.PEER:
+                first = self._fields_of[rows.number]
+                return tuple(self._acquired[first : first + NUM_FIELDS[rows.kind]])
+            case Space.TOTAL:
+                return self._new(self._totals, program.totals, rows, shapes.sum_dtype)
+            case Space.RESULT:
+                return self._new(self._results, program.results, rows, shapes.dtype)
+            case Space.OWN:
+                found: Sequence[Tensor] = self._own[rows.kind]
+            case Space.CALL:
+                found = self._calls[rows.number]
+                if rows.kind is not Kind.OUT:
+                    found = found[:1] if rows.kind is Kind.DQ else found[1:]
+            case Space.KEPT:
+                at = bound.kept_at[rows.number]
+                found = self._stored[at : at + (3 if rows.kind is Kind.Q else 1)]
+        return tuple(shapes.cut(each, rows) for each in found)
 
     def _new(self, known: list[Fields | None], specs: Sequence[Rows], rows: Rows, dtype: torch.dtype) -> Fields:
         """Rows of a result or total, which is made when it is first asked for."""
@@ -212,15 +204,4 @@ _DO: dict[type, Any] = {
     Release: Run._release,
     Compute: Run._compute,
     Merge: Run._merge,
-}
-
-_FIELDS: dict[Space, Any] = {
-    Space.OWN: Run._of_own,
-    Space.BUFFER: Run._of_buffer,
-    Space.SENT: Run._of_sent,
-    Space.PEER: Run._of_peer,
-    Space.CALL: Run._of_call,
-    Space.TOTAL: Run._of_total,
-    Space.RESULT: Run._of_result,
-    Space.KEPT: Run._of_kept,
 }

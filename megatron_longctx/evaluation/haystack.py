@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import cycle, islice
+from operator import itemgetter
 from pathlib import Path
 
 from ..errors import refuse
@@ -50,7 +51,9 @@ class Haystack:
 
     def text(self, num_words: int, statements: Iterable[tuple[float, str]] = ()) -> str:
         """So many words, with every statement at its depth, 0 to 1, or where the sentence there begins."""
-        placed = sorted(((self._begin(round(depth * num_words)), said) for depth, said in statements), key=_at)
+        placed = sorted(
+            ((self._begin(round(depth * num_words)), said) for depth, said in statements), key=itemgetter(0)
+        )
         words, parts, done = islice(cycle(self.words), num_words), [], 0
         for at, said in placed:
             parts += [*islice(words, at - done), said, self.separator]
@@ -65,7 +68,3 @@ class Haystack:
 
     def _ends(self, at: int) -> bool:
         return self.words[at % len(self.words)].rstrip().endswith(_ENDS)
-
-
-def _at(placed: tuple[int, str]) -> int:
-    return placed[0]

@@ -43,13 +43,9 @@ def footprint(program: Program, workload: Workload, workspace: bool = False) -> 
             workload.token_bytes(each.kind, each.heads) * each.tokens for each in program.buffers if not each.kept
         ),
         kept=sum(row_bytes(rows, workload) for entry in program.kept for rows in entry),
-        sent=program.sends.num_bytes * (2 if _read_by_peers(program) else 1),
+        sent=program.sends.num_bytes * (2 if any(each.spans for some in program.receives for each in some) else 1),
         results=_most_results(program, size),
     )
-
-
-def _read_by_peers(program: Program) -> bool:
-    return any(each.spans for some in program.receives for each in some)
 
 
 def row_bytes(rows: Rows, workload: Workload) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .cost import Workload
-from .plan import Heads
 from .program import Copy, Merge, Op, Part, Rows, Space
 
 MOST_PARTIALS = 4
@@ -60,7 +59,7 @@ class Total:
             return only
         every = len(self.workload.head_range(self.into.kind, self.into.heads))
         if self.parts and self._apart and not self.exists and len(self._covered) == every:
-            ops.append(Copy(tuple((_heads_of(self.into, part.rows.heads), part.rows) for part in self.parts)))
+            ops.append(Copy(tuple((self.into._replace(heads=part.rows.heads), part.rows) for part in self.parts)))
             return self.into
         if len(self.parts) + self.exists > MOST_PARTIALS:
             self.fold(ops)
@@ -70,7 +69,3 @@ class Total:
 
     def _total(self, start: int, stop: int) -> Rows:
         return Rows(Space.TOTAL, self.number, self.into.kind, start, stop, self.into.heads, self.into.heads)
-
-
-def _heads_of(rows: Rows, heads: Heads) -> Rows:
-    return rows._replace(heads=heads)
