@@ -11,13 +11,8 @@ from .target import Target
 _Moved = dict[Kind, tuple[float, float]]
 
 
-def moved_tokens(plan: Plan, rank: int) -> _Moved:
-    """Tokens (sent, received) by `rank` over the whole plan, per kind; part of the heads counts as part of a token."""
-    return _moved_tokens(plan)[rank]
-
-
-def _moved_tokens(plan: Plan) -> list[_Moved]:
-    """By rank."""
+def moved_tokens(plan: Plan) -> list[_Moved]:
+    """By rank, tokens (sent, received) over the whole plan, per kind; part of the heads counts as part of a token."""
     moved: list[_Moved] = [{} for _ in range(plan.n)]
     for step in plan.steps:
         for block, source, destination in step.moves:
@@ -79,7 +74,7 @@ def _seen(attend: Attend) -> str:
 
 def _totals(plan: Plan, target: Target | None) -> list[str]:
     pairs = [plan.pairs(rank) for rank in range(plan.n)]
-    mean, moves = sum(pairs) / plan.n or 1, _moved_tokens(plan)
+    mean, moves = sum(pairs) / plan.n or 1, moved_tokens(plan)
     lines = ["totals", f"  {'rank':>4} {'pairs':>16} {'load':>7}  tokens sent / received"]
     workload = target.workload if target else None
     for rank in range(plan.n):

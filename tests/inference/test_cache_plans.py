@@ -83,7 +83,7 @@ def test_shared_keys_travel_once(n: int) -> None:
         plan = Batch(n, manager.slots_per_rank, turns).plan("pass_kv")
         manager.undo(turns)
         verify(plan)
-        return sum(moved_tokens(plan, rank).get(Kind.KV, (0, 0))[0] for rank in range(n))
+        return sum(moved_tokens(plan)[rank].get(Kind.KV, (0, 0))[0] for rank in range(n))
 
     assert moved(*forks) <= moved(first) + 2 * n  # the new tokens
 
@@ -117,11 +117,11 @@ def test_prompts_shorter_than_the_ranks(mode: str, new: tuple[int, ...], n: int)
 def test_what_moves_is_not_padded() -> None:
     """Ring pass-KV moves every cached and new key n-1 times at most, pass-Q every query and its partial results."""
     batch = batch_with_past(4, [(40,), (3,)], (8, 2))
-    kv = [moved_tokens(batch.plan("pass_kv"), rank) for rank in range(4)]
+    kv = [moved_tokens(batch.plan("pass_kv"))[rank] for rank in range(4)]
     assert sum(moved.get(Kind.KV, (0, 0))[0] for moved in kv) <= 3 * (batch.cached + batch.new)
     assert all(set(moved) <= {Kind.KV} for moved in kv)
     for mode in ("pass_q", "one_hop"):
-        moved = [moved_tokens(batch.plan(mode), rank) for rank in range(4)]
+        moved = [moved_tokens(batch.plan(mode))[rank] for rank in range(4)]
         for kind in (Kind.Q, Kind.OUT):
             assert sum(m.get(kind, (0, 0))[1] for m in moved) <= 3 * batch.new
 
@@ -129,7 +129,7 @@ def test_what_moves_is_not_padded() -> None:
 def test_a_window_leaves_keys_at_home() -> None:
     whole, near = (Batch(b.n, b.slots, b.chunks, w) for b in [batch_with_past(4, [(400,)], (8,))] for w in (None, 16))
     kv = [
-        sum(moved_tokens(b.plan("pass_kv"), rank).get(Kind.KV, (0, 0))[0] for rank in range(4)) for b in (whole, near)
+        sum(moved_tokens(b.plan("pass_kv"))[rank].get(Kind.KV, (0, 0))[0] for rank in range(4)) for b in (whole, near)
     ]
     assert kv[1] < 0.2 * kv[0]
 

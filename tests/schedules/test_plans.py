@@ -165,7 +165,7 @@ def test_idle_fraction_of_uneven_pieces():
 
 
 def total_moved(plan: Plan, kind: Kind = Kind.KV) -> float:
-    moved = [moved_tokens(plan, rank).get(kind, (0, 0)) for rank in range(plan.n)]
+    moved = [each.get(kind, (0, 0)) for each in moved_tokens(plan)]
     assert sum(sent for sent, _ in moved) == sum(received for _, received in moved)
     return sum(sent for sent, _ in moved)
 
@@ -190,7 +190,7 @@ def test_tokens_moved(n):
 
 def test_tokens_moved_by_each_rank():
     plan = build_plan("ring", 3, 12)
-    found = [moved_tokens(plan, rank) for rank in range(3)]
+    found = [moved_tokens(plan)[rank] for rank in range(3)]
     assert found == [{Kind.KV: (4, 0)}, {Kind.KV: (8, 4)}, {Kind.KV: (0, 8)}]
 
 
@@ -203,7 +203,7 @@ def test_all_gather_respects_its_bound(bound):
             for rank in range(4)
             for step in plan.steps
         ]
-        most = max(moved_tokens(plan, rank).get(Kind.KV, (0, 0))[1] for rank in range(4))
+        most = max(moved_tokens(plan)[rank].get(Kind.KV, (0, 0))[1] for rank in range(4))
         if bound >= most:
             assert plan == build_plan("all_gather", 4, mask) and len(plan.steps) == 2
         else:  # as few groups as half the bound allows
