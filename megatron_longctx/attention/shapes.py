@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.interface import sum_dtype
 from ..schedules import Heads, Kind, Workload
 from ..schedules.plan import FIELDS
 from ..schedules.program import Rows
@@ -26,8 +27,8 @@ class Shapes(NamedTuple):
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Of what is added up, and of log-sum-exps: fp32 for everything up to fp32."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        """Of what is added up, and of log-sum-exps."""
+        return sum_dtype(self.dtype)
 
     def heads(self, kind: Kind, part: Heads) -> range:
         """Where a part of the heads lies among all heads of a kind."""

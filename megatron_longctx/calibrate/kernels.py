@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..comm import Transport
 from ..kernels import AttentionKernel, KernelRequest, Partial, choose, dense_call, merge_partials
+from ..kernels.interface import sum_dtype
 from ..schedules import Costs, Heads, KernelSample, Kind, Workload
 from ..schedules.cost import GIB
 from .timing import agreed, sustained_seconds
@@ -136,8 +137,10 @@ def _merge_gibps(place: Place, effort: Effort) -> float:
     """Bytes read and written per second by the merge of two partial outputs."""
     tokens, work = effort.max_tokens // 4, place.workload
     outs = [place.random(tokens, work.num_heads, work.value_dim) for _ in range(3)]
-    dtype = torch.float64 if place.dtype == torch.float64 else torch.float32
-    lses = [torch.randn(1, work.num_heads, tokens, device=place.device, dtype=dtype).permute(2, 0, 1) for _ in outs]
+    lses = [
+        torch.randn(1, work.num_heads, tokens, device=place.device, dtype=sum_dtype(place.dtype)).permute(2, 0, 1)
+        for _ in outs
+    ]
     parts = [Partial(0, 0, out, lse) for out, lse in zip(outs[1:], lses[1:], strict=True)]
     seconds = sustained_seconds(lambda: merge_partials(parts, outs[0], lses[0]), place.device, effort.repeats)
     return 3 * tokens * work.token_bytes(Kind.OUT) / seconds / GIB

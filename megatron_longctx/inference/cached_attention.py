@@ -32,12 +32,11 @@ from ..kernels.paged import DTYPES, PackedPartials, Pages, attend_pages, attend_
 from ..kernels.quantize_kv import SCALE_BYTES
 from ..kernels.warm_up import compile_decode, compile_merges
 from ..schedules import Kind, Lowering, Target, Workload
+from ..topology.cluster import GIB
 from .batch import Batch
 from .cache_manager import ScheduledChunk
 
 logger = logging.getLogger(__name__)
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

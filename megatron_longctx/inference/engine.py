@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ..comm import sum_over
 from ..errors import refuse
+from ..topology.cluster import GIB
 from .batch import Batch
 from .cache_manager import CacheFull, CacheManager, Evicted, Fork, ScheduledChunk
-from .cached_attention import GIB, CachedModel, rows_of
+from .cached_attention import CachedModel, rows_of
 from .choice import Chooser
 from .decode import NOT_FINITE, Decoder, Next
 from .draw import draw

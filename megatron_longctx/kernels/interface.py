@@ -129,7 +129,7 @@ class AttentionKernel(ABC):
         """
         inputs = self._inputs(q, k, v, call, scale)
         if inputs is None:
-            return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype(q))
+            return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -torch.inf, dtype=sum_dtype(q.dtype))
         return self._forward(inputs)
 
     @no_grad
@@ -159,7 +159,7 @@ class AttentionKernel(ABC):
         if inputs is None:
             return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
         dq, dk, dv = self._backward(
-            inputs, readable(grad_out.to(q.dtype)), readable(out.to(q.dtype)), lse.to(lse_dtype(q))
+            inputs, readable(grad_out.to(q.dtype)), readable(out.to(q.dtype)), lse.to(sum_dtype(q.dtype))
         )
         factor = _positive(q, scale)[2] if scale <= 0 else 1
         return dq if factor == 1 else dq * factor, dk, dv
@@ -202,9 +202,9 @@ def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
     return (q * 0, 1.0, 0) if scale == 0 else (-q, -scale, -1)
 
 
-def lse_dtype(q: Tensor) -> torch.dtype:
-    """fp64 for fp64 inputs, so that double precision survives; else fp32."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of log-sum-exps and of what is added up: fp64 for fp64 inputs, so that double precision survives; else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def readable(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.kernels.fused import fused
-from megatron_longctx.kernels.interface import lse_dtype
+from megatron_longctx.kernels.interface import sum_dtype
 from megatron_longctx.kernels.quantize_kv import SCALE_BYTES, unpack_kv
 
 _fused = partial(fused, __name__, "decoding")
@@ -74,7 +74,7 @@ class PackedPartials:
     def like(q: Tensor, ranks: tuple[int, ...] = ()) -> PackedPartials:
         """Room for the results of queries `[B, h, d]`, of each rank."""
         rows, heads, head_dim = q.shape
-        flat = q.new_empty(*ranks, rows * heads * (head_dim + 1), dtype=lse_dtype(q))
+        flat = q.new_empty(*ranks, rows * heads * (head_dim + 1), dtype=sum_dtype(q.dtype))
         return PackedPartials(flat, rows, heads, head_dim)
 
 

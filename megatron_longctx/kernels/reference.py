@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest, lse_dtype
+from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest, sum_dtype
 from megatron_longctx.kernels.limits import first_reason, wrong_device, wrong_dtype
 from megatron_longctx.schedules.kernel_calls import Takes
 from megatron_longctx.schedules.mask import FAR
@@ -63,7 +63,7 @@ class ReferenceKernel(AttentionKernel):
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """`[s, b, h, d]` to `[b, g, h/g, s, d]` in the computing dtype: query heads beside the KV head they read."""
-    return x.reshape(*x.shape[:2], groups, -1, x.shape[-1]).permute(1, 2, 3, 0, 4).to(lse_dtype(x)).contiguous()
+    return x.reshape(*x.shape[:2], groups, -1, x.shape[-1]).permute(1, 2, 3, 0, 4).to(sum_dtype(x.dtype)).contiguous()
 
 
 def _ungrouped(x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def _ungrouped(x: Tensor) -> Tensor:
 
 def _keys(x: Tensor) -> Tensor:
     """`[t, b, g, d]` to `[b, g, t, d]` in the computing dtype."""
-    return x.permute(1, 2, 0, 3).to(lse_dtype(x)).contiguous()
+    return x.permute(1, 2, 0, 3).to(sum_dtype(x.dtype)).contiguous()
 
 
 def _token_first(x: Tensor) -> Tensor:

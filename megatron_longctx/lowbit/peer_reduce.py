@@ -66,15 +66,9 @@ class PeerReduction:
     ) -> Tensor:
         """The sum of every rank's `x`, exactly equal on all of them.
 
-        Args:
-            x: any shape (the same on all ranks) and strides; bf16, fp16 or fp32. Alone in its group a rank gets it
-                back unquantized.
-            bits: 8, 6, 4, or None: unquantized. In one step, 6 is 4.
-            group_size, symmetric, out: as for `quantized.all_reduce`.
-            steps: 1 or 2; None for the faster by its bytes.
-
-        Raises:
-            ValueError: an argument that does not fit, before anything is sent; one step for more than fits at once.
+        Args and errors are those of `quantized.all_reduce`, besides:
+            bits: None for unquantized. In one step, 6 is 4.
+            steps: 1 or 2, of which one step refuses more than fits at once; None for the faster by its bytes.
         """
         wires = self._wires(x.dtype, bits, group_size, symmetric)
         out = output_like(x, x.shape, out)
@@ -111,16 +105,8 @@ class PeerReduction:
         symmetric: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """This rank's share, along the first dimension, of the sum of every rank's `x`.
-
-        Args:
-            x: `[n * s, ...]` (the same on all ranks), any strides; bf16, fp16 or fp32.
-            out: contiguous `[s, ...]` of x's dtype; None for a new tensor.
-            The others: as for `all_reduce`.
-
-        Raises:
-            ValueError: an argument that does not fit, before anything is sent.
-        """
+        """This rank's share, along the first dimension, of the sum of every rank's `x`: as `quantized.reduce_scatter`,
+        with bits as for `all_reduce`."""
         wires = self._wires(x.dtype, bits, group_size, symmetric)
         n = self._memory.world
         out = share_like(x, n, out)

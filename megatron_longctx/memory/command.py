@@ -8,13 +8,13 @@ from pathlib import Path
 from ..config import RECOMPUTES, Config
 from ..errors import refuse
 from ..topology import load_cluster
+from ..topology.cluster import GIB
 from .draw import draw
 from .fit import COMFORT, max_length
 from .model import predict
 from .report import report, summary
 from .shapes import Job
 
-_GIB = 2**30
 _MOST_GIB = 10**6  # as of a cluster's devices
 _BYTE_LEVEL_ENTRIES = 512  # of Megatron's byte-level tokenizer
 
@@ -85,7 +85,7 @@ def show_max_length(config: Config, device_gib: float | None) -> None:
         )
     capacity = int(COMFORT * whole)
     print(
-        f"longest sequences whose step takes at most {capacity / _GIB:.1f} GiB a rank ({COMFORT:.0%} of a device), "
+        f"longest sequences whose step takes at most {capacity / GIB:.1f} GiB a rank ({COMFORT:.0%} of a device), "
         f"by recompute mode (*: {config.recompute.mode}, as configured)"
     )
     for mode in RECOMPUTES:
@@ -101,7 +101,7 @@ def _with_mode(job: Job, mode: str) -> Job:
 
 def _verdict(needed: int, capacity: int) -> str:
     """Whether a device holds a step, by the bounds that `train` goes by."""
-    said = f"a device has {capacity / _GIB:.1f} GiB: "
+    said = f"a device has {capacity / GIB:.1f} GiB: "
     if needed > capacity:
         return said + "a step does not fit (see --max-length, recompute and its head_chunk_tokens)"
     return said + ("a step fits" if needed <= COMFORT * capacity else f"a step takes more than {COMFORT:.0%} of it")
@@ -113,11 +113,11 @@ def _capacity(config: Config, device_gib: float | None) -> int | None:
         if not 0 < device_gib <= _MOST_GIB:
             expected = f"a number of GiB above 0 and at most {_MOST_GIB:,}"
             raise refuse("--device-gib", device_gib, expected, "Give a device's memory.")
-        return int(device_gib * _GIB)
+        return int(device_gib * GIB)
     cluster = load_cluster(config.parallelism.cluster) if config.parallelism.cluster else None
     if cluster is None or cluster.device.memory_gib is None:
         return None
-    return int(cluster.device.memory_gib * _GIB)
+    return int(cluster.device.memory_gib * GIB)
 
 
 def _title(job: Job) -> str:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..topology.cluster import GIB
 from .model import Prediction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-_GIB = 2**30
 
 
 def draw(bars: Sequence[tuple[str, Prediction]], path: Path, title: str, capacity: int | None = None) -> None:
@@ -47,7 +46,7 @@ def draw_on(axes: Axes, bars: Sequence[tuple[str, Prediction]], capacity: int | 
     for row, (_, found) in enumerate(bars):
         left = 0.0
         for term in found.terms:
-            size = term.num_bytes / _GIB
+            size = term.num_bytes / GIB
             label = None if term.name in shown else term.name
             shown.add(term.name)
             axes.barh(row, size, left=left, height=0.7, color=colours[term.name], edgecolor="white", label=label)
@@ -55,8 +54,8 @@ def draw_on(axes: Axes, bars: Sequence[tuple[str, Prediction]], capacity: int | 
         frame = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
         axes.text(left + axes.get_xlim()[1] * 0.008, row, f"{left:.1f}", va="center", fontsize=9, bbox=frame)
     if capacity is not None:
-        axes.axvline(capacity / _GIB, color="black", linestyle="--", linewidth=1)
-        axes.text(capacity / _GIB, -0.6, f" device: {capacity / _GIB:.0f}", fontsize=8)
+        axes.axvline(capacity / GIB, color="black", linestyle="--", linewidth=1)
+        axes.text(capacity / GIB, -0.6, f" device: {capacity / GIB:.0f}", fontsize=8)
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])
     axes.set_ylim(len(bars) - 0.4, -0.75)
     axes.set_xlim(right=axes.get_xlim()[1] * 1.05)

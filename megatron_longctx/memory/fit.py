@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from ..config import MOST_TOKENS, RECOMPUTES, Config
 from ..errors import refuse
+from ..topology.cluster import GIB
 from .model import predict
 from .shapes import Job
 
-GIB = 2**30
 COMFORT = 0.9
 """Share of a device that live tensors may take without a warning: the caching allocator reserved up to 14% more than
 was live in recorded runs."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from ..topology.cluster import GIB
 from .model import Prediction, predict
 from .shapes import Job
-
-_GIB = 2**30
 
 
 def summary(job: Job) -> str:
@@ -42,6 +41,6 @@ def _per_token(num_bytes: int, found: Prediction) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    if num_bytes >= _GIB // 10:
-        return f"{num_bytes / _GIB:.2f} GiB"
+    if num_bytes >= GIB // 10:
+        return f"{num_bytes / GIB:.2f} GiB"
     return f"{num_bytes / 2**20:.2f} MiB"

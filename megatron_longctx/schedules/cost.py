@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from ..errors import refuse
 from ..topology import Device
+from ..topology.cluster import GIB as GIB
 from .kernel_calls import KernelCall
 from .mask import FAR
 from .plan import ALL_HEADS, FIELDS, Block, Heads, Kind
 
-GIB = 2**30
 _TILE = 128
 """Queries and keys that kernels compute together, whether the mask shows all of them or few."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import refuse
+from .cost import GIB
 from .select import Candidate
 from .simulate import Simulation
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WAIT, _MERGE, _TRANSFER = "#ececec", "#e4a33d", "#7d8fa8"
-_GIB = 2**30
 
 
 def draw_timeline(simulation: Simulation, path: Path) -> None:
@@ -120,7 +120,7 @@ def _bars(axes: Axes, entry: Candidate, ran: Sequence[Candidate]) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.text(0.02, 0, f"{entry.seconds * 1e3:.2f} ms", va="center", fontsize=9, color="white")
-    axes.text(0.02, 1, f"{entry.peak_bytes / _GIB:.2f} GiB", va="center", fontsize=9, color="white")
+    axes.text(0.02, 1, f"{entry.peak_bytes / GIB:.2f} GiB", va="center", fontsize=9, color="white")
     for side in ("top", "right", "bottom"):
         axes.spines[side].set_visible(False)
 
@@ -147,5 +147,5 @@ def _headline(simulation: Simulation) -> str:
     return (
         f"{plan.name} {'backward' if plan.backward else 'forward'}, {plan.n} ranks, {plan.mask.length:,} tokens: "
         f"{simulation.seconds * 1e3:.3f} ms, at most {max(simulation.exposed_s) * 1e3:.3f} ms waiting for messages, "
-        f"{simulation.idle_share:.1%} not computing, {simulation.peak_bytes / _GIB:.2f} GiB"
+        f"{simulation.idle_share:.1%} not computing, {simulation.peak_bytes / GIB:.2f} GiB"
     )

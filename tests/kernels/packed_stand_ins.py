@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import BlockInputs, lse_dtype
+from megatron_longctx.kernels.interface import BlockInputs, sum_dtype
 from megatron_longctx.kernels.packed import PackedKernel, Segments
 from megatron_longctx.kernels.reference import ReferenceKernel
 from megatron_longctx.schedules import KernelCall, Segment
@@ -46,7 +46,7 @@ def forward(
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
     out, lse = (
         q.new_full((*q.shape[:3], v.shape[-1]), torch.nan),
-        q.new_full(q.shape[:3], torch.nan, dtype=lse_dtype(q)),
+        q.new_full(q.shape[:3], torch.nan, dtype=sum_dtype(q.dtype)),
     )
     for rows, columns in _segments(q, k, starts):
         if rows.stop > rows.start and columns.stop > columns.start:
