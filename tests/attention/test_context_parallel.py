@@ -142,8 +142,8 @@ class Rank:
         case, held = Case(schedule, said(4 * self.n + 3), (2 * self.n, self.n)), []
         for length in (4 * self.n + 3, 4 * self.n + 3, 2 * self.n, 8 * self.n + 6):
             self.case(replace(case, said=said(length)))
-            ((_, pool, _),) = self.attention(case)._links.values()
-            held.append(pool.num_bytes)
+            (links,) = self.attention(case)._links.values()
+            held.append(links.pool.num_bytes)
         return held
 
     def gradients_of_all_kinds(self, schedule: str, keep: str) -> dict[str, bool]:
