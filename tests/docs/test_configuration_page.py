@@ -1,0 +1,19 @@
+"""`docs/configuration.md` has every key, as the configuration declares it today."""
+
+from __future__ import annotations
+
+from analysis.configuration_page import PAGE, comments, meanings, page
+from megatron_longctx.config import Config, TrainConfig, keys_of
+
+
+def test_the_page_is_what_the_configuration_says() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m analysis.configuration_page writes it again"
+    assert [name for name, meaning in meanings(Config).items() if not meaning] == [], "a comment beside the field"
+    names = {key.name for keys in keys_of(Config).values() for key in keys}
+    assert set(meanings(Config)) == names and all(f"| `{name}` |" in page() for name in names)
+
+
+def test_comments_beside_and_above_a_field_are_found() -> None:
+    said = comments(TrainConfig)
+    assert said["save"] == "checkpoint at the end and when stopped"
+    assert said["check_data"].startswith("Refuse a tokenizer") and said["check_data"].endswith("after the last.")
