@@ -18,7 +18,8 @@ _HEAD = """# Configuration
 
 Every key, generated from [`megatron_longctx/config`](../megatron_longctx/config) by
 `python -m analysis.configuration_page`; a test compares. Set one as `key=value` behind a verb;
-`megatron-longctx train --cfg job` prints what all of them come to. [Training](training.md) explains those that most runs set.
+`megatron-longctx train --cfg job` prints what all come to.
+[Training](training.md) explains those that most runs set.
 """
 # Of keys whose fields have no comment.
 _PLAIN = {

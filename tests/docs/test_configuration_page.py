@@ -7,10 +7,11 @@ from megatron_longctx.config import Config, TrainConfig, keys_of
 
 
 def test_the_page_is_what_the_configuration_says() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "python -m analysis.configuration_page writes it again"
+    text = page()
+    assert PAGE.read_text(encoding="utf-8") == text, "python -m analysis.configuration_page writes it again"
     assert [name for name, meaning in meanings(Config).items() if not meaning] == [], "a comment beside the field"
     names = {key.name for keys in keys_of(Config).values() for key in keys}
-    assert set(meanings(Config)) == names and all(f"| `{name}` |" in page() for name in names)
+    assert set(meanings(Config)) == names and all(f"| `{name}` |" in text for name in names)
 
 
 def test_comments_beside_and_above_a_field_are_found() -> None:
