@@ -11,6 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := megatron_longctx benchmarks analysis tests
+SCRIPTS := launch/*.sh launch/*.sbatch launch/submit tests/slurm/run.sh .ci/run
 
 # One thread a process: tests start up to eight ranks, which would otherwise fight over the cores.
 TEST_ENV := OMP_NUM_THREADS=1
@@ -20,7 +21,7 @@ MODES := zigzag ring striped helper double_ring tasp all_gather ulysses usp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo compare test test-gpu lint format types wheel clean
+.PHONY: help setup demo compare test test-slurm test-gpu lint format types wheel clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +49,9 @@ compare: setup ## Train with every context-parallel mode and with one rank, and 
 test: setup ## Run the CPU test suite
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+test-slurm: setup ## Run the launch scripts on a real Slurm, which root installs where it is missing (minutes)
+	PYTHON=$(BIN)/python tests/slurm/run.sh $(ARGS)
+
 # On GPU machines torch and its friends are usually there already: PYTHON=... uses them and installs nothing.
 ifeq ($(origin PYTHON),file)
 test-gpu: setup ## Run the tests that need GPUs (PYTHON=python3: with that interpreter's own packages)
@@ -57,9 +61,10 @@ test-gpu:
 	$(PYTHON) -m pytest -m gpu $(ARGS)
 endif
 
-lint: setup ## Check style and format (ruff)
+lint: setup ## Check style and format (ruff), and the shell scripts (shellcheck)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/shellcheck --external-sources --shell=bash $(SCRIPTS)
 
 format: setup ## Put the code into the project's format
 	$(BIN)/ruff check --fix $(CODE)

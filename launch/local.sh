@@ -7,7 +7,8 @@
 # Variables:
 #   VENV      virtual environment to use; default: the active one, else .venv of this checkout, else what PATH has
 #   TORCHRUN  1: start the ranks with torchrun instead of letting the command start them itself
-#   NPROC     ranks on this host, TORCHRUN=1 only; default: one for each GPU (torchrun's "gpu")
+#   NPROC     ranks on this host, TORCHRUN=1 only; default: one for each GPU (torchrun's "gpu"); needed without GPUs
+#   NCCL's and CUDA's: env.sh
 #   CUDA_VISIBLE_DEVICES   GPUs to use; default: all
 #
 # The torchrun form, for several hosts without Slurm (the same line on each, HOST0 being one of them):
@@ -32,6 +33,8 @@ if ! command -v megatron-longctx >/dev/null; then
     echo "local.sh: the command megatron-longctx is not on PATH. Run \`make setup\`, or set VENV." >&2
     exit 2
 fi
+# shellcheck source-path=SCRIPTDIR source=env.sh
+source "$here/env.sh"
 
 # `exec`: signals (TERM and USR1 checkpoint and stop) reach the training itself, and its exit code is ours.
 if [[ "${TORCHRUN:-0}" == 1 ]]; then

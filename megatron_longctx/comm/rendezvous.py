@@ -6,13 +6,16 @@ other there. `docs/security.md` says who is trusted with what.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
@@ -51,6 +54,41 @@ class Placement:
             return None
         world, here = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", "1"))
         return cls(int(env["RANK"]), world, int(env.get("LOCAL_RANK", "0")), here, one_host=here == world)
+
+    @classmethod
+    def of_environment(cls, env: Mapping[str, str]) -> Placement | None:
+        """As torchrun says, or the environment of one of several tasks of a Slurm step; None where neither does.
+
+        Raises:
+            ValueError: a Slurm step without MASTER_ADDR and MASTER_PORT.
+        """
+        if (started := cls.of_torchrun(env)) is not None:
+            return started
+        if "SLURM_STEP_ID" not in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
+            return None
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in env:
+                raise ValueError(
+                    f"{name} is not set: expected the first node and a free port. See launch/train.sbatch."
+                )
+        return cls(
+            int(env["SLURM_PROCID"]),
+            int(env["SLURM_STEP_NUM_TASKS"]),
+            int(env["SLURM_LOCALID"]),
+            _tasks_sharing(env),
+            meeting=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
+            one_host=env.get("SLURM_STEP_NUM_NODES", "1") == "1",
+        )
+
+    def enter(self, env: MutableMapping[str, str]) -> None:
+        """Say in torch's variables which rank this is."""
+        env.update(RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank))
+
+
+def _tasks_sharing(env: Mapping[str, str]) -> int:
+    """How many tasks share the processors that this one may use: one where Slurm has bound it to its own."""
+    here = len(os.sched_getaffinity(0))
+    return max(1, here // int(env.get("SLURM_CPUS_PER_TASK", here)))
 
 
 def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
@@ -105,18 +143,23 @@ def meet(place: Placement, timeout_s: float) -> TCPStore | None:
 
 
 def join(place: Placement, store: Store | None, timeout_s: float, cuda: bool) -> None:
-    """Join the job's process group: NCCL on GPUs, gloo on CPUs. On one host, both listen on loopback alone, unless the
-    environment names another interface.
+    """Join the job's process group: NCCL on GPUs, gloo on CPUs. On one host, both listen on loopback alone, on several
+    gloo listens on the interface that leads to the first one; both unless the environment names another interface.
 
     Args:
         store: where to meet; None for that of torch's environment variables.
 
     Raises:
+        ValueError: no interface of this host that others reach is plain to see.
         RuntimeError: the other ranks did not come in time.
     """
     if place.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
+    elif "GLOO_SOCKET_IFNAME" not in os.environ:
+        # By itself gloo takes the address of the host's own name. Where that is 127.0.1.1 the ranks would hang.
+        meeting = place.meeting[0] if place.meeting else os.environ.get("MASTER_ADDR", "")
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_to(meeting)
     if cuda:
         torch.cuda.set_device(place.local_rank)
     else:
@@ -139,3 +182,32 @@ def timeout_of(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     limit: datetime.timedelta = group._get_backend(device).options._timeout
     return limit
+
+
+def interface_to(host: str) -> str:
+    """The network interface by which this host reaches `host`, or is it: never loopback.
+
+    Raises:
+        ValueError: `host` is loopback here, and this host has none or several other interfaces that are up.
+    """
+    interfaces: dict[str, list[Any]] = psutil.net_if_addrs()
+    with contextlib.suppress(OSError):  # a name that does not resolve, a network without a route
+        family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: nothing is sent
+            own = ipaddress.ip_address(probe.getsockname()[0])
+        if not own.is_loopback:
+            for name, addresses in interfaces.items():
+                if any(str(own) == known.address.partition("%")[0] for known in addresses):
+                    return name
+    up = psutil.net_if_stats()
+    others = [
+        name
+        for name, addresses in interfaces.items()
+        if up[name].isup and any(a.family == socket.AF_INET and not a.address.startswith("127.") for a in addresses)
+    ]
+    if len(others) == 1:
+        return others[0]
+    expected = f"the interface of this host that the others reach, one of {', '.join(others) or 'none that is up'}"
+    remedy = f"{host or 'MASTER_ADDR'} is this host's loopback here, which they do not reach: set GLOO_SOCKET_IFNAME."
+    raise refuse("GLOO_SOCKET_IFNAME", "", expected, remedy)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ..comm.local_ranks import end_with_parent, stopped_ranks, with_cause
-from ..comm.rendezvous import Placement, host_store, join, join_store, listen
+from ..comm.rendezvous import Placement, host_store, join, join_store, listen, meet
 from ..compose import RESOLVED, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed, refuse
@@ -128,10 +128,14 @@ def job_of(
     cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size
     if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
         load_cluster(cluster).resized(n)  # what attention is to be priced by can be read
-    if device == "cuda" and job.world_size > torch.cuda.device_count() and "RANK" not in os.environ:
+    if device == "cuda" and job.world_size > torch.cuda.device_count() and _alone():
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"
         raise refuse(sizes, job.world_size, f"at most {torch.cuda.device_count()}, the GPUs here", "Set them lower.")
     return job
+
+
+def _alone() -> bool:
+    return Placement.of_environment(os.environ) is None
 
 
 def run(job: InferenceJob, work: Work) -> None:
@@ -145,7 +149,7 @@ def run(job: InferenceJob, work: Work) -> None:
 
 
 def start(job: InferenceJob, work: RankWork) -> None:
-    """Run `work` on every rank, of this host or as torchrun has started them.
+    """Run `work` on every rank, of this host or as torchrun or Slurm has started them.
 
     Raises:
         ValueError: what `work` raised on all ranks.
@@ -153,12 +157,13 @@ def start(job: InferenceJob, work: RankWork) -> None:
     """
     if job.config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    place = Placement.of_torchrun(os.environ)
+    place = Placement.of_environment(os.environ)
     if place is not None:
         if place.world_size != job.world_size:
             expected = f"context x tensor = {job.world_size}"
             raise refuse("world size", place.world_size, expected, "Start that many ranks.")
-        join(place, None, job.timeout_s, torch.cuda.is_available())
+        place.enter(os.environ)
+        join(place, meet(place, job.timeout_s), job.timeout_s, torch.cuda.is_available())
         _work(job, work)
         dist.destroy_process_group()
         return

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..comm import from_rank_0
+from ..comm.rendezvous import Placement
 from ..config import ServeConfig
 from ..errors import refuse
 from ..inference.engine import LongContextEngine
@@ -53,7 +54,8 @@ def serve(words: Sequence[str]) -> None:
     _access(job.config.serve)
     data = job.config.data
     chat_of(job.config.inference.chat_template, build_tokenizer(data.tokenizer, data.tokenizer_path))
-    if os.environ.get("RANK", "0") == "0":
+    place = Placement.of_environment(os.environ)
+    if place is None or place.rank == 0:
         _listen(job.config.serve).close()  # what is taken is refused before the model is loaded
     run(job, _serve)
 

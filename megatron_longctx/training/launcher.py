@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -23,7 +24,7 @@ from torch.multiprocessing.spawn import ProcessException
 from ..comm import from_rank_0, rendezvous
 from ..comm.local_ranks import stopped_ranks, with_cause
 from ..comm.rendezvous import Placement
-from ..compose import compose_config, config_of
+from ..compose import compose_config, config_of, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed
 from . import worker
@@ -39,51 +40,62 @@ _KILL_AFTER_S = 5.0
 _LET_RANK_ZERO_SPEAK_S = 3.0
 
 
-def placement(env: dict[str, str]) -> Placement | None:
-    """Who this process is under torchrun or inside a Slurm step of several tasks; None when it has to start the ranks.
-
-    Raises:
-        ValueError: a Slurm step without MASTER_ADDR and MASTER_PORT.
-    """
-    if (started := Placement.of_torchrun(env)) is not None:
-        return started
-    if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if name not in env:
-                raise ValueError(
-                    f"{name} is not set: expected the first node and a free port. See launch/train.sbatch."
-                )
-        return Placement(
-            int(env["SLURM_PROCID"]),
-            int(env["SLURM_STEP_NUM_TASKS"]),
-            int(env["SLURM_LOCALID"]),
-            int(env.get("LOCAL_WORLD_SIZE", "1")),
-            meeting=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
-            one_host=env.get("SLURM_STEP_NUM_NODES", "1") == "1",
-        )
-    return None
-
-
-def train(overrides: Sequence[str]) -> None:
+def train(overrides: Sequence[str], resolved: Path | None = None) -> None:
     """Compose the configuration once, refuse what cannot run, then train or resume.
+
+    Args:
+        resolved: a configuration that was composed before, in the place of the recipes.
 
     Raises:
         ValueError: a job that cannot run.
         JobFailed: a rank failed.
     """
-    place = placement(dict(os.environ))
+    place = Placement.of_environment(os.environ)
     try:
-        config = compose_config(overrides)
+        config = composed(overrides, resolved)
     except ValueError:
         if place is None or place.rank == 0:
             raise
         _refused()
-    if config.train.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron takes a GPU wherever it sees one
+    _hide_gpus(config)
     if place is None:
         _start_ranks(config)
     else:
         _join(config, place)
+
+
+def composed(overrides: Sequence[str], resolved: Path | None) -> Config:
+    """What the words say, on top of the recipes or of a configuration that was composed before.
+
+    Raises:
+        ValueError: see `compose_config` and `load_config`.
+    """
+    return compose_config(overrides) if resolved is None else override_config(load_config(resolved), overrides)
+
+
+def preflight_only(overrides: Sequence[str], resolved: Path | None, world_size: int) -> RunFolder:
+    """Refuse what `world_size` ranks would refuse, of which this host has its share; starts and writes nothing.
+
+    Returns:
+        the run's folder, which need not exist.
+
+    Raises:
+        ValueError: a job that cannot run, or whose run another job is training.
+    """
+    config = composed(overrides, resolved)
+    _hide_gpus(config)
+    from . import auto, preflight
+
+    preflight.check(auto.settled(config), world_size)
+    folder = RunFolder.of(config)
+    if folder.lock.exists():
+        RunLock(folder.lock).release()
+    return folder
+
+
+def _hide_gpus(config: Config) -> None:
+    if config.train.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron takes a GPU wherever it sees one
 
 
 def _start_ranks(config: Config) -> None:
@@ -118,7 +130,9 @@ def _run_ranks(config: Config, world_size: int, folder: RunFolder, lock: RunLock
                 stopped = stopped_ranks(context.pids())  # before `join` kills what is left
                 ended = context.join(timeout=0.0, grace_period=_KILL_AFTER_S)
         except ProcessException as error:
-            raise JobFailed(with_cause(_reason(error, folder), stopped, config.parallelism.timeout_s)) from None
+            said = with_cause(_reason(error, folder), stopped, config.parallelism.timeout_s)
+            folder.status.fail(said)
+            raise JobFailed(said) from None
 
 
 def _kill(processes: Sequence[BaseProcess]) -> None:
@@ -180,7 +194,7 @@ class _Forward:
 
 def _join(config: Config, place: Placement) -> None:
     """Be one rank; rank 0 checks the job and its configuration is everybody's."""
-    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank))
+    place.enter(os.environ)
     limit = config.parallelism.timeout_s
     try:
         rendezvous.join(place, rendezvous.meet(place, limit), limit, worker.uses_cuda(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -56,6 +57,7 @@ class Trainer:
         self.config = config
         self.folder = folder
         self.stop = stop
+        self.stopped_by: signal.Signals | None = None
         par, train = config.parallelism, config.train
         self.groups = groups.initialize(
             tensor=par.tensor_parallel_size,
@@ -95,6 +97,8 @@ class Trainer:
             prepare=self._prepare,
         )
         self.sinks = self._open_sinks() if dist.get_rank() == 0 else []
+        self.status = folder.status if dist.get_rank() == 0 else None
+        self._tell("running")
 
     def train(self) -> None:
         """Run to `train.steps`, or to the step in which a stop signal arrives; the last state is checkpointed."""
@@ -113,6 +117,7 @@ class Trainer:
                 record[names.VALIDATION_LOSS] = self._validation_loss()
                 for sink in self.sinks:
                     sink.write(record)
+                self._tell("running")
                 if train.save_interval and self.step % train.save_interval == 0 and train.save:
                     self._save()
                     saved = self.step
@@ -122,7 +127,10 @@ class Trainer:
             self.loader.close()
             for sink in self.sinks:
                 sink.close()
-        if self.step < train.steps:
+        if self.step >= train.steps:
+            self._tell("complete")
+        else:
+            self._tell("stopped", signal=self.stopped_by and self.stopped_by.name)
             logger.info("stopped at step %d of %d: the same command goes on from here", self.step, train.steps)
 
     def _build(self) -> None:
@@ -267,12 +275,18 @@ class Trainer:
         keep = self.config.train.keep_checkpoints
         path = checkpoint.save(self.folder.checkpoints, self.step, self._state(), extra, keep=keep)
         logger.info("saved %s in %.1f s", path, time.perf_counter() - begin)
+        self._tell("running", saved=self.step)
+
+    def _tell(self, state: str, **more: Any) -> None:
+        if self.status is not None:
+            self.status.tell(state, self.step, **more)
 
     def _stopped(self) -> bool:
         """Whether any rank has been asked to stop: all must agree, or some would wait for the others for ever."""
         flag = torch.tensor(float(self.stop.received or 0), device=local_device())
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        self.stopped_by = signal.Signals(int(flag.item())) if flag.item() else None
+        return self.stopped_by is not None
 
 
 def _memory() -> dict[str, float | None]:

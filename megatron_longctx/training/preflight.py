@@ -117,7 +117,10 @@ def check(config: Config, world_size: int) -> int | None:
 
 def host_bytes(world_size: int) -> int:
     """Memory of this host for each of its ranks."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    env = os.environ
+    ranks_here = int(env.get("LOCAL_WORLD_SIZE", world_size))
+    if "LOCAL_WORLD_SIZE" not in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        ranks_here = -(-world_size // int(env.get("SLURM_STEP_NUM_NODES", "1")))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
 
 

@@ -12,12 +12,14 @@ from ..compose import RESOLVED, load_config, save_config
 from ..config import Config
 from ..errors import refuse
 from .run_lock import RunLock
+from .status import RunStatus
 
 _REMEDY = "Set run.root to a folder of yours on a disk with space."
 
 
 class RunFolder:
-    """Paths of one run: `resolved.yaml`, `metrics.jsonl`, `log.txt`, `lock`, `checkpoints/`, W&B's, errors of ranks."""
+    """Paths of one run: `resolved.yaml`, `status.json`, `metrics.jsonl`, `log.txt`, `lock`, `checkpoints/`, W&B's, and
+    errors of ranks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,6 +39,14 @@ class RunFolder:
     @property
     def log(self) -> Path:
         return self.path / "log.txt"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def status(self) -> RunStatus:
+        return RunStatus(self.path / "status.json")
 
     @property
     def checkpoints(self) -> Path:
@@ -61,7 +71,7 @@ class RunFolder:
         with contextlib.ExitStack() as failed:
             try:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
-                lock = failed.enter_context(RunLock(self.path / "lock"))
+                lock = failed.enter_context(RunLock(self.lock))
                 self._prepare(config, resumed_step)
                 if mode_reason is not None:
                     files.write_text(self.path / "mode.txt", mode_reason + "\n")
@@ -84,6 +94,7 @@ class RunFolder:
                 kept = self.path / f"resolved.until_step_{resumed_step or 0}.yaml"
                 self.resolved.replace(kept)
         save_config(config, self.resolved)
+        self.status.begin(resumed_step or 0, config.train.steps)
         for old in self.errors.glob("rank_*.txt"):
             old.unlink()
 
@@ -94,6 +105,7 @@ class RunFolder:
         with contextlib.suppress(OSError):  # what has failed is raised all the same
             self.errors.mkdir(parents=True, exist_ok=True)
             files.write_text(self._note_path(rank), f"{time.time():.6f}\n{summary}\n\n{text}")
+            self.status.fail(f"rank {rank} failed: {summary}")
 
     def first_error(self) -> str | None:
         """The earliest note, as `rank k failed: …`; None if no rank left one."""

@@ -152,7 +152,18 @@ def _parser() -> argparse.ArgumentParser:
     train = verbs.add_parser("train", help="train, or resume, on this host's devices or under torchrun or Slurm")
     train.takes_settings()
     habits.add_options(train)
+    train.add_argument("--resolved", type=Path, metavar="FILE", help="this resolved.yaml in the place of the recipes")
+    train.add_argument(
+        "--preflight", type=int, metavar="RANKS",
+        help="only refuse what so many ranks would refuse here, and print the run's folder; starts and writes nothing",
+    )  # fmt: skip
     train.set_defaults(run=_train)
+
+    submit = verbs.add_parser("submit", help="a Slurm job of a configuration composed now and a copy of the code")
+    submit.add_argument("--dry-run", action="store_true", help="print the sbatch command; write and submit nothing")
+    submit.add_argument("kind", choices=("train", "serve", "sweep"), help="of launch/KIND.sbatch")
+    submit.add_argument("words", nargs=argparse.REMAINDER, help="options of sbatch (--nodes=4), and settings")
+    submit.set_defaults(run=_submit)
 
     plan = verbs.add_parser("plan", help="print who holds, sends and attends what, per step")
     plan.takes_settings()
@@ -279,9 +290,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from ..training.launcher import train
+    from ..training import launcher
 
-    train(arguments.settings)
+    if arguments.preflight is None:
+        launcher.train(arguments.settings, arguments.resolved)
+    elif arguments.preflight < 1:
+        raise ValueError(f"--preflight={arguments.preflight}: expected 1 or more. Give the job's number of ranks.")
+    else:
+        folder = launcher.preflight_only(arguments.settings, arguments.resolved, arguments.preflight)
+        print(f"run folder: {folder.path}")
+
+
+def _submit(arguments: argparse.Namespace) -> None:
+    from .submit import submit
+
+    words = [word for word in arguments.words if word != "--dry-run"]
+    submit(arguments.kind, words, arguments.dry_run or words != arguments.words)
 
 
 def _check(arguments: argparse.Namespace) -> int:

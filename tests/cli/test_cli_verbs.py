@@ -154,7 +154,7 @@ def test_a_failed_rank_is_exit_code_one(capsys: pytest.CaptureFixture[str], monk
     from megatron_longctx.errors import JobFailed
     from megatron_longctx.training import launcher
 
-    def fail(settings: object) -> None:
+    def fail(*_: object) -> None:
         raise JobFailed("rank 1 failed: of itself")
 
     monkeypatch.setattr(launcher, "train", fail)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm.rendezvous import Placement, host_store, join_store, listen, meet
+from megatron_longctx.comm.rendezvous import Placement, host_store, interface_to, join_store, listen, meet
 from megatron_longctx.testing.distributed import run_distributed
 
 
@@ -62,3 +64,46 @@ def test_an_address_that_other_hosts_do_not_reach_is_refused() -> None:
         meet(Placement(0, 2, 0, meeting=("localhost", 0)), 20.0)
     with pytest.raises(OSError):
         meet(Placement(0, 2, 0, meeting=("203.0.113.7", 0)), 20.0)
+
+
+def _interfaces(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
+    """This host has these interfaces, all of them up."""
+    known = {name: [SimpleNamespace(family=socket.AF_INET, address=address)] for name, address in addresses.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: SimpleNamespace(isup=True) for name in known})
+
+
+def test_gloo_listens_on_the_interface_that_leads_to_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Probe:
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def connect(self, address: tuple[str, int]) -> None:
+            self.source = {"10.1.0.1": "10.1.0.2"}.get(address[0], "127.0.0.1")
+
+        def getsockname(self) -> tuple[str, int]:
+            return self.source, 1
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    _interfaces(monkeypatch, lo="127.0.0.1", eth0="192.0.2.2", ib0="10.1.0.2")
+    assert interface_to("10.1.0.1") == "ib0"
+    expected = (
+        r"^GLOO_SOCKET_IFNAME=: expected the interface of this host that the others reach, one of eth0, ib0\. 127"
+    )
+    with pytest.raises(ValueError, match=expected):
+        interface_to("127.0.1.1")  # as Debian calls a host by its own name
+    _interfaces(monkeypatch, lo="127.0.0.1", eth0="192.0.2.2")
+    assert interface_to("127.0.1.1") == interface_to("no such host.invalid") == "eth0"
+
+
+def test_slurm_says_who_a_task_is_and_how_many_share_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
+    env |= {"SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7", "SLURM_CPUS_PER_TASK": "2"}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert Placement.of_environment(env) == Placement(5, 8, 1, 4, ("a", 7))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))  # Slurm has bound it
+    assert Placement.of_environment(env) == Placement(5, 8, 1, 1, ("a", 7))
+    assert Placement.of_environment(env | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert Placement.of_environment(env | {"RANK": "0", "WORLD_SIZE": "2"}) == Placement(0, 2, 0)

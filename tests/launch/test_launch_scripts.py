@@ -1,14 +1,14 @@
 """The launch scripts: syntax, the command lines they build, and the signal → checkpoint → requeue path.
 
-`srun` and `scontrol` are small stand-ins on PATH (there is no Slurm to test with); they and the command that the
-scripts end in only record how they were called, and wait for a signal where a test says so.
+`srun` and `scontrol` are small stand-ins on PATH; they and the command that the scripts end in only record how they
+were called, and wait for a signal where a test says so. tests/slurm runs the scripts on a real Slurm.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -20,19 +20,34 @@ import pytest
 from tests.shared.jobs import PATIENCE_S
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
-SCRIPTS = sorted(p for p in LAUNCH.iterdir() if p.suffix in (".sh", ".sbatch"))
+SCRIPTS = sorted(p for p in LAUNCH.iterdir() if p.suffix in (".sh", ".sbatch") or p.name == "submit")
+SOURCED = ("env.sh", "job.sh")
 
 SCONTROL = """#!/usr/bin/env bash
-echo "scontrol $*" >>"$RECORD"
-if [[ $1 == show ]]; then printf 'node-a\\nnode-b\\n'; fi
+case "$*" in
+"show hostnames"*) printf '%s\\n' $NODES ;;
+"show job"*) printf ' StartTime=2026-01-01T00:00:00 EndTime=x\\n PreemptTime=%s\\n Command=%s\\n' \\
+    "${PREEMPTED:-None}" "$COMMAND" ;;
+*) echo "scontrol $*" >>"$RECORD" ;;
+esac
 """
-# On USR1 or TERM it ends with $ON_SIGNAL, as srun does when all tasks have ended; the sleep runs beside it, since a
-# shell handles signals only between commands.
+# The first step asks whether the run can start, the second is its ranks. On USR1 or TERM these end with $ON_SIGNAL, as
+# srun does when all tasks have ended; the sleep runs beside it, since a shell handles signals only between commands.
 SRUN = """#!/usr/bin/env bash
+if [[ "$*" == *--preflight* ]]; then
+    printf '%s\\n' "$@" >"$RECORD.preflight"
+    echo "run folder: $FOLDER"
+    exit "${PREFLIGHT:-0}"
+fi
+if [[ "${*: -1}" == true ]]; then exit "${NODE_LOST:-0}"; fi
 printf '%s\\n' "$@" >"$RECORD.srun"
 echo "$MASTER_ADDR $MASTER_PORT $TORCH_NCCL_ASYNC_ERROR_HANDLING" >"$RECORD.environment"
-for name in USR1 TERM; do trap "echo srun got $name >>$RECORD; kill \\$sleeper; exit $ON_SIGNAL" $name; done
+told() { printf '{\\n "state": "%s",\\n "step": %s,\\n "began": 4,\\n "job": "12345",\\n "restart": %s\\n}\\n' \\
+    "$1" "$2" "${SLURM_RESTART_COUNT:-null}" >"$FOLDER/status.json"; }
+for name in USR1 TERM; do trap "echo srun got $name >>$RECORD; told ${STATE:-stopped} ${STEP:-9}
+    kill \\$sleeper; exit $ON_SIGNAL" $name; done
 if [[ -n "${ON_SIGNAL:-}" ]]; then sleep 60 & sleeper=$!; touch "$RECORD.ready"; wait; fi
+told "${STATE:-complete}" "${STEP:-9}"
 exit "${EXIT_CODE:-0}"
 """
 COMMAND = """#!/usr/bin/env bash
@@ -52,9 +67,14 @@ def environment(tmp_path: Path) -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "MASTER_", "VIRTUAL"))}
     return inherited | {
         "VENV": str(tmp_path / "venv"),
+        "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
         "RECORD": str(tmp_path / "record"),
         "SLURM_JOB_ID": "12345",
         "SLURM_JOB_NODELIST": "node-[a-b]",
+        "NODES": "node-a node-b",
+        "COMMAND": str(LAUNCH / "train.sbatch"),
+        "FOLDER": str(tmp_path),
+        "SLURM_NTASKS": "16",
         "SLURM_CPUS_PER_TASK": "12",
         "SLURM_SUBMIT_DIR": str(tmp_path),
     }
@@ -94,19 +114,13 @@ def interrupt(environment: dict[str, str], number: int, *arguments: str) -> tupl
 def test_syntax(script: Path) -> None:
     result = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "set -euo pipefail" in script.read_text()
+    assert ("set -euo pipefail" in script.read_text()) == (script.name not in SOURCED)
     assert os.access(script, os.X_OK)
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_shellcheck(script: Path) -> None:
-    result = subprocess.run(["shellcheck", "--shell=bash", str(script)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
-
-
-def test_sbatch_options_come_before_the_first_command() -> None:
-    lines = (LAUNCH / "train.sbatch").read_text().splitlines()
+@pytest.mark.parametrize("script", ["train", "sweep", "serve"])
+def test_sbatch_options_come_before_the_first_command(script: str) -> None:
+    lines = (LAUNCH / f"{script}.sbatch").read_text().splitlines()
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     options = [i for i, line in enumerate(lines) if line.startswith("#SBATCH")]
     assert options and max(options) < first_command  # Slurm stops reading options there
@@ -118,8 +132,7 @@ def test_sbatch_options_come_before_the_first_command() -> None:
 def test_ranks_of_one_node_meet_on_loopback_unless_told_otherwise(
     environment: dict[str, str], own: dict[str, str], address: str
 ) -> None:
-    (Path(environment["VENV"]) / "bin/scontrol").write_text("#!/usr/bin/env bash\necho node-a\n")
-    code, output = finish(start("train.sbatch", environment | own, "experiment=demo"))
+    code, output = finish(start("train.sbatch", environment | {"NODES": "node-a"} | own, "experiment=demo"))
     assert code == 0, output
     assert recorded(environment, ".environment") == [f"{address} {20000 + 12345 % 12000} 1"]
 
@@ -138,11 +151,21 @@ def test_srun_mode_starts_one_training_process_for_each_task(environment: dict[s
         *arguments,
     ]
     assert recorded(environment, ".environment") == [f"node-a {20000 + 12345 % 12000} 1"]
-    assert recorded(environment) == ["scontrol show hostnames node-[a-b]"]  # and no requeue
+    assert recorded(environment) == []  # no requeue
+    assert recorded(environment, ".preflight") == [
+        *("--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--nodelist=node-a", "--label", "--mpi=none"),
+        *("megatron-longctx", "train", "--preflight", "16", *arguments),
+    ]
+
+
+def test_what_is_refused_ends_the_job_before_there_are_ranks(environment: dict[str, str]) -> None:
+    code, _ = finish(start("train.sbatch", environment | {"PREFLIGHT": "2"}, "experiment=demo"))
+    assert code == 2
+    assert recorded(environment, ".srun") == recorded(environment) == []
 
 
 def test_torchrun_mode_starts_one_agent_a_node(environment: dict[str, str]) -> None:
-    code, output = finish(start("train.sbatch", environment | {"LAUNCH": "torchrun"}, "experiment=demo"))
+    code, output = finish(start("train.sbatch", environment | {"LAUNCH": "torchrun", "NPROC": "8"}, "experiment=demo"))
     assert code == 0, output
     words = recorded(environment, ".srun")
     assert words[:5] == ["--kill-on-bad-exit=1", "--cpus-per-task=12", "--ntasks=2", "--ntasks-per-node=1", "bash"]
@@ -150,7 +173,7 @@ def test_torchrun_mode_starts_one_agent_a_node(environment: dict[str, str]) -> N
     assert words[words.index("torchrun") :] == [
         "torchrun",
         "--nnodes=2",
-        "--nproc-per-node=gpu",
+        "--nproc-per-node=8",
         "--rdzv-id=12345",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint=node-a:{port}",
@@ -161,36 +184,57 @@ def test_torchrun_mode_starts_one_agent_a_node(environment: dict[str, str]) -> N
     ]
 
 
+def test_torchrun_without_gpus_wants_to_know_how_many_ranks(environment: dict[str, str]) -> None:
+    code, output = finish(start("train.sbatch", environment | {"LAUNCH": "torchrun"}))
+    assert code == 2 and "expected NPROC" in output
+    code, output = finish(start("train.sbatch", environment | {"LAUNCH": "torchrun", "SLURM_GPUS_ON_NODE": "8"}))
+    assert code == 0 and "--nproc-per-node=8" in recorded(environment, ".srun"), output
+
+
 def test_failure_of_training_is_the_jobs_failure(environment: dict[str, str]) -> None:
-    code, _ = finish(start("train.sbatch", environment | {"EXIT_CODE": "7"}))
+    code, _ = finish(start("train.sbatch", environment | {"EXIT_CODE": "7", "STATE": "failed"}))
     assert code == 7
-    assert not any("requeue" in line for line in recorded(environment))
+    assert recorded(environment) == []
 
 
-@pytest.mark.parametrize("step_code", [0, 138])
-def test_usr1_reaches_training_and_the_job_requeues(environment: dict[str, str], step_code: int) -> None:
-    code, output = interrupt(environment | {"ON_SIGNAL": str(step_code)}, signal.SIGUSR1, "experiment=demo")
-    assert code == 0, output
-    assert recorded(environment)[1:] == ["srun got USR1", "scontrol requeue 12345"]
+def test_a_lost_node_requeues_the_job(environment: dict[str, str]) -> None:
+    lost = {"EXIT_CODE": "1", "STATE": "failed", "NODE_LOST": "1"}
+    code, output = finish(start("train.sbatch", environment | lost))
+    assert code == 0 and "a node is lost" in output
+    assert recorded(environment) == ["scontrol requeue 12345"]
 
 
-def test_failure_while_checkpointing_is_not_requeued(environment: dict[str, str]) -> None:
-    code, output = interrupt(environment | {"ON_SIGNAL": "3"}, signal.SIGUSR1)
-    assert code == 3 and "not requeueing" in output
-    assert recorded(environment)[1:] == ["srun got USR1"]
+USR1, TERM = signal.SIGUSR1, signal.SIGTERM
+ARRAY = {"SLURM_ARRAY_JOB_ID": "12300", "SLURM_ARRAY_TASK_ID": "3"}
+PREEMPTED = {"PREEMPTED": "2026-01-01T00:01:00"}
 
 
-def test_requeueing_ends_some_time(environment: dict[str, str]) -> None:
-    spent = {"ON_SIGNAL": "0", "SLURM_RESTART_COUNT": "2", "MAX_REQUEUES": "2"}
-    code, output = interrupt(environment | spent, signal.SIGUSR1)
-    assert code == 1 and "already requeued 2 times" in output
-    assert recorded(environment)[1:] == ["srun got USR1"]
-
-
-def test_term_reaches_training_and_does_not_requeue(environment: dict[str, str]) -> None:
-    code, output = interrupt(environment | {"ON_SIGNAL": "0"}, signal.SIGTERM)
-    assert code == 0, output
-    assert recorded(environment)[1:] == ["srun got TERM"]
+@pytest.mark.parametrize(
+    ("given", "number", "code", "said", "does"),
+    [
+        ({}, USR1, 0, "requeueing job 12345", "scontrol requeue 12345"),
+        (ARRAY, USR1, 0, "requeueing job 12300_3", "scontrol requeue 12300_3"),
+        ({"ON_SIGNAL": "1"}, USR1, 0, "requeueing", "scontrol requeue 12345"),  # torchrun, whose ranks have stopped
+        ({"ON_SIGNAL": "3", "STATE": "failed"}, USR1, 3, "failed while checkpointing, not requeueing", None),
+        ({"ON_SIGNAL": "138", "STEP": "4"}, USR1, 1, "raise --time, or lower the seconds of --signal", None),
+        ({"SLURM_RESTART_COUNT": "2", "MAX_REQUEUES": "2"}, USR1, 1, "already requeued 2 times", None),
+        ({"STATE": "complete"}, USR1, 0, "the time limit is near", None),
+        ({}, TERM, 75, "stopped by", None),
+        (PREEMPTED, TERM, 0, "preempted", "scontrol requeue 12345"),
+        ({"PREEMPTED": "2025-01-01T00:01:00"}, TERM, 75, "stopped by", None),  # before its last requeue
+        (PREEMPTED | {"ON_SIGNAL": "143", "STATE": "starting"}, TERM, 0, "preempted", "scontrol requeue 12345"),
+        (PREEMPTED | {"ON_SIGNAL": "5", "STATE": "failed"}, TERM, 5, "", None),
+    ],
+)
+def test_signals(
+    environment: dict[str, str], given: dict[str, str], number: int, code: int, said: str, does: str | None
+) -> None:
+    ended, output = interrupt({"ON_SIGNAL": "0"} | environment | given, number, "experiment=demo")
+    assert ended == code and said in output, output
+    assert recorded(environment) == [
+        f"srun got {signal.Signals(number).name.removeprefix('SIG')}",
+        *([does] if does else []),
+    ]
 
 
 def test_unknown_launch_mode_is_refused(environment: dict[str, str]) -> None:
@@ -199,7 +243,7 @@ def test_unknown_launch_mode_is_refused(environment: dict[str, str]) -> None:
 
 
 def test_relay_passes_usr1_to_the_ranks_of_a_real_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
-    finish(start("train.sbatch", environment | {"LAUNCH": "torchrun"}))
+    finish(start("train.sbatch", environment | {"LAUNCH": "torchrun", "NPROC": "2"}))
     text = Path(environment["RECORD"] + ".srun").read_text()
     relay = text[text.index("bash\n-c\n") + len("bash\n-c\n") : text.index("\nrelay\ntorchrun\n")]
     rank = tmp_path / "rank.py"
@@ -225,6 +269,49 @@ def test_relay_passes_usr1_to_the_ranks_of_a_real_torchrun(environment: dict[str
         with contextlib.suppress(ProcessLookupError):  # all of them have ended, as they should
             os.killpg(process.pid, signal.SIGKILL)
     assert all((tmp_path / f"{number}.saved").exists() for number in (0, 1))
+
+
+def test_a_task_of_a_sweep_trains_by_its_line(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "runs.txt").write_text("experiment=demo run.name=a\nexperiment=demo 'run.name=two words'\n")
+    task = environment | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    code, output = finish(start("sweep.sbatch", task, str(tmp_path / "runs.txt")))
+    assert code == 0, output
+    assert recorded(environment, ".srun")[-3:] == ["train", "experiment=demo", "run.name=two words"]
+    code, output = finish(start("sweep.sbatch", task | {"SLURM_ARRAY_TASK_ID": "3"}, str(tmp_path / "runs.txt")))
+    assert code == 2 and "has no line 3" in output
+    code, output = finish(start("sweep.sbatch", environment, str(tmp_path / "runs.txt")))
+    assert code == 2 and "expected an array" in output
+
+
+@pytest.mark.parametrize(("number", "requeues"), [(USR1, True), (TERM, False)])
+def test_a_server_goes_on_after_the_time_limit(environment: dict[str, str], number: int, requeues: bool) -> None:
+    process = start("serve.sbatch", environment | {"ON_SIGNAL": "0"}, "checkpoint=runs/first")
+    wait_for(Path(environment["RECORD"] + ".ready"))
+    process.send_signal(number)
+    code, output = finish(process)
+    assert code == 0, output
+    assert recorded(environment, ".srun")[-3:] == ["megatron-longctx", "serve", "checkpoint=runs/first"]
+    assert ("scontrol requeue 12345" in recorded(environment)) == requeues
+
+
+def test_the_image_is_made_of_files_that_are_there_and_of_the_pinned_kernels() -> None:
+    text = (LAUNCH / "container/Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    assert {line[0] for line in lines} <= {"ARG", "FROM", "RUN", "COPY", "ENV", "CMD"} and lines[1][0] == "FROM"
+    copied = [name for line in lines if line[0] == "COPY" for name in line[1:-1]]
+    assert copied and all((LAUNCH.parent / name).exists() for name in copied)
+    (pinned,) = re.findall(r'"(flash-attn-4==[\w.]+)"', (LAUNCH.parent / "pyproject.toml").read_text())
+    assert text.split().count(pinned) == 1
+
+
+def test_every_variable_that_is_set_can_be_set_by_you(environment: dict[str, str]) -> None:
+    names = re.findall(r"^default (\w+) (\w+)$", (LAUNCH / "env.sh").read_text(), re.MULTILINE)
+    assert len(names) >= 3
+    for own in ({}, {name: "mine" for name, _ in names}):
+        script = f'. "{LAUNCH}/env.sh"; printf "%s\\n" ' + " ".join(f'"${name}"' for name, _ in names)
+        clean = {key: value for key, value in environment.items() if key not in dict(names)}
+        said = subprocess.run(["bash", "-euc", script], env=clean | own, capture_output=True, text=True, check=True)
+        assert said.stdout.split() == ["mine" if own else value for _, value in names]
 
 
 def test_local_passes_arguments_and_exit_code(environment: dict[str, str]) -> None:
