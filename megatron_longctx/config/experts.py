@@ -19,7 +19,7 @@ ROUTER_DTYPES = ("fp32", "fp64")
 class ExpertKeys:
     """Megatron's fields, under its names. Tokens are never dropped."""
 
-    num_moe_experts: int | None = number(None, 1, 10_000)  # null: all MLPs are dense
+    num_moe_experts: int | None = number(None, 2, 10_000)  # null: all MLPs are dense
     moe_ffn_hidden_size: int | None = number(None, 1, 10**7)  # of one expert; null: ffn_hidden_size
     moe_router_topk: int = number(2, 1, 10_000)  # experts of a token
     moe_layer_freq: int = number(1, 1, 10_000)  # one layer of experts in each moe_layer_freq, the first one

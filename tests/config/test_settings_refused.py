@@ -157,6 +157,14 @@ NEEDED_WITH = {
     "model.window_rope_base": "model.window=4",
     "model.rope_scaling.original_length": "model.rope_scaling.kind=yarn",
     "model.rope_scaling.attention_factor": "model.rope_scaling.kind=yarn model.rope_scaling.original_length=8",
+    **dict.fromkeys(
+        (
+            *("model.moe_ffn_hidden_size", "model.moe_shared_expert_intermediate_size", "model.moe_z_loss_coeff"),
+            *("model.moe_router_topk_scaling_factor", "model.moe_router_dtype"),
+            "parallelism.expert_tensor_parallel_size",
+        ),
+        "model.num_moe_experts=4",
+    ),
 }
 
 
