@@ -21,6 +21,7 @@ SOURCES = {
     "d": "simulated from figures of data sheets, which no measurement has checked",
     "p": "counted in plans",
     "f": "worked out by a formula",
+    "c": "measured on the CPU of this page",
     "w": "computed on CPUs with the weights of SmolLM2-135M",
     "m": "measured on H200s",
     "e": "measured on a network emulated between CPU processes",

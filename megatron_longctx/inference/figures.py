@@ -39,6 +39,8 @@ def known_figures(config: Config, device: torch.device, folder: Path | None = No
         ValueError: a calibration that cannot be read, or an unknown cluster.
     """
     n, cluster, workload = config.parallelism.context_parallel_size, config.parallelism.cluster, _workload(config)
+    inference = config.inference
+    empirical = inference.rule_alpha, inference.rule_beta, inference.rule_gamma
     if n == 1:
         return Figures(workload)
     path = calibration_file(config, device, folder)
@@ -46,8 +48,8 @@ def known_figures(config: Config, device: torch.device, folder: Path | None = No
         found = load_calibration(path)
         if found.workload.batch == 1:  # a sequence of a batch gets kernel calls of its own here
             logger.info("attention over the cache is priced by %s", path)
-            return Figures(workload, found.cluster, found.costs)
-    return Figures(workload, load_cluster(cluster).resized(n) if cluster else None)
+            return Figures(workload, found.cluster, found.costs, empirical)
+    return Figures(workload, load_cluster(cluster).resized(n) if cluster else None, empirical=empirical)
 
 
 def agreed_figures(config: Config, device: torch.device) -> Figures:

@@ -27,4 +27,4 @@ from .cluster import (
 from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
 from .latin import row_complete_latin_square
 from .measured import Measured, Ping, Sample, to_cluster
-from .rings import Rings, multi_node_rings, rings_for, seconds_per_gib
+from .rings import Decomposition, Rings, choose, decompositions, multi_node_rings, rings_for, seconds_per_gib

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import lru_cache
+from typing import NamedTuple
 
 from .cluster import Cluster, Resource
 from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
@@ -12,6 +13,7 @@ from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
 Rings = tuple[tuple[int, ...], ...]
 """Each lists all ranks; a rank sends to the next one of the ring, the last to the first."""
 
+_MOST_OF_A_MESH = 64  # ranks; above it is found in seconds and more, and never paid
 _WORTH = 1.01  # several rings must beat one by more than this factor
 
 
@@ -50,9 +52,36 @@ def seconds_per_gib(cluster: Cluster, rings: Rings) -> float:
     return max((gib / cluster.capacity(resource) for resource, gib in load.items()), default=0.0)
 
 
+class Decomposition(NamedTuple):
+    """A set of rings. seconds: of passing on 1 GiB from every rank, over the cluster's links."""
+
+    name: str
+    rings: Rings
+    seconds: float
+
+
+def decompositions(cluster: Cluster) -> list[Decomposition]:
+    """The sets of rings of TASP that a cluster of several ranks may take: one ring; those of `multi_node_rings`, and on
+    several nodes the cycles of all ranks as one mesh, the paper's `K_(m x u)`, up to 64 ranks."""
+    m, u, n = cluster.ranks_per_node, cluster.nodes, cluster.n
+    found: dict[str, Rings] = {"one ring": (tuple(range(n)),)}
+    found[f"K_{m}" if u == 1 else f"({m}-K_{m}-{m})_{u}"] = multi_node_rings(m, u)
+    if u > 1 and n <= _MOST_OF_A_MESH:
+        found[f"K_({m} x {u})"] = hamiltonian_cycles(n)
+    return [Decomposition(name, rings, seconds_per_gib(cluster, rings)) for name, rings in found.items()]
+
+
+def choose(cluster: Cluster) -> tuple[Decomposition, str]:
+    """The decomposition that a cluster's links pass blocks on with in the least time, and why: one ring, unless others
+    are faster by more than 1%, since every ring costs each step a message."""
+    one, *others = decompositions(cluster)
+    best = min((each for each in others if len(each.rings) > 1), key=lambda each: each.seconds, default=one)
+    if best.seconds * _WORTH > one.seconds:
+        best = one
+    figures = ", ".join(f"{each.name} ({len(each.rings)}) {1e3 * each.seconds:.2f} ms" for each in (one, *others))
+    return best, f"{best.name} on {cluster.name}: by its links, a GiB from every rank a step takes {figures}"
+
+
 def rings_for(cluster: Cluster) -> Rings:
-    """One ring in rank order, or the largest set of edge-disjoint rings where that is faster."""
-    one: Rings = (tuple(range(cluster.n)),)
-    several = multi_node_rings(cluster.ranks_per_node, cluster.nodes)
-    faster = seconds_per_gib(cluster, several) * _WORTH <= seconds_per_gib(cluster, one)
-    return several if faster and len(several) > 1 else one
+    """Of the decomposition that `choose` takes."""
+    return choose(cluster)[0].rings

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from benchmarks.fit import Prompt, fit, prompts, score, slower
 from benchmarks.papers.distflashattn import PRINTED
 from benchmarks.papers.rounding import Rounding, hadamard, rounded
 from benchmarks.papers.simulated import moved
@@ -43,3 +46,19 @@ def test_hadamard_matrices(size: int) -> None:
     assert torch.allclose(found.abs(), torch.full_like(found, size**-0.5))
     with pytest.raises(ValueError, match="product of 12s and 2s"):
         hadamard(7)
+
+
+def test_the_fitted_rule_finds_the_rule_that_made_its_prompts() -> None:
+    by = (-0.3, 0.2, 3.0)
+    sizes = [(new, cached) for new in (500, 2000, 8000, 32000) for cached in (4000, 64000)]
+    plain = [Prompt(new, cached, 1.0, 1.0) for new, cached in sizes]
+    found = [p._replace(pass_q=math.exp(score(p, by))) for p in plain]
+    assert fit(found) == pytest.approx(by)
+    assert {score(p, fit(found)) > 0 for p in found} == {True, False} and max(slower(p, by) for p in found) == 0
+    times = {"pass_kv": {"p50": 1.0}, "pass_q": {"p50": 2.0}}
+    of_four = {"context_parallel_size": 4, "new": 8, "cached": 9, "seconds": times}
+    assert prompts({"parts": [{"first_token": [of_four, of_four | {"context_parallel_size": 1}]}]}) == [
+        (8, 9, 1.0, 2.0)
+    ]
+    with pytest.raises(ValueError, match="4 or more prompts"):
+        fit(found[:3])

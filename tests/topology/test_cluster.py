@@ -14,6 +14,8 @@ from megatron_longctx.topology import (
     Network,
     Resource,
     Switch,
+    choose,
+    decompositions,
     hamiltonian_cycles,
     load_cluster,
     multi_node_rings,
@@ -227,6 +229,17 @@ def test_rings_for_each_cluster(name, count, times):
     rings = rings_for(cluster)
     assert len(rings) == count
     assert gain(cluster, rings) == pytest.approx(times)
+
+
+def test_why_rings_are_taken_is_said():
+    found, why = choose(load_cluster("dgx_h100_x4", FOLDER).resized(16))
+    names = {each.name: each for each in decompositions(load_cluster("dgx_h100_x4", FOLDER).resized(16))}
+    assert found.name == "(8-K_8-8)_2" and len(names["K_(8 x 2)"].rings) == 15
+    assert why.startswith(
+        "(8-K_8-8)_2 on dgx_h100_x4: by its links, a GiB from every rank a step takes one ring (1) 23."
+    )
+    assert found.seconds < names["K_(8 x 2)"].seconds < names["one ring"].seconds
+    assert choose(load_cluster("tcp", FOLDER))[0].name == "one ring"
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,15 @@ the i-th part of its front half and, mirrored, of its back half.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
-from ...topology import hamiltonian_cycles, rings_for
+from ...topology import choose, hamiltonian_cycles
 from ..plan import Attend, Block, Kind, Move, Plan, Step
 from ..visibility import Visibility, needed_on
 from .mode import Mode, ModeOptions, check_messages
+
+logger = logging.getLogger(__name__)
 
 Rings = tuple[tuple[int, ...], ...]
 """Ranks of each ring in the order in which blocks pass them."""
@@ -35,7 +38,11 @@ class Tasp(Mode):
         links = n if options.cluster is None else min(n, options.cluster.ranks_per_node)
         if links > _MANY_LINKS:
             check_messages(cls.name, n, n * n * links)
-        return cls(hamiltonian_cycles(n) if options.cluster is None else rings_for(options.cluster))
+        if options.cluster is None:
+            return cls(hamiltonian_cycles(n))
+        found, why = choose(options.cluster)
+        logger.info("tasp takes %s", why)
+        return cls(found.rings)
 
     def num_messages(self, n: int, length: int) -> int:
         return n * n * len(self.rings)

@@ -1,0 +1,97 @@
+"""Coefficients of `inference.rule=empirical` that fit measured prompts.
+
+h = alpha ln T + beta ln(T / (T + P)) + gamma of T new and P cached tokens, by least squares to the logarithm of how much
+faster passing keys and values is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_longctx.errors import refuse
+
+from .recorded import Report, table
+
+
+class Prompt(NamedTuple):
+    """Seconds to the first token by what travels."""
+
+    new: int
+    cached: int
+    pass_kv: float
+    pass_q: float
+
+
+Coefficients = tuple[float, float, float]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    of = "of `benchmarks inference`"
+    parser.add_argument("--prompts", type=Path, required=True, nargs="+", metavar="FILE", help=of)
+    parser.add_argument("--ranks", type=int, help="only prompts on so many context-parallel ranks")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Fit, and write JSON and a Markdown table.
+
+    Raises:
+        ValueError: too few prompts.
+    """
+    found = [each for path in arguments.prompts for each in prompts(json.loads(path.read_text()), arguments.ranks)]
+    fitted = fit(found)
+    words = " ".join(f"inference.rule_{n}={x:.4g}" for n, x in zip(("alpha", "beta", "gamma"), fitted, strict=True))
+    rows = [
+        [f"{p.new:,}", f"{p.new + p.cached:,}", f"{1e3 * p.pass_kv:.1f}", f"{1e3 * p.pass_q:.1f}",
+         "pass_kv" if score(p, fitted) > 0 else "pass_q", f"{slower(p, fitted):.1%}"]
+        for p in found
+    ]  # fmt: skip
+    report = Report(arguments.out, "cpu", "coefficients of the empirical rule", words, "ms to the first token")
+    head = ["new", "of", "pass_kv", "pass_q", "taken", "slower than the faster"]
+    print(report.write({"coefficients": fitted, "prompts": found}, table(head, rows)))
+
+
+def prompts(data: Any, ranks: int | None = None) -> list[Prompt]:
+    """Those on several ranks that both ways were measured for, wherever they lie in a benchmark's JSON."""
+    if isinstance(data, dict):
+        found = [each for value in data.values() for each in prompts(value, ranks)]
+        times, n = data.get("seconds"), data.get("context_parallel_size", 1)
+        if isinstance(times, dict) and {"pass_kv", "pass_q"} <= set(times) and n > 1 and ranks in (None, n):
+            found.append(Prompt(data["new"], data["cached"], times["pass_kv"]["p50"], times["pass_q"]["p50"]))
+        return found
+    return [each for value in data for each in prompts(value, ranks)] if isinstance(data, list) else []
+
+
+def fit(found: Sequence[Prompt]) -> Coefficients:
+    """alpha, beta and gamma.
+
+    Raises:
+        ValueError: fewer than 4 prompts.
+    """
+    if len(found) < 4:
+        raise refuse("--prompts", len(found), "4 or more prompts with pass_kv and pass_q", "Measure more of them.")
+    rows = torch.tensor([[*_terms(p), 1.0] for p in found], dtype=torch.float64)
+    gains = torch.tensor([[math.log(p.pass_q / p.pass_kv)] for p in found], dtype=torch.float64)
+    alpha, beta, gamma = torch.linalg.lstsq(rows, gains, driver="gelsd").solution.flatten().tolist()
+    return alpha, beta, gamma
+
+
+def score(prompt: Prompt, by: Coefficients) -> float:
+    """h; above 0 keys and values are passed."""
+    first, second = _terms(prompt)
+    return by[0] * first + by[1] * second + by[2]
+
+
+def slower(prompt: Prompt, by: Coefficients) -> float:
+    """What is taken, against the faster: 0.1 for 10% more time."""
+    taken = prompt.pass_kv if score(prompt, by) > 0 else prompt.pass_q
+    return taken / min(prompt.pass_kv, prompt.pass_q) - 1
+
+
+def _terms(prompt: Prompt) -> tuple[float, float]:
+    return math.log(prompt.new), math.log(prompt.new / (prompt.new + prompt.cached))

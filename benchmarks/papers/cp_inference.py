@@ -1,0 +1,218 @@
+"""Context Parallelism for Scalable Million-Token Inference (2024): first tokens of Llama 3 405B by nodes, networks and
+what travels; the rules that choose it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import cache
+
+from benchmarks.fit import Coefficients, Prompt, fit, prompts, score, slower
+from megatron_longctx.inference.batch import Batch
+from megatron_longctx.inference.cache_manager import CacheManager
+from megatron_longctx.inference.choice import Figures, algorithm_1, algorithm_5
+from megatron_longctx.schedules import Workload
+from megatron_longctx.schedules.cost import GIB, Costs
+from megatron_longctx.schedules.plan import ALL_HEADS
+from megatron_longctx.schedules.simulate import simulate
+from megatron_longctx.topology import Cluster, Network
+
+from .page import Cell, Made, Table, cell, paper, value
+from .simulated import RESULTS
+
+_K, _TP = 1024, 8
+_LAYERS, _WEIGHTS = 126, 405e9
+_HEADS = Workload(16, 1, 128)
+"""Of one GPU of a node."""
+_ATTENTION_TFLOPS = 540.0
+"""The paper's own measurement of its kernel (appendix A)."""
+_ONE_NODE_S = 42.01
+"""The paper's first token after 128K tokens on one node, of which what all but attention takes is inferred."""
+RDMA, TCP = 24.3, 2.8
+"""GiB/s a GPU that the paper reached: a hop of pass-KV in table 5 (627 µs), and 3 GB/s over TCP (section 4.2.1)."""
+PRINTED: Coefficients = (-1.059, 1.145, 12.112)
+TABLE_4 = (
+    (126720, 1280, 1023.39, 898.71), (124800, 3200, 1110.18, 1046.43), (123840, 4160, 1298.92, 1280.1),
+    (121600, 6400, 1305.56, 1302.01), (115200, 12800, 2080.67, 2205.27), (102400, 25600, 3353.02, 3617.02),
+    (89600, 38400, 4629.23, 4922.52), (76800, 51200, 5745.08, 6217.83), (64000, 64000, 6845.21, 7367.99),
+    (51200, 76800, 7890.35, 8468.66), (38400, 89600, 8697.27, 9666.62), (25600, 102400, 10105.78, 10652.39),
+    (12800, 115200, 11136.4, 11571.62), (0, 128000, 11462.15, 12360.57),
+)  # fmt: skip
+"""Cached and new tokens, milliseconds of pass-KV and of pass-Q."""
+
+
+def make(arguments: argparse.Namespace) -> Made:
+    del arguments
+    tables = (table_4(), table_5(), nodes(), long_contexts(), rules(), thresholds(), fits())
+    return Made(tables, facts(tables))
+
+
+def cluster(n: int, gibps: float) -> Cluster:
+    """One GPU of each of `n` nodes: those that share key/value heads."""
+    return Cluster(f"{n} nodes", n, 1, network=Network(1, gibps, 3e-5))
+
+
+def costs() -> Costs:
+    return Costs(_ATTENTION_TFLOPS, _ATTENTION_TFLOPS)
+
+
+@cache
+def attention(n: int, new: int, cached: int, mode: str, gibps: float) -> float:
+    """Seconds of a layer's attention."""
+    manager = CacheManager(n, (new + cached) // n // 64 + 8, 64)
+    session = manager.open()
+    if cached:
+        manager.append({session: cached})
+    batch = Batch(n, manager.slots_per_rank, manager.append({session: new}))
+    if n == 1:
+        return _HEADS.flops(new * (new / 2 + cached), ALL_HEADS, False) / (_ATTENTION_TFLOPS * 1e12)
+    return simulate(batch.plan(mode), cluster(n, gibps), _HEADS, costs()).seconds
+
+
+def first_token(n: int, new: int, cached: int = 0, mode: str = "pass_kv", gibps: float = RDMA) -> float:
+    """Seconds. What all but attention takes is in proportion to the new tokens of a node."""
+    rest = (_ONE_NODE_S - _LAYERS * attention(1, 128 * 1000, 0, "pass_kv", RDMA)) / 128000
+    return _LAYERS * attention(n, new, cached, mode, gibps) + rest * new / n
+
+
+def table_4() -> Table:
+    rows: list[list[Cell]] = []
+    for cached, new, kv, q in TABLE_4:
+        ours = [first_token(4, new, cached, mode) for mode in ("pass_kv", "pass_q", "one_hop")]
+        rows.append([
+            f"{new / (new + cached):.2%}", cell(1e3 * ours[0], "d", 0), paper(kv, 0), cell(1e3 * ours[1], "d", 0),
+            paper(q, 0), cell(1e3 * ours[2], "d", 0), cell(ours[0] / ours[1], "d", 3), paper(kv / q, 3),
+        ])  # fmt: skip
+    columns = ["miss rate", "pass_kv, ms", "paper", "pass_q, ms", "paper", "one_hop, ms", "pass_kv / pass_q", "paper"]
+    return Table("misses", "what travels, by miss rate", columns, rows, ["table 4", "figure 9"])
+
+
+def table_5() -> Table:
+    theirs = {3200: ((627, 414, None), (166, 414, 424)), 12800: ((631, 1608, None), (544, 1608, 1023))}
+    rows: list[list[Cell]] = []
+    for new in theirs:
+        local, keys = new / 4, 128000 / 4
+        work = _HEADS.flops(local * keys, ALL_HEADS, False) / (_ATTENTION_TFLOPS * 1e12)
+        query, kv = local * 16 * 128 * 2, keys * 2 * 128 * 2
+        sent = {"pass_kv": (kv, None), "pass_q": (query, 3 * (query + local * 16 * 4))}
+        for mode, (size, results), (send, attend, exchange) in zip(sent, sent.values(), theirs[new], strict=True):
+            times = [1e6 * each / (RDMA * GIB) if each else None for each in (size, results)]
+            rows.append([
+                f"{new / 128000:.1%}", mode, cell(times[0], "f", 0), paper(send, 0), cell(1e6 * work, "f", 0),
+                paper(attend, 0), cell(times[1], "f", 0), paper(exchange, 0),
+            ])  # fmt: skip
+    columns = ["miss rate", "", "hop's message, µs", "paper", "its attention, µs", "paper", "results home, µs", "paper"]
+    return Table("parts", "what a hop takes", columns, rows, ["table 5"])
+
+
+def nodes() -> Table:
+    theirs = {(8, 1): 1.740, (8, 2): 0.999, (32, 1): 7.658, (32, 2): 4.015, (128, 1): 42.010, (128, 2): 21.042}
+    theirs |= {(128, 4): 10.950, (128, 8): 5.85, (128, 16): 3.8}
+    rows: list[list[Cell]] = []
+    for length in (8, 32, 128):
+        for n in (1, 2, 4, 8, 16):
+            tokens = length * 1000
+            ours = [first_token(n, tokens, gibps=rate) for rate in (RDMA, TCP)]
+            one = first_token(1, tokens)
+            figures = (cell(ours[0], "d"), paper(theirs.get((length, n))), cell(one / ours[0], "d"), cell(ours[1], "d"))
+            known = theirs.get((length, n))
+            rows.append([f"{length}K", str(n), *figures, paper(theirs[length, 1] / known if known else None)])
+    columns = ["tokens", "nodes", "RDMA, s", "paper", "times one node", "TCP, s", "paper, times one node"]
+    of = ["table 6", "table 7", "figure 6", "figure 7"]
+    return Table("nodes", "first tokens by nodes and network", columns, rows, of)
+
+
+def long_contexts() -> Table:
+    theirs = {(128, 8): 5.85, (128, 16): 3.8, (1000, 16): 77.0}
+    rows: list[list[Cell]] = []
+    for length in (128, 256, 512, 1000):
+        for n in (8, 16):
+            ours = [first_token(n, length * 1000, gibps=rate) for rate in (RDMA, TCP)]
+            flops = (
+                2 * _WEIGHTS * length * 1e3 + _LAYERS * _HEADS.flops((length * 1e3) ** 2 / 2, ALL_HEADS, False) * _TP
+            )
+            rate = flops / (n * _TP) / ours[0] / 1e12
+            them = 502 if (length, n) == (1000, 16) else None
+            figures = (cell(ours[0], "d", 1), paper(theirs.get((length, n)), 1), cell(ours[1], "d", 1))
+            rows.append([f"{length}K", str(n), *figures, cell(rate, "d", 0), paper(them, 0)])
+    columns = ["tokens", "nodes", "RDMA, s", "paper", "TCP, s", "TFLOP/s a GPU", "paper"]
+    return Table("long", "up to a million tokens", columns, rows, ["figure 8"])
+
+
+def rules() -> Table:
+    figures = Figures(_HEADS, cluster(4, RDMA), costs())
+    ours = fit([Prompt(new, cached, kv, q) for cached, new, kv, q in TABLE_4])
+    rows: list[list[Cell]] = []
+    for cached, new, kv, q in TABLE_4:
+        prompt = Prompt(new, cached, kv, q)
+        first, fifth = (rule(new, cached, 4, figures)[0] for rule in (algorithm_1, algorithm_5))
+        simulated = first_token(4, new, cached) < first_token(4, new, cached, "pass_q")
+        taken = (first, fifth, score(prompt, PRINTED) > 0, score(prompt, ours) > 0, simulated)
+        rows.append(
+            [f"{new / (new + cached):.2%}", "KV" if kv < q else "Q", *("KV" if each else "Q" for each in taken)]
+        )
+    right: list[Cell] = [cell(sum(row[at] == row[1] for row in rows), "f", 0) for at in range(2, 7)]
+    rows.append(["right, of 14", "", *right])
+    columns = [
+        "miss rate",
+        "faster",
+        "algorithm 1",
+        "algorithm 5",
+        "empirical, printed",
+        "empirical, fitted",
+        "simulate",
+    ]
+    return Table("rules", "what the rules take for the paper's prompts", columns, rows, ["figure 10"])
+
+
+def thresholds() -> Table:
+    rows: list[list[Cell]] = []
+    for name, gibps in (("RDMA", RDMA), ("TCP", TCP)):
+        for n in (2, 4, 8, 16):
+            rate = _ATTENTION_TFLOPS * 1e12 / (gibps * GIB)
+            rows.append([name, str(n), cell(n * rate * 2 / 2 / 16, "f", 0), cell(n * rate * 2 / 4, "f", 0)])
+    columns = ["network", "nodes", "new tokens from which keys hide (2)", "tokens from which queries hide (3)"]
+    return Table("thresholds", "equations 2 and 3", columns, rows, ["equation 2", "equation 3"])
+
+
+def fits() -> Table:
+    """Of our own prompts, by ranks and how blocks travel."""
+    rows: list[list[Cell]] = []
+    transports = json.loads((RESULTS / "inference_transports_h200_x4.json").read_text())["parts"]
+    rows_of_two = json.loads((RESULTS / "inference_rows_h200.json").read_text())
+    for name, data, ranks in (
+        ("4, peer memory", transports[0], 4), ("4, NCCL", transports[1], 4), ("2, peer memory", rows_of_two, 2)
+    ):  # fmt: skip
+        found = prompts(data, ranks)
+        own = fit(found)
+        costs_of = [max(slower(p, by) for p in found) for by in (own, PRINTED)]
+        lost = [cell(100 * x, "m", 1) for x in costs_of]
+        rows.append([name, str(len(found)), *(cell(x, "m", 3) for x in own), *lost])
+    columns = ["ranks", "prompts", "alpha", "beta", "gamma", "most lost, %", "by the printed ones"]
+    return Table("fits", "the empirical rule fitted on H200s", columns, rows)
+
+
+def facts(tables: Sequence[Table]) -> dict[str, float]:
+    """What the claims quote."""
+    of = {table.key: table for table in tables}
+    half = of["misses"].rows[5:]
+    pairs = [(row[1], row[2]) for row in half] + [(row[3], row[4]) for row in half]
+    off = [a["value"] / b["value"] - 1 for a, b in pairs if isinstance(a, dict) and isinstance(b, dict)]
+    right = of["rules"].rows[-1]
+    numbers = [float(each["value"]) for each in right if isinstance(each, dict)]
+    return {
+        "table_4_off": 100 * max(map(abs, off)),
+        "million": value(of["long"], ("1000K", "16"), 2),
+        "million_rate": value(of["long"], ("1000K", "16"), 5),
+        "short": value(of["long"], ("128K", "16"), 2),
+        "two": value(of["nodes"], ("128K", "2"), 4),
+        "four": value(of["nodes"], ("128K", "4"), 4),
+        "eight": value(of["nodes"], ("128K", "8"), 4),
+        "sixteen": value(of["nodes"], ("128K", "16"), 4),
+        "tcp_four": value(of["nodes"], ("128K", "4"), 5),
+        "rdma_four": value(of["nodes"], ("128K", "4"), 2),
+        **dict(zip(("right_1", "right_5", "right_printed", "right_fitted", "right_simulated"), numbers, strict=True)),
+        "lost": max(value(of["fits"], (str(row[0]),), 5) for row in of["fits"].rows),
+        "lost_printed": max(value(of["fits"], (str(row[0]),), 6) for row in of["fits"].rows),
+    }

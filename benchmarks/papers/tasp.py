@@ -1,0 +1,196 @@
+"""TASP (Wang et al. 2025): rings over all links against one ring, by cluster, mask and ratio."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from megatron_longctx.schedules import Mode, Target, Workload, build_plan
+from megatron_longctx.schedules.cost import Costs
+from megatron_longctx.schedules.mask import causal, full
+from megatron_longctx.schedules.modes.tasp import Tasp
+from megatron_longctx.schedules.simulate import Simulation, simulate
+from megatron_longctx.topology import Cluster, choose, decompositions, load_cluster
+
+from .page import Cell, Made, Table, cell, paper, value
+from .simulated import RESULTS
+
+_K = 1024
+_HEADS, _HEAD_DIM = 20, 64
+LENGTHS, BATCHES = (24, 48, 96, 192, 384), (1, 8, 48)
+_LARGE = 8
+"""The batch from which on messages are counted as large, as the paper's red points are."""
+PAPERS = {  # mean and largest speed-up, by cluster and mask
+    ("H100-1", "full"): (1.05, None), ("H100-1", "causal"): (1.08, 2.31),
+    ("MI300X-1", "full"): (1.57, None), ("MI300X-1", "causal"): (1.68, 3.58),
+    ("H100-2", "causal"): (1.20, None), ("H100-4", "causal"): (1.20, None),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pass: against one ring, how much faster; ratio: computation to communication of the one ring."""
+
+    length: int
+    batch: int
+    ratio: float
+    whole: float
+    messages: float
+
+
+def clusters() -> dict[str, Cluster]:
+    h100 = load_cluster("dgx_h100_x4")
+    return {
+        "MI300X-1": load_cluster("mi300x_x8"),
+        "H100-1": load_cluster("dgx_h100_x1"),
+        "H100-2": h100.resized(16),
+        "H100-4": h100,
+    }
+
+
+def make(arguments: argparse.Namespace) -> Made:
+    del arguments
+    tables = (table_1(), figures_5_and_6(), choices(), planning(), emulated())
+    return Made(tables, facts(tables))
+
+
+@cache
+def cases(name: str, mask: str, rings: int = -1) -> tuple[Case, ...]:
+    """Forward passes. rings: a number of `decompositions`; -1 for what is chosen."""
+    cluster = clusters()[name]
+    taken = choose(cluster)[0] if rings < 0 else decompositions(cluster)[rings]
+    found = []
+    for length in LENGTHS:
+        for batch in BATCHES:
+            one, several = (_pass(mode, cluster, mask, length, batch) for mode in (_baseline(mask), Tasp(taken.rings)))
+            messages = [_messages(each) for each in (one, several)]
+            ratio = max(one.compute_s) / messages[0]
+            found.append(Case(length, batch, ratio, one.seconds / several.seconds, messages[0] / messages[1]))
+    return tuple(found)
+
+
+def _baseline(mask: str) -> str:
+    return "ring" if mask == "full" else "zigzag"
+
+
+def _pass(mode: Mode | str, cluster: Cluster, mask: str, length: int, batch: int) -> Simulation:
+    plan = build_plan(mode, cluster.n, (full if mask == "full" else causal)(length * _K))
+    workload = Workload(_HEADS, _HEADS, _HEAD_DIM, batch)
+    return simulate(plan, cluster, Target(workload), Costs.of_device(cluster.device), timeline=True)
+
+
+def _messages(found: Simulation) -> float:
+    """Seconds of the rank whose messages take longest."""
+    times = [0.0] * found.plan.n
+    for span in found.spans:
+        times[span.rank] += (span.lane == "transfer") * (span.stop - span.start)
+    return max(times)
+
+
+def table_1() -> Table:
+    rows: list[list[Cell]] = []
+    for mask in ("full", "causal"):
+        for each in cases("MI300X-1", mask):
+            if each.batch == BATCHES[-1]:
+                figures = (cell(each.ratio, "d"), cell(each.whole, "d"), cell(each.messages, "d"))
+                rows.append([mask, f"{each.length}K", *figures])
+    columns = ["mask", "tokens", "computation / communication of one ring", "speed-up", "of messages alone"]
+    return Table("ratios", "batches of 48 on 8 MI300X", columns, rows, ["table 1"])
+
+
+def figures_5_and_6() -> Table:
+    rows: list[list[Cell]] = []
+    for name in clusters():
+        for mask in ("full", "causal"):
+            found = [each for each in cases(name, mask) if each.batch >= _LARGE]
+            bound = [each.whole for each in found if each.ratio < 1]
+            mean, most = PAPERS.get((name, mask), (None, None))
+            rows.append([
+                *(name, mask, choose(clusters()[name])[0].name),
+                *(cell(statistics.fmean(each.whole for each in found), "d"), paper(mean)),
+                *(cell(max(each.whole for each in found), "d"), paper(most)),
+                cell(max(each.messages for each in found), "d"),
+                cell(statistics.fmean(bound), "d") if bound else None,
+            ])  # fmt: skip
+    columns = [
+        "cluster",
+        "mask",
+        "rings",
+        "mean",
+        "paper",
+        "most",
+        "paper",
+        "of messages, most",
+        "mean where ratio < 1",
+    ]
+    return Table("figures", "speed-ups by cluster", columns, rows, ["figure 5", "figure 6"])
+
+
+def choices() -> Table:
+    rows: list[list[Cell]] = []
+    theirs = {("H100-2", "K_(8 x 2)"): 1.43, ("H100-2", "(8-K_8-8)_2"): 1.20}
+    theirs |= {("H100-4", "K_(8 x 4)"): 1.27, ("H100-4", "(8-K_8-8)_4"): 1.20}
+    for name, cluster in clusters().items():
+        taken = choose(cluster)[0].name
+        for number, each in enumerate(decompositions(cluster)):
+            if number:
+                found = [case.whole for case in cases(name, "causal", number) if case.batch >= _LARGE]
+                figures = (cell(1e3 * each.seconds, "f"), cell(statistics.fmean(found), "d"))
+                last = (paper(theirs.get((name, each.name))), "taken" if each.name == taken else "")
+                rows.append([name, each.name, str(len(each.rings)), *figures, *last])
+    columns = ["cluster", "decomposition", "rings", "ms a GiB", "mean speed-up", "paper", ""]
+    return Table("choices", "which decomposition", columns, rows, ["figure 3"])
+
+
+def planning() -> Table:
+    rows: list[list[Cell]] = []
+    for nodes in (1, 2, 4, 8):
+        cluster = replace(load_cluster("dgx_h100_x4"), nodes=nodes)
+        begin = time.process_time()
+        plan = build_plan(Tasp(choose(cluster)[0].rings), cluster.n, 4096 * cluster.n)
+        seconds = time.process_time() - begin
+        rows.append([str(cluster.n), cell(sum(len(step.moves) for step in plan.steps), "p", 0), cell(seconds, "c", 1)])
+    return Table("planning", "what a plan takes to make", ["ranks", "messages", "seconds of one core"], rows)
+
+
+def emulated() -> Table:
+    """What `python -m analysis.network` recorded."""
+    found = json.loads((RESULTS / "network_emulated.json").read_text())["measurements"]
+    rows: list[list[Cell]] = []
+    for network in sorted({each["network"] for each in found}):
+        for mask in ("causal", "full"):
+            wanted = (network, mask == "causal")
+            of = {each["mode"]: each for each in found if (each["network"], each["causal"]) == wanted}
+            if "tasp" in of and "zigzag" in of:
+                times = [of["zigzag"][way] / of["tasp"][way] for way in ("forward_s", "backward_s")]
+                rows.append([network, mask, *(cell(each, "e") for each in times)])
+    columns = ["network", "mask", "forward, times as fast as zigzag", "backward"]
+    return Table("emulated", "measured where links are all that counts", columns, rows)
+
+
+def facts(tables: Sequence[Table]) -> dict[str, float]:
+    """What the claims quote."""
+    of = {table.key: table for table in tables}
+    mesh, h100 = ("MI300X-1", "causal"), ("H100-1", "causal")
+    large = [each for name in clusters() for each in cases(name, "causal") if each.batch >= _LARGE]
+    above = [each.whole for each in large if each.ratio > 1.5]
+    return {
+        "mesh_mean": value(of["figures"], mesh, 3),
+        "mesh_most": value(of["figures"], mesh, 5),
+        "mesh_full": value(of["figures"], ("MI300X-1", "full"), 3),
+        "mesh_messages": value(of["figures"], mesh, 7),
+        "h100_mean": value(of["figures"], h100, 3),
+        "h100_most": value(of["figures"], h100, 5),
+        "two": value(of["choices"], ("H100-2", "(8-K_8-8)_2"), 4),
+        "two_whole": value(of["choices"], ("H100-2", "K_(8 x 2)"), 4),
+        "four": value(of["choices"], ("H100-4", "(8-K_8-8)_4"), 4),
+        "four_whole": value(of["choices"], ("H100-4", "K_(8 x 4)"), 4),
+        "above_mean": statistics.fmean(above),
+        "emulated": value(of["emulated"], ("mesh8", "causal"), 2),
+        "planned": value(of["planning"], ("64",), 2),
+    }
