@@ -1,7 +1,8 @@
 """Coefficients of `inference.rule=empirical` that fit measured prompts.
 
-h = alpha ln T + beta ln(T / (T + P)) + gamma of T new and P cached tokens, by least squares to the logarithm of how much
-faster passing keys and values is."""
+Of T new and P cached tokens h = alpha ln T + beta ln(T / (T + P)) + gamma, by least squares to the logarithm of how
+much faster it is to pass keys and values.
+"""
 
 from __future__ import annotations
 
