@@ -297,8 +297,8 @@ class InferenceConfig:
     # rule=empirical: K and V travel where alpha ln T + beta ln(T / (T + P)) + gamma > 0, of T new and P cached tokens.
     # As the paper fitted them on its hardware; `python -m benchmarks fit` fits one's own.
     rule_alpha: float = number(-1.059, -1e6, 1e6)
-    rule_beta: float = number(1.145, -1e6, 1e6)
-    rule_gamma: float = number(12.112, -1e6, 1e6)
+    rule_beta: float = number(1.145, -1e6, 1e6)  # see rule_alpha
+    rule_gamma: float = number(12.112, -1e6, 1e6)  # see rule_alpha
     # How few new tokens are computed: single ones of several sequences, and prompts of up to 512 tokens together.
     # replicated: the whole model for all of them on every rank, but attention by each rank over what it holds of the
     # cache, with one exchange of partial results a layer. plan: as any other batch, by `mode`. auto: replicated unless
