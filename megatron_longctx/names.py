@@ -29,6 +29,7 @@ VALIDATION_LOSS: Final = "loss/validation"
 
 STEP_S: Final = "perf/step_s"
 DATA_WAIT_S: Final = "perf/data_wait_s"
+SAVE_STALL_S: Final = "perf/save_stall_s"
 TOKENS_PER_S: Final = "perf/tokens_per_s"
 TOKENS_PER_S_PER_GPU: Final = "perf/tokens_per_s_per_gpu"
 TFLOPS_PER_GPU: Final = "perf/tflops_per_gpu"

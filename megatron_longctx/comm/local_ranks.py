@@ -9,7 +9,7 @@ import os
 import pickle
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +91,26 @@ def stopped_ranks(pids: Sequence[int]) -> list[int]:
     return [rank for rank, pid in enumerate(pids) if stopped(pid)]
 
 
-def with_cause(said: str, stopped: Sequence[int], timeout_s: float) -> str:
-    """What a rank said as it failed, with what it may have waited for. stopped: ranks that were, then."""
+def with_cause(
+    said: str, stopped: Sequence[int], timeout_s: float, doing: Mapping[int, object] = {}, suspects: str | None = None
+) -> str:
+    """What a rank said as it failed, with what it may have waited for.
+
+    Args:
+        stopped: ranks that were, then.
+        doing: what ranks did last, where that is known.
+        suspects: which ranks others may have waited for, in words.
+    """
     wait = f"a rank waits at most parallelism.timeout_s={timeout_s:g} s for the others"
     if stopped:
-        ranks = f"rank{'s' * (len(stopped) > 1)} {', '.join(map(str, stopped))}"
-        return f"{ranks} had been stopped (SIGSTOP); {wait}\n{said}"
-    if "timed out" in said.lower() or "timeout" in said.lower():
-        return f"{said}\n{wait.capitalize()}: one of them hung, or took longer."
+        each = [
+            f"rank {rank} had been stopped (SIGSTOP)" + (f", in {doing[rank]}" if rank in doing else "")
+            for rank in stopped
+        ]
+        return f"{'; '.join(each)}; {wait}\n{said}"
+    if any(word in said.lower() for word in ("timed out", "timeout", "sigabrt")):
+        named = f"{suspects}\n" if suspects else ""
+        return f"{named}{said}\n{wait.capitalize()}: one of them hung, or took longer."
     return said
 
 

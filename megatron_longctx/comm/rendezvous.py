@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from ..errors import refuse
 
@@ -120,8 +121,8 @@ def join_store(port: int, timeout_s: float, host: str = LOOPBACK) -> TCPStore:
     return TCPStore(host, port, is_master=False, timeout=limit)
 
 
-def meet(place: Placement, timeout_s: float) -> TCPStore | None:
-    """The store at `place.meeting`, which rank 0 hosts; None where there is no such place.
+def meet(place: Placement, timeout_s: float) -> Store | None:
+    """The store at `place.meeting`, which rank 0 hosts; under torchrun its own; None where there is no such place.
 
     Raises:
         ValueError: other hosts cannot reach the address.
@@ -129,7 +130,12 @@ def meet(place: Placement, timeout_s: float) -> TCPStore | None:
         RuntimeError: the others did not find it in time.
     """
     if place.meeting is None:
-        return None
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+        if attempt is None:
+            return None
+        # The store outlives the ranks: after a restart in place it still has what those before have told each other.
+        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+        return PrefixStore(f"attempt_{attempt}", store)
     host, port = place.meeting
     if place.rank:
         return join_store(port, timeout_s, host)

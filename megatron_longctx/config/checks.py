@@ -131,6 +131,13 @@ def _validate_training(config: Config) -> None:
             f"fewer steps than the decay ({decay}: optim.decay_steps, or train.steps where that is null)",
             "Lower optim.warmup_steps or raise train.steps.",
         )
+    if (optim.decay_style == "WSD") is (optim.wsd_decay_steps is None):
+        expected = "a number with optim.decay_style=WSD, null with any other"
+        remedy = f"Set it to {max(1, decay // 10)}, say." if optim.wsd_decay_steps is None else "Leave it null."
+        raise refuse("optim.wsd_decay_steps", optim.wsd_decay_steps, expected, remedy)
+    if (optim.wsd_decay_steps or 0) > decay - optim.warmup_steps:
+        expected = f"at most {decay - optim.warmup_steps}, the steps of the decay ({decay}) after those of the warm-up"
+        raise refuse("optim.wsd_decay_steps", optim.wsd_decay_steps, expected, "Lower it, or raise optim.decay_steps.")
     if data.packing != "none" and train.micro_batch_size != 1:
         raise refuse(
             "train.micro_batch_size",

@@ -29,6 +29,9 @@ DEVICES = ("auto", "cpu", "cuda")
 DECODES = ("auto", "replicated", "plan")
 CUDA_GRAPHS = ("auto", "true", "false")
 CACHE_RULES = ("auto", "simulate", "algorithm_1", "algorithm_5", "empirical", "bytes")
+# Of Megatron's scheduler, by its own names.
+DECAY_STYLES = ("cosine", "linear", "constant", "inverse-square-root", "WSD")
+WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 WANDB_MODES = ("offline", "online", "disabled")
 BASELINES = ("te_p2p", "te_all_gather", "te_a2a")
 PACKINGS = ("none", "documents", "best_fit")
@@ -244,7 +247,10 @@ class OptimConfig:
     min_lr: float = number(3e-5, 0, 100)
     warmup_steps: int = number(10, 0, _MOST)
     decay_steps: int | None = number(None, 1, _MOST)  # null: train.steps
-    decay_style: str = choice("cosine", ("cosine", "linear", "constant"))
+    # WSD: the rate stays until wsd_decay_steps before the end of decay_steps, then falls as wsd_decay_style says.
+    decay_style: str = choice("cosine", DECAY_STYLES)
+    wsd_decay_steps: int | None = number(None, 1, _MOST)  # needed by WSD, null with any other
+    wsd_decay_style: str = choice("exponential", WSD_DECAY_STYLES)  # how WSD's rate falls
     weight_decay: float = number(0.1, 0, 100)
     beta1: float = number(0.9, 0, 1, below=True)
     beta2: float = number(0.95, 0, 1, below=True)
@@ -257,8 +263,8 @@ class OptimConfig:
 class TrainConfig:
     steps: int = number(20, 1, _MOST)
     # A run, imported or trained, with whose latest weights this one begins; its optimizer begins anew. Checkpoints of
-    # this run itself win. The model has to be the same, but for RoPE and the length of sequences. Given as a word, it
-    # also gives the model and the tokenizer, where other words do not.
+    # this run itself win. The model has to be the same, but for RoPE, the length of sequences and the padding of its
+    # vocabulary. Given as a word, it also gives the model and the tokenizer, where other words do not.
     init_from: str | None = path(None)
     global_batch_size: int = number(1, 1, 10**6)  # sequences per step, over all data-parallel ranks
     micro_batch_size: int = number(1, 1, 10**6)  # sequences per forward pass of one data-parallel rank
@@ -271,7 +277,11 @@ class TrainConfig:
     seed: int = number(1234, 1, 2**31 - 1)
     save: bool = True  # checkpoint at the end and when stopped
     save_interval: int | None = number(None, 1, _MOST)  # steps; null: only at the end and when stopped
-    keep_checkpoints: int | None = number(None, 1, _MOST)  # null: all
+    # Checkpoints are copied to host memory and written while training goes on; false: training waits.
+    async_save: bool = True
+    keep_checkpoints: int | None = number(None, 1, _MOST)  # the newest so many; null: all
+    keep_every: int | None = number(None, 1, _MOST)  # and those of every multiple of so many steps; null: no others
+    log_interval: int = number(1, 1, _MOST)  # steps of a record, which has the means of what they took
     # Steps between losses of the second part of data.split (`loss/validation`); null: never.
     eval_interval: int | None = number(None, 1, _MOST)
     eval_samples: int = number(32, 1, 10**6)  # sequences of that part, always the same ones, over all ranks
@@ -352,6 +362,7 @@ class ServeConfig:
 class LoggingConfig:
     wandb: str = choice("offline", WANDB_MODES)
     wandb_project: str = text("megatron-longctx", "a project of W&B, 1 to 128 letters", r"[^/\\#?%:]{1,128}")
+    tensorboard: bool = False  # events in runs/<name>/tensorboard; needs the package of that name
     # Per GPU, dense, for MFU; null: looked up by device name.
     peak_tflops: float | None = number(None, 1e-3, 1e9)
     profile_step: int | None = number(None, 1, _MOST)  # rank 0 profiles this step into runs/<name>/profile; null: none

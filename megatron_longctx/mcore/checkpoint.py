@@ -10,57 +10,36 @@ Before a checkpoint is loaded its files are compared with their digests; nothing
 
 from __future__ import annotations
 
-import json
 import logging
-import random
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..comm import from_all, on_rank_0
-from . import checkpoint_digests, checkpoint_folder, checkpoint_optimizer, checkpoint_reader
+from ..comm import on_rank_0
+from . import checkpoint_digests, checkpoint_optimizer, checkpoint_reader
 from .checkpoint_check import REMEDY, Damaged, examine, reason, with_remedy
-from .checkpoint_folder import TRACKER, iteration_directory, latest
-from .checkpoint_writer import InProcessSaveStrategy
+from .checkpoint_folder import TRACKER, Kept, latest
+from .checkpoint_saving import Saving, begin, save
+from .checkpoint_state import (
+    TrainingState,
+    jsonable,
+    layout,
+    named_models,
+    on_every_rank,
+    set_rng,
+    sharded_state_dict,
+)
 
-__all__ = ("TRACKER", "Loaded", "Saved", "TrainingState", "check", "latest", "load", "save")
+__all__ = ("TRACKER", "Kept", "Loaded", "Saved", "Saving", "TrainingState", "begin", "check", "latest", "load", "save")
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TrainingState:
-    """What a checkpoint is taken from and loaded into.
-
-    Attributes:
-        models: the model chunks of this rank, wrapped in DDP or bare.
-        optimizer: None to leave the optimizer out. To train on from weights alone, load with None and then call
-            ``optimizer.reload_model_params()``.
-        scheduler: None to leave the schedule out.
-        fingerprint: JSON-able facts that make two models incompatible when they differ (layers, sizes, vocabulary);
-            nothing about parallel sizes.
-    """
-
-    models: Sequence[torch.nn.Module]
-    optimizer: MegatronOptimizer | None = None
-    scheduler: OptimizerParamScheduler | None = None
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,11 +50,13 @@ class Saved:
         iteration: the checkpoint's iteration.
         extra: the dictionary given to ``save``.
         optimizer: the kind of the optimizer's state; None where there is none.
+        fingerprint: of its model.
     """
 
     iteration: int
     extra: dict[str, Any]
     optimizer: str | None
+    fingerprint: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -87,65 +68,6 @@ class Loaded(Saved):
     """
 
     rng_restored: bool
-
-
-def save(
-    directory: Path, iteration: int, state: TrainingState, extra: Mapping[str, Any], *, keep: int | None = None
-) -> Path:
-    """Write a checkpoint and make it the latest one. Collective over the world.
-
-    With the distributed optimizer every rank gathers the optimizer state of its model-parallel shard in host memory
-    (12 bytes per parameter of the shard); loading needs the same.
-
-    Args:
-        directory: the run's checkpoint directory, on storage that every rank sees.
-        iteration: optimizer steps done.
-        state: what to save.
-        extra: JSON-able values, equal on every rank (consumed samples and the like).
-        keep: if given, the number of newest checkpoints (up to ``iteration``) to keep; older ones are deleted.
-
-    Returns:
-        The checkpoint's directory.
-
-    Raises:
-        ValueError: if ``extra`` or the fingerprint is not JSON-able, or ``keep`` is below 1.
-        OSError: it cannot be written; what has been written of it is deleted.
-    """
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep is {keep}, expected at least 1: give the number of checkpoints to keep, or None")
-    extra, fingerprint = _jsonable("extra", extra), _jsonable("fingerprint", state.fingerprint)
-    final = iteration_directory(directory, iteration)
-    partial = final.with_name(final.name + ".partial")
-    on_rank_0(lambda: checkpoint_folder.start(partial))
-    _finish_parameter_gather(state.models)
-    sharded = _sharded_state_dict(state, is_loading=False, with_rng=True)
-    sharded |= {"iteration": iteration, "extra": extra}
-    content = {"fingerprint": fingerprint, "layout": _layout(), "optimizer": checkpoint_optimizer.kind(state.optimizer)}
-    try:
-        digests = _write(partial, sharded, content)
-        on_rank_0(lambda: checkpoint_folder.publish(partial, final, digests, keep))
-    except BaseException:
-        if dist.get_rank() == 0:  # it takes room that a full disk does not have
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return final
-
-
-def _write(partial: Path, sharded: dict[str, Any], content: dict[str, Any]) -> checkpoint_digests.Digests:
-    """All files of a checkpoint; gives the digests of those with tensors."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    # Replicas hold the same tensors: let them share the writing.
-    strategy = FullyParallelSaveStrategyWrapper(InProcessSaveStrategy(), group)
-    try:
-        dist_checkpointing.save(sharded, str(partial), strategy, content_metadata=content)
-    except (
-        CheckpointException
-    ) as error:  # on all ranks, of which rank 0 alone knows more than that some rank has failed
-        why = reason(error)
-        raise OSError(on_rank_0(lambda: f"{partial} cannot be written ({why})")) from error
-    # dist_checkpointing.save ends with a barrier: every rank's files are complete here.
-    own = _on_every_rank(lambda: _own_digests(partial))
-    return {name: digest for of_rank in own for name, digest in of_rank.items()}
 
 
 def load(directory: Path, state: TrainingState, *, iteration: int | None = None, free: tuple[str, ...] = ()) -> Loaded:
@@ -163,13 +85,13 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
     Raises:
         ValueError: on every rank, if the checkpoint is missing, damaged, of another model or of another optimizer.
     """
-    fingerprint = _jsonable("fingerprint", state.fingerprint)
+    fingerprint = jsonable("fingerprint", state.fingerprint)
     path, common = _examine_together(Path(directory), iteration)
     content = common["content_metadata"]
     _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer), free)
-    with_rng = content["layout"] == _layout()
+    with_rng = content["layout"] == layout()
     hyperparameters = checkpoint_optimizer.hyperparameters(state.optimizer)
-    sharded = _sharded_state_dict(state, is_loading=True, with_rng=with_rng)
+    sharded = sharded_state_dict(state, is_loading=True, with_rng=with_rng)
     stateless = {} if content["layout"] else _without_layer_state(sharded, state.models)
     try:
         loaded = checkpoint_reader.load(sharded, path)
@@ -178,7 +100,7 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
             f"{path} cannot be loaded ({reason(error)}), expected a complete checkpoint: {REMEDY}"
         ) from error
 
-    for name, model in _named_models(state.models):
+    for name, model in named_models(state.models):
         model.load_state_dict(loaded[name] | stateless.get(name, {}))
     if state.optimizer is not None:
         checkpoint_optimizer.load(state.optimizer, loaded["optimizer"])
@@ -188,10 +110,12 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
         state.scheduler.num_steps = 0
         state.scheduler.load_state_dict(loaded["scheduler"])
     if with_rng:
-        _set_rng(loaded["rng"])
+        set_rng(loaded["rng"])
     elif state.optimizer is not None and dist.get_rank() == 0:
-        _logger.warning("random states not restored: checkpoint was saved at %s, now %s", content["layout"], _layout())
-    return Loaded(int(loaded["iteration"]), loaded["extra"], content["optimizer"], with_rng)
+        _logger.warning("random states not restored: checkpoint was saved at %s, now %s", content["layout"], layout())
+    return Loaded(
+        int(loaded["iteration"]), loaded["extra"], content["optimizer"], content["fingerprint"], rng_restored=with_rng
+    )
 
 
 def _examine_together(directory: Path, iteration: int | None) -> tuple[Path, dict[str, Any]]:
@@ -208,46 +132,10 @@ def _examine_together(directory: Path, iteration: int | None) -> tuple[Path, dic
     return path, common
 
 
-def _named_models(models: Sequence[torch.nn.Module]) -> list[tuple[str, Any]]:
-    """Megatron-LM's names: ``model`` for one chunk, ``model0``, ``model1`` for several."""
-    bare = unwrap_model(list(models))
-    return [("model" if len(bare) == 1 else f"model{index}", model) for index, model in enumerate(bare)]
-
-
-def _finish_parameter_gather(models: Sequence[torch.nn.Module]) -> None:
-    """With ``overlap_param_gather`` the parameters updated by other ranks arrive only in the next forward pass."""
-    for model in models:
-        if isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather:
-            model.start_param_sync(force_sync=True)
-
-
-def _sharded_state_dict(state: TrainingState, *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    models = {name: model.sharded_state_dict(metadata=metadata) for name, model in _named_models(state.models)}
-    sharded: dict[str, Any] = dict(models)
-    if state.optimizer is not None:
-        # The optimizer finds each parameter's sharding by the parameter object inside the model's dictionary.
-        model_part: dict[str, Any] = models["model"] if len(models) == 1 else models
-        checkpoint_optimizer.create_missing_state(state.optimizer)
-        sharded["optimizer"] = state.optimizer.sharded_state_dict(model_part, is_loading=is_loading, metadata=metadata)
-    if state.scheduler is not None:
-        sharded["scheduler"] = state.scheduler.state_dict()
-    if with_rng:
-        # One state per rank of the world: pipeline stages and tensor-parallel ranks differ.
-        sharded["rng"] = ShardedObject("rng_state", _get_rng(), (dist.get_world_size(),), (dist.get_rank(),))
-    return sharded
-
-
 def _without_layer_state(sharded: dict[str, Any], models: Sequence[torch.nn.Module]) -> dict[str, dict[str, None]]:
     """Ask only weights of a checkpoint of weights alone. By model: what layers get in the place of their state."""
     left: dict[str, dict[str, None]] = {}
-    for name, _ in _named_models(models):
+    for name, _ in named_models(models):
         keys = [key for key, value in sharded[name].items() if isinstance(value, ShardedObject)]
         left[name] = dict.fromkeys(keys)
         for key in keys:
@@ -255,62 +143,10 @@ def _without_layer_state(sharded: dict[str, Any], models: Sequence[torch.nn.Modu
     return left
 
 
-def _layout() -> dict[str, Any]:
-    expert = parallel_state.get_expert_model_parallel_world_size()
-    return ({} if expert == 1 else {"expert": expert}) | {
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-        "context": parallel_state.get_context_parallel_world_size(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "data": parallel_state.get_data_parallel_world_size(),
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-    }
-
-
-def _get_rng() -> dict[str, Any]:
-    numpy_state: Any = numpy.random.get_state()
-    _, keys, position, has_gauss, cached = numpy_state
-    return {
-        "python": random.getstate(),
-        "numpy": (keys.tolist(), position, has_gauss, cached),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "tracker": get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _set_rng(states: Mapping[str, Any]) -> None:
-    random.setstate(states["python"])
-    keys, *rest = states["numpy"]
-    numpy.random.set_state(("MT19937", numpy.array(keys, dtype=numpy.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"])
-    get_cuda_rng_tracker().set_states(states["tracker"])
-
-
-def _on_every_rank(work: Callable[[], _T]) -> list[_T]:
-    """What every rank's ``work`` gives, by rank, or the first failure of reading or writing, to every rank."""
-    mine: Any
-    try:
-        mine = work()
-    except OSError as error:
-        mine = error
-    found = from_all(dist.group.WORLD, mine)
-    for outcome in found:
-        if isinstance(outcome, OSError):
-            raise outcome
-    return found
-
-
-def _own_digests(partial: Path) -> checkpoint_digests.Digests:
-    """Of the files with tensors that this rank has written."""
-    return checkpoint_digests.of_files(partial, [path.name for path in partial.glob(f"__{dist.get_rank()}_*")])
-
-
 def _damage(path: Path) -> str | None:
     """As ``checkpoint_digests.damage`` of all parts, each found by one rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    return next(filter(None, _on_every_rank(lambda: checkpoint_digests.damage(path, rank, world))), None)
+    return next(filter(None, on_every_rank(lambda: checkpoint_digests.damage(path, rank, world))), None)
 
 
 def _check_content(
@@ -334,17 +170,6 @@ def _check_content(
             f"{path} holds optimizer state of kind {content['optimizer']!r}, expected {kind!r}: use the optimizer "
             "settings (distributed, bf16) that it was saved with, or load weights only"
         )
-
-
-def _jsonable(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy as JSON would give it back, so that what is compared is what was stored."""
-    try:
-        copy: dict[str, Any] = json.loads(json.dumps(dict(value)))
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{name} is {value!r} ({error}), expected JSON values: convert it to numbers, strings, lists and dicts"
-        ) from error
-    return copy
 
 
 def check(
@@ -376,5 +201,5 @@ def check(
     except Damaged as error:
         raise with_remedy(error, directory, number, once, checkpoint_digests.damage) from error
     content = common["content_metadata"]
-    _check_content(path, content, _jsonable("fingerprint", fingerprint), content["optimizer"], free)
-    return Saved(number, common["extra"], content["optimizer"])
+    _check_content(path, content, jsonable("fingerprint", fingerprint), content["optimizer"], free)
+    return Saved(number, common["extra"], content["optimizer"], content["fingerprint"])

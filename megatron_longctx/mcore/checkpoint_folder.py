@@ -7,6 +7,7 @@ file, written after that, makes it count.
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from .. import files
@@ -54,8 +55,30 @@ def start(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def publish(partial: Path, final: Path, digests: Digests, keep: int | None) -> None:
-    """Give a complete checkpoint its name, make it the latest, and delete all but the newest ``keep``.
+@dataclass(frozen=True)
+class Kept:
+    """Which checkpoints stay: the newest `last` of them (None: all), and those of every multiple of `every`.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    last: int | None = None
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in (("last", self.last), ("every", self.every)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} is {number}, expected at least 1: give a number, or None")
+
+    def leaves(self, iterations: list[int]) -> list[int]:
+        """Those of `iterations`, in order, that are to be deleted."""
+        old = iterations[: -self.last] if self.last is not None else []
+        return [number for number in old if self.every is None or number % self.every]
+
+
+def publish(partial: Path, final: Path, digests: Digests, kept: Kept) -> None:
+    """Give a complete checkpoint its name, make it the latest, and delete those that are not kept.
 
     Args:
         digests: of the files whose digests are known already; those of the others are made here.
@@ -70,7 +93,6 @@ def publish(partial: Path, final: Path, digests: Digests, keep: int | None) -> N
         shutil.rmtree(replaced)
     iteration = int(final.name.removeprefix("iter_"))
     files.write_text(final.parent / TRACKER, str(iteration))
-    if keep is not None:
-        # Iterations after this one belong to an abandoned branch of the run; they are the user's to delete.
-        for old in [number for number in iterations(final.parent) if number <= iteration][:-keep]:
-            shutil.rmtree(iteration_directory(final.parent, old))
+    # Iterations after this one belong to an abandoned branch of the run; they are the user's to delete.
+    for old in kept.leaves([number for number in iterations(final.parent) if number <= iteration]):
+        shutil.rmtree(iteration_directory(final.parent, old))

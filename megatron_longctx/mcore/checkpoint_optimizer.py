@@ -7,12 +7,15 @@ so that the step would advance once per parameter. Fused Adams keep the step per
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
+
+from .checkpoint_shards import own_state, state_shards
 
 # Settings that live in the parameter groups and would otherwise be taken from the checkpoint.
 _KINDS, _OF_EXPERTS = ("wd_mult", "lr_mult", "is_decoupled_lr"), "is_expert_parallel"
@@ -30,8 +33,12 @@ def kind(optimizer: MegatronOptimizer | None) -> str | None:
     return plain if len(parts) == 1 else f"{plain}, experts apart"
 
 
-def create_missing_state(optimizer: MegatronOptimizer) -> None:
-    """Give torch's Adam zero moments and step 0 for parameters that it has not stepped yet."""
+def prepare(optimizer: MegatronOptimizer) -> None:
+    """Before its ``sharded_state_dict`` is asked for: distributed parts give their own shards (``checkpoint_shards``);
+    torch's Adam gets zero moments and step 0 for parameters that it has not stepped yet."""
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            part.sharded_param_state_fully_reshardable = functools.partial(state_shards, part)
     for adam in _torch_adams(optimizer):
         for group in adam.param_groups:
             for parameter in group["params"]:
@@ -55,7 +62,7 @@ def load(optimizer: MegatronOptimizer, loaded: Any) -> None:
     for index, part in enumerate(parts):
         state = loaded if len(parts) == 1 else loaded[index]
         if isinstance(part, DistributedOptimizer):
-            _load_distributed(part, state, groups)
+            _load_distributed(part, groups)
         else:
             if isinstance(part.optimizer, torch.optim.Adam):
                 # Megatron leaves a step of 0 out of the checkpoint; torch refuses a state without a step.
@@ -93,20 +100,15 @@ def _like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
     return {**same[0], _OF_EXPERTS: group[_OF_EXPERTS]}
 
 
-def _load_distributed(optimizer: DistributedOptimizer, state: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    parameter_state = state["param_state"]
+def _load_distributed(optimizer: DistributedOptimizer, groups: list[dict[str, Any]]) -> None:
+    """The state itself has been read in place, unless the inner optimizer now makes tensors of its own."""
+    read = own_state(optimizer)
     settings = [_like(group, groups) for group in optimizer.optimizer.param_groups]
     optimizer.load_state_dict({"optimizer": {"param_groups": settings}})
-    # The copy below visits every entry of a parameter's state, and the checkpoint has no entry for the step.
-    steps = {}
-    for adam in _torch_adams(optimizer):
-        for parameter, entries in adam.state.items():
-            if "step" in entries:
-                steps[parameter] = (entries, entries.pop("step"))
     with torch.no_grad():
-        optimizer.load_parameter_state_from_fully_reshardable(parameter_state)
-    for entries, step in steps.values():
-        entries["step"] = step
+        for (parameter, _, values), (_, _, now) in zip(read, own_state(optimizer), strict=True):
+            step = {"step": now["step"]} if "step" in now else {}
+            optimizer._set_main_param_and_optimizer_states(parameter, values | step)
 
 
 def _separate_steps(adam: torch.optim.Optimizer) -> None:

@@ -1,69 +1,152 @@
-"""Write Megatron's standard ``torch_dist`` checkpoint files from threads of the saving process.
+"""A rank's files of a checkpoint, written by a thread while training goes on.
 
-Megatron's own strategy starts a manager process and forks writers, so that the same code can save in the background.
-For a synchronous save that costs seconds whatever the size, forks a process that holds a CUDA context, and makes
-every script need a ``__main__`` guard. The planning, the files and the metadata here are Megatron's.
+Megatron plans the save, and makes the metadata of what was written; its own strategy forks processes to write, which
+hold a CUDA context, cost seconds whatever the size and make every script need a ``__main__`` guard.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
+
+from . import checkpoint_digests
+
+_FILES = 2  # of a rank, each written by a thread
+_THROUGH = 2**26  # bytes of page-locked memory
+_SMALL = 2**16  # bytes of a tensor that is copied at once: what a forward pass changes is no larger
 
 
-class InProcessSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """``torch_dist`` saving with ``thread_count`` files per rank, each written by a thread.
+class PlannedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """``torch_dist`` saving whose requests are for ``Writing``."""
 
-    For synchronous saves only: the results never leave the process.
-    """
-
-    def __init__(self, thread_count: int = 2) -> None:
-        super().__init__("torch_dist", 1, thread_count=thread_count)
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1, thread_count=_FILES)
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
-        """Plan the save; the returned request must be executed by this process."""
-        with _results_stay_in_process():
+        # Its writer asks for the module's queue, which belongs to a manager process that it would start.
+        before, filesystem_async._results_queue = filesystem_async._results_queue, queue.Queue()
+        try:
             return super().async_save(sharded_state_dict, checkpoint_dir)
-
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
-        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
-        if request.async_fn is None:
-            return request
-        transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-
-        def write(rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
-            results.put(_write_buckets(transforms, buckets))
-
-        return request._replace(async_fn=write)
+        finally:
+            filesystem_async._results_queue = before
 
 
-def _write_buckets(transforms: list[Any], buckets: list[Any]) -> dict[int, Any] | Exception:
-    """Write each bucket to its file; the outcome in the form that Megatron's writer collects."""
-    results: queue.Queue[Any] = queue.Queue()
-    pending: queue.Queue[Any] = queue.Queue()
+class Writing:
+    """What this rank writes, from its construction on.
 
-    def write_one(index: int) -> None:
-        pending.put(index)
-        FileSystemWriterAsync.write_preloaded_data(transforms, index, buckets[index], results, pending, use_fsync=True)
+    Args:
+        request: of ``PlannedSaveStrategy``.
+        copied: tensors are copied to host memory first, so that they may change while they are written.
+    """
 
-    with ThreadPoolExecutor(max_workers=len(buckets)) as pool:
-        for future in [pool.submit(write_one, index) for index in range(len(buckets))]:
-            future.result()
-    written: dict[int, Any] = {}
-    for _ in buckets:
-        index, outcome = results.get_nowait()
-        if isinstance(outcome, Exception):
-            return _operating_systems(outcome)
-        written[index] = outcome
-    return dict(sorted(written.items()))
+    def __init__(self, request: AsyncRequest, folder: Path, copied: bool) -> None:
+        self._request, self._folder, self._copied = request, folder, copied
+        self._staged = threading.Event()
+        self._digests: checkpoint_digests.Digests = {}
+        self._buckets: list[Any] = request.async_fn_args[1] if request.async_fn is not None else []
+        self._stream = _side_stream()
+        if copied:
+            self._buckets = [_mapped(bucket, _copied_if_small) for bucket in self._buckets]
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait_staged(self) -> None:
+        """Until the tensors that are saved may change."""
+        self._staged.wait()
+
+    @property
+    def ended(self) -> bool:
+        """Whether this rank has written everything, or failed to."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> checkpoint_digests.Digests:
+        """Wait, then let Megatron write the metadata. Collective.
+
+        Returns:
+            digests of this rank's files.
+
+        Raises:
+            torch.distributed.checkpoint.api.CheckpointException: a rank could not write.
+        """
+        self._thread.join()
+        for finalize in self._request.finalize_fns:
+            finalize()
+        return self._digests
+
+    def _run(self) -> None:
+        outcome: Any
+        try:
+            with self._stream():
+                if self._copied:
+                    self._buckets = [_mapped(bucket, _on_host) for bucket in self._buckets]
+                    self._staged.set()
+                with ThreadPoolExecutor(max_workers=_FILES) as pool:
+                    outcome = dict(enumerate(pool.map(_write_file, self._buckets)))
+            if names := [bucket[1] for bucket in self._buckets]:
+                self._digests = checkpoint_digests.of_files(self._folder, names)
+        except Exception as error:
+            outcome = _operating_systems(error)
+        self._buckets = []
+        if self._request.async_fn is not None:
+            self._request.async_fn_args[2].put(outcome)
+        self._staged.set()
+
+
+def _mapped(bucket: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    path, name, (objects, tensors) = bucket
+    return path, name, (objects, [(item, change(tensor)) for item, tensor in tensors])
+
+
+def _copied_if_small(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.numel() * tensor.element_size() <= _SMALL else tensor
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if not tensor.is_cuda:
+        return found.copy_(tensor)
+    # Straight into pageable memory, the driver keeps other threads from starting kernels meanwhile.
+    through = torch.empty(_THROUGH // tensor.element_size(), dtype=tensor.dtype, pin_memory=True)
+    copy_through(tensor.detach(), found, through, torch.cuda.current_stream().synchronize)
+    return found
+
+
+def copy_through(
+    source: torch.Tensor, target: torch.Tensor, through: torch.Tensor, synchronize: Callable[[], None]
+) -> None:
+    """Copy to a contiguous tensor, a piece of the size of `through` at a time."""
+    values, places, most = source.reshape(-1), target.view(-1), through.numel()
+    for begin in range(0, values.numel(), most):
+        piece = values[begin : begin + most]
+        through[: piece.numel()].copy_(piece, non_blocking=True)
+        synchronize()
+        places[begin : begin + most].copy_(through[: piece.numel()])
+
+
+def _write_file(bucket: Any) -> list[Any]:
+    """A file of a checkpoint, on the disk; what its metadata has to say."""
+    path, name, (objects, tensors) = bucket
+    transforms = _StorageWriterTransforms()
+    with open(path, "wb") as stream:
+        written = [
+            _write_item(transforms, stream, data.cpu() if tensor else data, item, name, SerializationFormat.TORCH_SAVE)
+            for tensor, items in ((False, objects), (True, tensors))
+            for item, data in items
+        ]
+        os.fsync(stream.fileno())
+    return written
 
 
 def _operating_systems(error: Exception) -> Exception:
@@ -74,12 +157,19 @@ def _operating_systems(error: Exception) -> Exception:
     return cause or error
 
 
-@contextlib.contextmanager
-def _results_stay_in_process() -> Iterator[None]:
-    """Give the writer a plain queue: the module-level one of Megatron belongs to a manager process it would start."""
-    before = filesystem_async._results_queue
-    filesystem_async._results_queue = queue.Queue()
-    try:
-        yield
-    finally:
-        filesystem_async._results_queue = before
+def _side_stream() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """For another thread, to copy beside the computation: what has been issued until now comes first."""
+    if not torch.cuda.is_available():
+        return contextlib.nullcontext
+    device: int = torch.cuda.current_device()
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    issued = torch.cuda.current_stream().record_event()
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        torch.cuda.set_device(device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(issued)
+            yield
+
+    return entered

@@ -28,8 +28,9 @@ from .spec import block_spec
 
 logger = logging.getLogger(__name__)
 
-# How keys of `fingerprint` begin that no weight depends on.
-RETRAINABLE = ("rope_", "window_rope_base")
+# How keys of `fingerprint` begin that may differ where a run begins with another's weights: no weight that is used
+# depends on them.
+RETRAINABLE = ("rope_", "window_rope_base", "vocab_size")
 # By name, the function and whether it gates.
 _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "swiglu": (functional.silu, True),

@@ -86,7 +86,8 @@ def build_scheduler(
     """The learning-rate schedule, which counts in samples: call ``step(increment=global_batch_size)`` after each step.
 
     The rate rises linearly from 0 to ``lr`` over ``warmup_steps`` and falls to ``min_lr`` at ``decay_steps`` (warm-up
-    included). After a checkpoint is loaded the position comes from the checkpoint and everything else from ``optim``.
+    included), as ``decay_style`` says. After a checkpoint is loaded the position comes from the checkpoint and all else
+    from ``optim``.
 
     Args:
         optimizer: whose parameter groups get the rate.
@@ -109,6 +110,8 @@ def build_scheduler(
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
+        wsd_decay_steps=None if optim.wsd_decay_steps is None else optim.wsd_decay_steps * global_batch_size,
+        lr_wsd_decay_style=optim.wsd_decay_style,
     )
 
 

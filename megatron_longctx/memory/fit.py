@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..config import MOST_TOKENS, RECOMPUTES, Config
 from ..errors import refuse
 from ..topology.cluster import GIB
-from .model import predict
+from .model import predict, saved_bytes
 from .shapes import Job
 
 COMFORT = 0.9
@@ -39,9 +39,7 @@ def check(job: Job, capacity: int, host_capacity: int | None = None) -> str | No
             f"at most {host_capacity / GIB:.1f} GiB of host memory a rank; it takes {found.host_bytes / GIB:.1f}",
             "Set recompute=attention_output or layer, or shorten data.seq_length.",
         )
-    if found.num_bytes <= COMFORT * capacity:
-        return None
-    advice = _advice(job, int(COMFORT * capacity), host_capacity)
+    advice = "" if found.num_bytes <= COMFORT * capacity else _advice(job, int(COMFORT * capacity), host_capacity)
     if found.num_bytes > capacity:
         raise refuse(
             "data.seq_length",
@@ -50,6 +48,17 @@ def check(job: Job, capacity: int, host_capacity: int | None = None) -> str | No
             f"{found.num_bytes / GIB:.1f} GiB, most in {found.peak.name}",
             f"{advice} train.check_memory=false tries it all the same.",
         )
+    train, saved = job.config.train, saved_bytes(job)
+    if train.save and train.async_save and host_capacity is not None and found.host_bytes + saved > host_capacity:
+        taken = f"the copy of a checkpoint takes {saved / GIB:.1f}"
+        raise refuse(
+            "train.async_save",
+            True,
+            f"at most {host_capacity / GIB:.1f} GiB of host memory a rank; {taken}",
+            "Set it to false.",
+        )
+    if not advice:
+        return None
     return (
         f"a step is predicted to take {found.num_bytes / GIB:.1f} of the device's {capacity / GIB:.1f} GiB, "
         f"and the allocator some per cent more: it may run out. {advice}"

@@ -91,6 +91,16 @@ def predict(job: Job) -> Prediction:
     return max((_stage(job, stage, attention) for stage in stages), key=lambda found: found.num_bytes)
 
 
+def saved_bytes(job: Job) -> int:
+    """Of host memory that a rank copies its share of a checkpoint to, where that is written beside training: weights,
+    and in fp32 a main copy of them and two moments, over all that have the same."""
+    par, shares = job.config.parallelism, 1
+    if not job.config.optim.distributed:
+        shares = job.data_parallel_size * par.context_parallel_size
+    most = max(_own_parameters(job, stage) for stage in range(par.pipeline_parallel_size))
+    return -(-most * (job.element_bytes + 12) // shares)
+
+
 def _stage(job: Job, stage: int, attention: AttentionBytes) -> Prediction:
     of_experts = job.expert_layers(stage)
     kinds = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..topology.cluster import GIB
-from .model import Prediction, predict
+from .model import Prediction, predict, saved_bytes
 from .shapes import Job
 
 
@@ -33,6 +33,8 @@ def report(job: Job) -> str:
     lines += [f"in {phase.name}: {_size(found.always_bytes + phase.num_bytes)}" for phase in others]
     if found.host_bytes:
         lines.append(f"on the host, pinned: {_size(found.host_bytes)} a rank")
+    if job.config.train.save and job.config.train.async_save:
+        lines.append(f"on the host, while a checkpoint is written: {_size(saved_bytes(job))} a rank")
     return "\n".join(lines)
 
 

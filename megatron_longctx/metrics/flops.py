@@ -51,6 +51,9 @@ class Work:
     pairs: int
     dense_pairs: int
 
+    def __add__(self, other: Work) -> Work:
+        return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.dense_pairs + other.dense_pairs)
+
 
 def training_flops(model: ModelConfig, vocab_size: int, work: Work) -> StepFlops:
     """FLOPs of one training step (forward and backward); the module's docstring states the formula.

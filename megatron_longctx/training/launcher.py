@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -28,6 +28,7 @@ from ..compose import compose_config, config_of, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed
 from . import worker
+from .heartbeat import Doing, last_operations, record_collectives, suspects
 from .run_folder import RunFolder
 from .run_lock import RunLock
 from .signals import STOP_SIGNALS, handled
@@ -130,7 +131,8 @@ def _run_ranks(config: Config, world_size: int, folder: RunFolder, lock: RunLock
                 stopped = stopped_ranks(context.pids())  # before `join` kills what is left
                 ended = context.join(timeout=0.0, grace_period=_KILL_AFTER_S)
         except ProcessException as error:
-            said = with_cause(_reason(error, folder), stopped, config.parallelism.timeout_s)
+            doing, limit = last_operations(folder), config.parallelism.timeout_s
+            said = with_cause(_reason(error, folder, doing), stopped, limit, doing, suspects(doing.values()))
             folder.status.fail(said)
             raise JobFailed(said) from None
 
@@ -142,7 +144,7 @@ def _kill(processes: Sequence[BaseProcess]) -> None:
             process.join()  # it holds the lock
 
 
-def _reason(error: ProcessException, folder: RunFolder) -> str:
+def _reason(error: ProcessException, folder: RunFolder, doing: Mapping[int, Doing]) -> str:
     """What brought the job down: the first note that a rank left, or what killed a rank."""
     note = folder.first_error()
     name = getattr(error, "signal_name", None)
@@ -152,7 +154,8 @@ def _reason(error: ProcessException, folder: RunFolder) -> str:
         return note or f"rank {error.error_index} failed: {kind.rpartition('.')[2]}{colon}{what}"
     # NCCL's watchdog aborts a rank whose collective takes too long.
     hints = {"SIGKILL": "; out of memory? (see dmesg)", "SIGABRT": "; a collective's timeout? (see above)"}
-    killed = f"rank {error.error_index} was killed by {name}{hints.get(name, '')}"
+    last = f", in {doing[error.error_index]}" if error.error_index in doing else ""
+    killed = f"rank {error.error_index} was killed by {name}{last}{hints.get(name, '')}"
     return killed if note is None else f"{killed}\n{note}"
 
 
@@ -196,6 +199,7 @@ def _join(config: Config, place: Placement) -> None:
     """Be one rank; rank 0 checks the job and its configuration is everybody's."""
     place.enter(os.environ)
     limit = config.parallelism.timeout_s
+    record_collectives(RunFolder.of(config).errors)
     try:
         rendezvous.join(place, rendezvous.meet(place, limit), limit, worker.uses_cuda(config))
     except (RuntimeError, OSError) as error:
@@ -222,7 +226,8 @@ def _join(config: Config, place: Placement) -> None:
         worker.run(config)
     except Exception as error:
         said = RunFolder.of(config).error_of(place.rank) or f"rank {place.rank} failed: {error}"
-        raise JobFailed(with_cause(said, [], limit)) from None
+        doing = last_operations(RunFolder.of(config))
+        raise JobFailed(with_cause(said, [], limit, doing, suspects(doing.values()))) from None
 
 
 def _refused() -> NoReturn:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,15 +26,18 @@ from ..mcore.sequence import build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
 from ..mcore.tokenizer import build_tokenizer
 from ..metrics import environment
-from ..metrics.flops import performance, training_flops
 from ..metrics.hardware import current_device_name, peak_tflops
 from ..metrics.sinks import ConsoleSink, JsonlSink, Sink, WandbSink
 from . import resume
+from .heartbeat import at
+from .interval import Interval
 from .loader import Loader
 from .nonfinite import NonFiniteError, dump
 from .profiling import profiled
 from .run_folder import RunFolder
+from .saver import Saver
 from .signals import StopRequest
+from .tensorboard import TensorBoardSink
 from .validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -87,8 +89,10 @@ class Trainer:
             num_micro_batches=train.global_batch_size // train.micro_batch_size // dp_size,
         )
         self.validation = Validation.of(config, tokenizer, self.vocab_size, self.train_step)
+        at("loading a checkpoint")
         self.step, self.tokens = self._resume()
-        self._imbalances_pct: list[float] = []
+        self.interval = Interval()
+        self.saver = Saver(self.folder.checkpoints, train, self.step)
         self.loader = Loader(
             self.data,
             shares(config, self.step, self.groups.dp.rank(), dp_size),
@@ -103,26 +107,34 @@ class Trainer:
     def train(self) -> None:
         """Run to `train.steps`, or to the step in which a stop signal arrives; the last state is checkpointed."""
         train = self.config.train
-        saved = self.step
         if self.step >= train.steps:
             logger.info("the run is complete at step %d: raise train.steps to go on", self.step)
         try:
             while self.step < train.steps and not self._stopped():
+                at(f"step {self.step + 1}")
                 begin = time.perf_counter()
                 with self._profiled():
                     result = self._one_step()
                 self.step += 1
                 self.tokens += result.loss.work.tokens
-                record = self._record(result, time.perf_counter() - begin)
-                record[names.VALIDATION_LOSS] = self._validation_loss()
-                for sink in self.sinks:
-                    sink.write(record)
+                self.interval.seconds += time.perf_counter() - begin
+                self.interval.losses.append(result.loss)
+                validation_loss = self._validation_loss()
+                if self.step % train.log_interval == 0 or self.step == train.steps or validation_loss is not None:
+                    self._log(result, validation_loss)
                 self._tell("running")
                 if train.save_interval and self.step % train.save_interval == 0 and train.save:
                     self._save()
-                    saved = self.step
-            if train.save and saved != self.step:
+            if self.interval.losses:
+                self._log(result, None)
+            if train.save and self.saver.latest != self.step:
                 self._save()
+            at("writing the last checkpoint")
+            self._finish_save()
+            at("ending")
+        except NonFiniteError:  # on every rank
+            self._finish_save()
+            raise
         finally:
             self.loader.close()
             for sink in self.sinks:
@@ -154,13 +166,14 @@ class Trainer:
     def _one_step(self) -> StepResult:
         train = self.config.train
         taken: list[Batch] = []
-        self._data_wait_s, self._imbalances_pct = 0.0, []
         for chunk in self.models:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self.train_step.run(self._batches(taken))
         self._require_finite("loss", loss.mean, taken)
         lr = optimizer.learning_rate(self.optimizer)
+        at(f"step {self.step + 1}, optimizer")
+        self.saver.wait_staged()
         _, grad_norm, _ = self.optimizer.step()
         if grad_norm is not None:
             self._require_finite("gradient norm", float(grad_norm), taken)
@@ -171,11 +184,13 @@ class Trainer:
         """The micro-batches of a step, each noted in `taken`, and how long the step waits for them."""
         for _ in range(self.train_step.num_micro_batches):
             begin = time.perf_counter()
+            at(f"step {self.step + 1}, waiting for data", self.config.parallelism.timeout_s)
             batch = next(self.loader)
-            self._data_wait_s += time.perf_counter() - begin
+            at(f"step {self.step + 1}, forward and backward")
+            self.interval.data_wait_s += time.perf_counter() - begin
             taken.append(batch)
             if self.sinks:
-                self._imbalances_pct.append(self._imbalance_pct(batch))
+                self.interval.imbalances_pct.append(self._imbalance_pct(batch))
             yield batch
 
     def _prepare(self, batch: Batch) -> None:
@@ -203,30 +218,29 @@ class Trainer:
                 f"the last checkpoint is untouched. Lower optim.lr, check the data, or try train.precision=fp32."
             )
 
-    def _record(self, result: StepResult, seconds: float) -> dict[str, Any]:
-        """Of a step, on the rank that reports it."""
+    def _log(self, result: StepResult, validation_loss: float | None) -> None:
+        """Write the record of the steps since the last; result: of the latest."""
+        self.interval.save_stall_s, self.saver.stall_s = self.saver.stall_s, 0.0
+        done, self.interval = self.interval, Interval()
         if not self.sinks:
-            return {}
-        config = self.config
-        flops = training_flops(config.model, self.vocab_size, result.loss.work)
-        return {
+            return
+        record = {
             names.STEP: self.step,
             names.TOKENS: self.tokens,
-            names.LOSS: result.loss.mean,
             names.GRAD_NORM: result.grad_norm,
             names.LEARNING_RATE: result.lr,
-            **performance(flops, result.loss.work.tokens, seconds, dist.get_world_size(), self._peak),
-            names.DATA_WAIT_S: self._data_wait_s,
+            names.VALIDATION_LOSS: validation_loss,
+            **done.record(self.config.model, self.vocab_size, dist.get_world_size(), self._peak),
             **_memory(),
-            names.IMBALANCE_PCT: fmean(self._imbalances_pct),
-            names.MEASURED_IMBALANCE_PCT: result.loss.imbalance_pct,
-            names.EXPOSED_COMM_S: result.loss.waited_s,
         }
+        for sink in self.sinks:
+            sink.write(record)
 
     def _validation_loss(self) -> float | None:
         """Of the second part of `data.split`, in the steps that `train.eval_interval` asks for it."""
         if self.validation is None or self.step % self.validation.interval:
             return None
+        at(f"step {self.step}, validation")
         loss = self.validation.loss()
         self.sequence.attention.times()  # they are no part of the next step
         return loss
@@ -238,6 +252,7 @@ class Trainer:
         return [
             JsonlSink(self.folder.metrics, self.step),
             WandbSink(self.folder.path, config, self._peak),
+            *([TensorBoardSink(self.folder.path, self.step)] if config.logging.tensorboard else []),
             ConsoleSink(config.train.steps, logger.info),
         ]
 
@@ -269,23 +284,31 @@ class Trainer:
         logger.info("begins with the weights of step %d of %s", loaded.iteration, run)
 
     def _save(self) -> None:
-        begin = time.perf_counter()
+        at(f"step {self.step}, saving")
         samples = self.step * self.config.train.global_batch_size
         extra = {"consumed_samples": samples, "consumed_tokens": self.tokens, "data": self.identity}
-        keep = self.config.train.keep_checkpoints
-        path = checkpoint.save(self.folder.checkpoints, self.step, self._state(), extra, keep=keep)
-        logger.info("saved %s in %.1f s", path, time.perf_counter() - begin)
-        self._tell("running", saved=self.step)
+        self._finish_save()
+        self.saver.begin(self.step, self._state(), extra)
+        if not self.config.train.async_save:
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        if (step := self.saver.finish()) is not None:
+            self._tell("running", saved=step)
 
     def _tell(self, state: str, **more: Any) -> None:
         if self.status is not None:
             self.status.tell(state, self.step, **more)
 
     def _stopped(self) -> bool:
-        """Whether any rank has been asked to stop: all must agree, or some would wait for the others for ever."""
-        flag = torch.tensor(float(self.stop.received or 0), device=local_device())
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        self.stopped_by = signal.Signals(int(flag.item())) if flag.item() else None
+        """Whether any rank has been asked to stop: all must agree, or some would wait for the others for ever. A
+        checkpoint that all ranks have written is made the latest."""
+        flags = torch.tensor([float(self.stop.received or 0), float(not self.saver.written)], device=local_device())
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        stop, writing = flags.tolist()
+        if not writing:
+            self._finish_save()
+        self.stopped_by = signal.Signals(int(stop)) if stop else None
         return self.stopped_by is not None
 
 

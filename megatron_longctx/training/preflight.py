@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from pathlib import Path
@@ -76,6 +77,9 @@ def check(config: Config, world_size: int) -> int | None:
         raise refuse("attention.baseline", config.attention.baseline, "null on CPUs", "TransformerEngine needs GPUs.")
     if device == "cpu" and config.attention.transport == "peer":
         raise refuse("attention.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
+    if config.logging.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        remedy = "Install it with pip install 'megatron-longctx[tensorboard]', or set it to false."
+        raise refuse("logging.tensorboard", True, "the package tensorboard, which is not installed here", remedy)
     if uses_transformer_engine(config.model) or config.attention.baseline is not None:
         require_transformer_engine()
     par = config.parallelism

@@ -18,8 +18,8 @@ _REMEDY = "Set run.root to a folder of yours on a disk with space."
 
 
 class RunFolder:
-    """Paths of one run: `resolved.yaml`, `status.json`, `metrics.jsonl`, `log.txt`, `lock`, `checkpoints/`, W&B's, and
-    errors of ranks."""
+    """Paths of one run: `resolved.yaml`, `status.json`, `metrics.jsonl`, `log.txt`, `lock`, `checkpoints/`, W&B's,
+    errors of ranks and what they do."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,6 +55,10 @@ class RunFolder:
     @property
     def errors(self) -> Path:
         return self.path / "errors"
+
+    @property
+    def ranks(self) -> Path:
+        return self.path / "ranks"
 
     def prepare(self, config: Config, resumed_step: int | None, mode_reason: str | None = None) -> RunLock:
         """Write the run's configuration; an earlier, different one is kept under the step it was in force until.
@@ -95,7 +99,7 @@ class RunFolder:
                 self.resolved.replace(kept)
         save_config(config, self.resolved)
         self.status.begin(resumed_step or 0, config.train.steps)
-        for old in self.errors.glob("rank_*.txt"):
+        for old in (*self.errors.glob("*rank_*"), *self.ranks.glob("rank_*")):
             old.unlink()
 
     def note_error(self, rank: int, error: BaseException) -> None:
@@ -109,7 +113,7 @@ class RunFolder:
 
     def first_error(self) -> str | None:
         """The earliest note, as `rank k failed: …`; None if no rank left one."""
-        notes = [(float(path.read_text().partition("\n")[0]), path) for path in self.errors.glob("rank_*.txt")]
+        notes = [(float(path.read_text().partition("\n")[0]), path) for path in self.errors.glob("rank_*[0-9].txt")]
         return self._told(min(notes)[1]) if notes else None
 
     def error_of(self, rank: int) -> str | None:

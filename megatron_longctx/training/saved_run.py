@@ -32,4 +32,8 @@ def check(key: str, run: Path, config: Config, iteration: int | None = None, fre
     error = refusal(saved.extra.get("data", {}), {"data.tokenizer": tokenizer_identity(config, tokenizer)}, run)
     if error is not None and config.train.check_data:
         raise error
+    if (rows := saved.fingerprint["vocab_size"]) < tokenizer.vocab_size:
+        tokens = f"each of the tokenizer's {tokenizer.vocab_size} tokens"
+        expected = f"a run with a row of the vocabulary for {tokens}; it has {rows}"
+        raise refuse(key, run, expected, "Take its own tokenizer.")
     return saved

@@ -16,6 +16,7 @@ from ..comm.rendezvous import Placement, host_store, join, join_store
 from ..compose import load_config
 from ..config import Config
 from .disk import disk_full
+from .heartbeat import Heartbeat, record_collectives
 from .run_folder import RunFolder
 from .run_lock import RunLock
 from .signals import StopRequest
@@ -45,6 +46,7 @@ def spawned(local_rank: int, world_size: int, listener: socket.socket, run_folde
             port = int(listener.getsockname()[1])
             listener.close()  # nobody would answer there once rank 0 has ended
             store = join_store(port, limit)
+        record_collectives(folder.errors)
         join(Placement.local(local_rank, world_size), store, limit, uses_cuda(config))
     except BaseException as error:
         folder.note_error(local_rank, error)
@@ -62,6 +64,7 @@ def run(config: Config) -> None:
     folder = RunFolder.of(config)
     _log_to(folder.log, rank)
     stop = StopRequest()
+    heartbeat = Heartbeat(folder, rank)
     try:
         from .loop import Trainer  # here, so that Megatron's import failing is this rank's noted error too
 
@@ -74,6 +77,7 @@ def run(config: Config) -> None:
             raise full from error
         raise
     dist.barrier()
+    heartbeat.close()
     stop.close()
     dist.destroy_process_group()
 

@@ -164,6 +164,7 @@ def _packages() -> Iterator[Row]:
     yield _apex()
     yield _package("triton", "triton", "triton")
     yield _package("wandb", "wandb", "wandb")
+    yield _package("TensorBoard", "tensorboard", "tensorboard")
     yield _package("hydra", "hydra", "hydra-core")
     yield _package("starlette", "starlette", "starlette")
     yield _package("uvicorn", "uvicorn", "uvicorn")

@@ -49,6 +49,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "optim.lr": {"optim.min_lr": 0.0},
     "optim.min_lr": {"optim.lr": 100.0},
     "optim.warmup_steps": {"train.steps": 10**9},
+    "optim.wsd_decay_steps": {"optim.decay_style": "WSD", "train.steps": 10**9, "optim.warmup_steps": 0},
     "optim.decay_steps": {"optim.warmup_steps": 0},
     "train.steps": {"optim.warmup_steps": 0},
     "model.num_layers": {},

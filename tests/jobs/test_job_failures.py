@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_longctx import names
 from megatron_longctx.compose import load_config
+from megatron_longctx.metrics.sinks import decode
 from megatron_longctx.training import launcher
 from megatron_longctx.training.run_lock import RunLock
 from megatron_longctx.verbs import cli
@@ -35,13 +37,43 @@ def test_a_killed_rank_ends_the_job_and_one_that_hangs_is_named(workplace: Path,
         said = job.err.read_text()
         assert len(said.splitlines()) == 2, said
         hung, killed = said.splitlines()
-        assert hung == (
-            "megatron-longctx train: rank 0 had been stopped (SIGSTOP); "
-            "a rank waits at most parallelism.timeout_s=7200 s for the others"
-        )
-        assert killed.startswith("rank 1 was killed by SIGKILL; out of memory?")
+        last = r"in (starting|step \d+(, [a-z ]+)?) since \d\d:\d\d:\d\d; "
+        assert re.fullmatch(
+            rf"megatron-longctx train: rank 0 had been stopped \(SIGSTOP\), {last}"
+            "a rank waits at most parallelism.timeout_s=7200 s for the others",
+            hung,
+        ), hung
+        assert re.match(rf"rank 1 was killed by SIGKILL, {last}out of memory\?", killed), killed
         assert "Traceback" not in said
         assert job.left_over() == []
+
+
+def test_a_stopped_rank_ends_the_job_within_the_timeout(workplace: Path, tiny: tuple[str, ...]) -> None:
+    with started(workplace, [*command(tiny), "parallelism.timeout_s=15"], quick=True) as job:
+        job.wait_for("step    2/")
+        job.ranks()[1].send_signal(signal.SIGSTOP)
+        assert job.wait() == 1, job.said()
+        said = job.err.read_text()
+        assert said.startswith("megatron-longctx train: rank 1 had been stopped (SIGSTOP), in "), said
+        assert "rank 0 failed: " in said and "parallelism.timeout_s=15" in said
+        assert job.left_over() == []
+
+
+def test_a_restart_in_place_goes_on_with_the_same_curve(workplace: Path, tiny: tuple[str, ...]) -> None:
+    words = ["train", *tiny, "parallelism=cp2", "train.steps=60", "train.save_interval=5", "train.keep_checkpoints=2"]
+    whole = finished(workplace, [*CLI, *words, "run.name=whole"], quick=True)
+    assert whole.process.returncode == 0, whole.said()
+    torchrun = [CLI[0], "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", CLI[2]]
+    with started(workplace, [*torchrun, *words, "run.name=restarted"]) as job:
+        job.wait_for("step 12/")  # the checkpoint of step 10 may be half written
+        job.remember()
+        alive = [process for process in job.family if process.is_running() and CLI[2] in process.cmdline()]
+        next(process for process in alive if process.environ().get("RANK") == "1").kill()
+        assert job.wait() == 0, job.said()
+        assert "resumed from step " in job.out.read_text()
+    curves = [(workplace / f"runs/{name}/metrics.jsonl").read_text().splitlines() for name in ("whole", "restarted")]
+    steps = [[(line[names.STEP], line[names.LOSS], line[names.GRAD_NORM]) for line in map(decode, c)] for c in curves]
+    assert steps[0] == steps[1] and len(steps[0]) == 60
 
 
 def test_a_failing_rank_says_what_happened(workplace: Path, tiny: tuple[str, ...]) -> None:

@@ -30,7 +30,7 @@ OURS = (
     r"\d\d:\d\d:\d\d resumed from step \d+ of runs/first/checkpoints",
     r"\d\d:\d\d:\d\d stopped at step \d+ of 40: the same command goes on from here",
     r"interrupted: stopping after this step with a checkpoint; once more to stop at once",
-    r"\d\d:\d\d:\d\d saved runs/first/checkpoints/iter_\d{7} in [\d.]+ s",
+    r"\d\d:\d\d:\d\d saved runs/first/checkpoints/iter_\d{7} in [\d.]+ s, the last [\d.]+ s waited for",
 )
 STEP = (
     r"\d\d:\d\d:\d\d step +(\d+)/40 \| loss \d\.\d{5} \| grad norm \d+\.\d{3} \| lr \d\.\d\de[+-]\d\d \| "

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.optimizer import DistributedOptimizer
 
-from megatron_longctx.mcore import checkpoint, checkpoint_digests
+from megatron_longctx.mcore import checkpoint, checkpoint_digests, checkpoint_optimizer
 from megatron_longctx.mcore import optimizer as optim
+from megatron_longctx.mcore.checkpoint_shards import boxes
+from megatron_longctx.mcore.checkpoint_writer import copy_through
 from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.tiny_gpt import BATCH, Layout, Trainer
 
@@ -23,9 +31,8 @@ STEPS = 7
 Curve = list[float]
 
 
-def _save(trainer: Trainer, directory: Path, iteration: int, **options: Any) -> Path:
-    extra = {"consumed_samples": iteration * BATCH}
-    return checkpoint.save(directory, iteration, trainer.state(), extra, **options)
+def _save(trainer: Trainer, directory: Path, iteration: int, kept: checkpoint.Kept = checkpoint.Kept()) -> Path:  # noqa: B008
+    return checkpoint.save(directory, iteration, trainer.state(), {"consumed_samples": iteration * BATCH}, kept)
 
 
 def _load(trainer: Trainer, directory: Path) -> None:
@@ -137,8 +144,13 @@ def _resume_exactly(rank: int, root: Path, layouts: list[Layout]) -> list[tuple[
             # Before the first step there are no moments and no step count.
             _save(trainer, directory / "zero", 0)
         trainer.train(range(2))
-        _save(trainer, directory, 2)
+        saving = checkpoint.begin(directory, 2, trainer.state(), {"consumed_samples": 2 * BATCH})
+        saving.wait_staged()
+        if layout.distributed:
+            _save_as_megatron(trainer, directory.with_name("megatron"))
         expected = trainer.train(range(2, 5))
+        assert checkpoint.latest(directory) is None
+        saving.finish()
         if index == 0:
             # A used optimizer and schedule take the checkpoint's place, too.
             checkpoint.load(directory / "zero", trainer.state())
@@ -149,8 +161,19 @@ def _resume_exactly(rank: int, root: Path, layouts: list[Layout]) -> list[tuple[
         restored = checkpoint.load(directory, trainer.state())
         assert restored.rng_restored
         curves.append((expected, trainer.train(range(2, 5))))
+        if layout.distributed:
+            checkpoint.load(directory.with_name("megatron"), trainer.state())
+            curves.append((expected, trainer.train(range(2, 5))))
         trainer.close()
     return curves
+
+
+def _save_as_megatron(trainer: Trainer, directory: Path) -> None:
+    """With the optimizer's state gathered by Megatron, as earlier versions saved it."""
+    with pytest.MonkeyPatch.context() as patch:
+        gathered = DistributedOptimizer.sharded_param_state_fully_reshardable
+        patch.setattr(checkpoint_optimizer, "state_shards", gathered)
+        _save(trainer, directory, 2)
 
 
 def test_resume_is_exact_with_every_optimizer(tmp_path: Path) -> None:
@@ -177,7 +200,7 @@ def _failures(rank: int, root: Path) -> dict[str, str]:
     messages = {"empty": _message(lambda: checkpoint.load(root, state))}
 
     for iteration in (1, 2, 3):
-        _save(trainer, root, iteration, keep=2)
+        _save(trainer, root, iteration, checkpoint.Kept(last=2))
     if rank == 0:
         assert sorted(path.name for path in root.iterdir()) == ["iter_0000002", "iter_0000003", checkpoint.TRACKER]
         # An interrupted save: files without the tracker.
@@ -202,7 +225,7 @@ def _failures(rank: int, root: Path) -> dict[str, str]:
     plain = checkpoint.TrainingState(trainer.models, None, None, state.fingerprint)
     assert checkpoint.load(root, plain).iteration == 3
     messages["extra"] = _message(lambda: checkpoint.save(root, 6, state, {"path": Path("x")}))
-    messages["keep"] = _message(lambda: checkpoint.save(root, 6, state, {}, keep=0))
+    messages["keep"] = _message(lambda: checkpoint.Kept(last=0))
     if rank == 0:
         (root / "iter_0000003" / checkpoint_digests.DIGESTS).unlink()  # as earlier versions saved
     for name, pattern in (("cut", "*.distcp"), ("common", "common.pt"), ("metadata", ".metadata")):
@@ -232,11 +255,38 @@ def test_failures_are_explained_on_every_rank(tmp_path: Path) -> None:
     assert "experts: checkpoint '(absent)', model 8" in first["model"]
     assert "num_layers" not in first["model"]
     assert "expected JSON values" in first["extra"]
-    assert "keep is 0" in first["keep"]
+    assert "last is 0" in first["keep"]
     assert "bytes, expected" in first["cut"]
     assert "is damaged" in first["common"]
     assert "is damaged" in first["metadata"]
     assert "kind 'distributed', expected 'fp32'" in first["optimizer"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_boxes_are_a_run_of_values_in_order(shape: list[int], data: st.DataObject) -> None:
+    count = math.prod(shape)
+    begin = data.draw(st.integers(0, count))
+    end = data.draw(st.integers(begin, count))
+    values = numpy.arange(count).reshape(shape)
+    found = list(boxes(tuple(shape), begin, end))
+    slices = [tuple(map(slice, offsets, numpy.add(offsets, sizes))) for offsets, sizes in found]
+    assert [value for where in slices for value in values[where].ravel()] == [*range(begin, end)]
+    assert len(found) <= 2 * len(shape)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (0,)])
+def test_copies_in_pieces_are_whole(shape: tuple[int, ...]) -> None:
+    source, target = torch.randn(shape), torch.zeros(shape)
+    copy_through(source, target, torch.empty(4), lambda: None)
+    assert torch.equal(source, target)
+
+
+def test_which_checkpoints_are_kept() -> None:
+    assert checkpoint.Kept().leaves([1, 2, 3]) == []
+    assert checkpoint.Kept(last=2).leaves([1, 2, 3, 4]) == [1, 2]
+    assert checkpoint.Kept(last=1, every=4).leaves([2, 4, 6, 8, 10]) == [2, 6]
+    assert checkpoint.Kept(every=4).leaves([2, 4, 6]) == []
 
 
 def test_latest_without_ranks(tmp_path: Path) -> None:

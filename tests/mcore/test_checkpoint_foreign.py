@@ -96,7 +96,7 @@ def _refusals(rank: int, root: Path) -> dict[str, list[str | None]]:
         shutil.copytree(root / "whole", directory)
         (path / checkpoint_digests.DIGESTS).unlink()  # whoever plants can write these as well
         plant(path, Planted(root / f"{name} ran"))
-        sharded = checkpoint._sharded_state_dict(state, is_loading=True, with_rng=True)
+        sharded = checkpoint.sharded_state_dict(state, is_loading=True, with_rng=True)
         said[name] = [
             _said(partial(checkpoint.check, directory, FINGERPRINT)),
             _said(partial(checkpoint.load, directory, state)),

@@ -102,6 +102,13 @@ def test_check_refuses_warns_and_says_what_to_change() -> None:
         check(job, 40 * GIB)
     with pytest.raises(ValueError, match=r"recompute.mode=attention_output\+offload: expected at most 1.0 GiB of host"):
         check(_job("recompute=attention_output+offload", "recompute.head_chunk_tokens=4096"), device, GIB)
+    # 14 bytes of each of 8.03 billion parameters, over 8 ranks.
+    with pytest.raises(
+        ValueError, match=r"train.async_save=True: expected at most 13.0 GiB .* checkpoint takes 13.1\. Set"
+    ):
+        check(advised, device, 13 * GIB)
+    assert check(_job("recompute=layer", chunk, "train.async_save=false"), device, 13 * GIB) is None
+    assert "while a checkpoint is written: 13.09 GiB a rank" in report(advised)
 
 
 @pytest.mark.parametrize("words", [(), ("recompute=layer",), ("parallelism=tp2_cp4", "recompute=attention_output")])

@@ -77,4 +77,4 @@ def test_a_note_that_cannot_be_written_hides_no_failure(run: RunFolder) -> None:
     run.note_error(1, DiskFull("no room"))
     traceback = "Traceback (most recent call last):\n  …\nmegatron_longctx.training.disk.DiskFull: no room: 0 MiB\n"
     died = ProcessRaisedException(f"\n\n-- Process 1 terminated with the following error:\n{traceback}", 1, 77)
-    assert launcher._reason(died, run) == "rank 1 failed: DiskFull: no room: 0 MiB"
+    assert launcher._reason(died, run, {}) == "rank 1 failed: DiskFull: no room: 0 MiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from megatron_longctx.compose import compose_config, override_config
 from megatron_longctx.config import Config
+from megatron_longctx.mcore import checkpoint_folder, checkpoint_weights
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import preflight
 from megatron_longctx.training.text import prepare
@@ -18,7 +20,7 @@ from megatron_longctx.verbs import cli
 from megatron_longctx.verbs.exporting import export_model
 from megatron_longctx.verbs.importing import import_model
 from tests.shared.published import TEXTS, write_model
-from tests.shared.training import Job, run_jobs
+from tests.shared.training import Job, run_jobs, tiny_config, tiny_corpus
 from tests.verbs.test_importing import same, tensors_of
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -113,7 +115,6 @@ def test_the_model_and_the_tokenizer_are_the_runs_unless_words_say_otherwise(imp
             ["model=llama3_8b", "train.check_memory=false"],
             r"is of another model \(.*hidden_size: checkpoint 32, model 4096",
         ),
-        (["model.vocab_size=304"], r"vocab_size: checkpoint 300, model 304"),
         (["model.qkv_bias=false"], r"qkv_bias: checkpoint True, model '\(absent\)'"),
     ],
 )
@@ -122,6 +123,54 @@ def test_weights_of_another_model_are_refused_before_a_rank_starts(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         preflight.check(config_of(imported[0], "new", *words), 1)
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def test_another_run_with_other_sizes_padding_and_optimizer(tmp_path: Path) -> None:
+    tiny_corpus(tmp_path / "corpus")
+    saved: dict[str, Any] = {"train.steps": 3, "train.save": True, "train.global_batch_size": 2}
+    still = {**saved, "optim.lr": 0.0, "optim.min_lr": 0.0, "train.steps": 1, "optim.warmup_steps": 0}
+    cp, tp, pp = ({f"parallelism.{axis}_parallel_size": 2} for axis in ("context", "tensor", "pipeline"))
+
+    def config(name: str, source: str, *settings: dict[str, Any]) -> Config:
+        merged = {key: value for each in (still, *settings) for key, value in each.items()}
+        return tiny_config(tmp_path, name, {**merged, "train.init_from": str(tmp_path / source)})
+
+    wider = {"model.vocab_multiple": 200, "optim.distributed": False}
+    configs = [
+        tiny_config(tmp_path, "source", saved),
+        config("same", "source", cp),
+        config("wider", "source", tp, wider),
+        config("back", "wider", pp),
+        config("extended", "source", cp, {"data.seq_length": 160, "model.rope_base": 4000.0}),
+    ]
+    _, same_, wider_, back, extended = run_distributed(run_jobs, 2, [Job(each) for each in configs])[0]
+    assert (same_.first_step, same_.last_step) == (0, 1)
+    # Rows that no token has are 0, and their logits with them: they take a little of the probability.
+    assert same_.losses[0] < wider_.losses[0] < same_.losses[0] + 0.5
+    assert math.isclose(back.losses[0], same_.losses[0], rel_tol=1e-6)
+    assert extended.losses[0] != same_.losses[0] and math.isfinite(extended.losses[0])
+    rows = {}
+    for name in ("source", "wider", "back"):
+        path = checkpoint_folder.iteration_directory(tmp_path / name / "checkpoints", 3 if name == "source" else 1)
+        size = 600 if name == "wider" else 512
+        rows[name] = checkpoint_weights.Reader(path).read(EMBEDDING, None, (size, 32))
+    assert torch.equal(rows["wider"][:512], rows["source"]) and not rows["wider"][512:].any()
+    assert torch.equal(rows["back"], rows["source"])
+    assert (
+        preflight.check(dataclasses.replace(configs[2], run=dataclasses.replace(configs[2].run, name="new")), 2) is None
+    )
+
+
+def test_a_vocabulary_without_a_row_for_every_token_is_refused(imported: tuple[Path, Any]) -> None:
+    tiny_corpus(imported[0] / "bytes")
+    words = ("data.tokenizer=byte-level", "model.vocab_size=512", "train.check_data=false")
+    with pytest.raises(
+        ValueError, match=r"a row of the vocabulary for each of the tokenizer's 5\d\d tokens; it has 300"
+    ):
+        preflight.check(config_of(imported[0], "new", f"data.prefix={imported[0] / 'bytes'}", *words), 1)
 
 
 def test_other_rope_settings_and_lengths_are_allowed(imported: tuple[Path, Any]) -> None:

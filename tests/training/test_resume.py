@@ -42,7 +42,7 @@ def _jobs(root: Path) -> list[tuple[int, dict[str, Job]]]:
     def job(name: str, settings: dict[str, Any] | None = None, **options: Any) -> Job:
         return Job(tiny_config(root, name.split()[0], RUN | (settings or {})), **options)
 
-    crash = {"train.save_interval": 2}
+    crash = {"train.save_interval": 2, "train.async_save": False}
     unsharded = {"optim.distributed": False}
     return [
         (1, {

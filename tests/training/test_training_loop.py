@@ -7,11 +7,13 @@ import math
 import re
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_longctx import names
 from megatron_longctx.errors import JobFailed
@@ -29,6 +31,7 @@ SAVED = {"train.steps": 6, "train.save": True, "train.save_interval": 2}
 CP2 = {"parallelism.context_parallel_size": 2}
 PACKED = {**CP2, "data.packing": "best_fit", "parallelism.layout": "zigzag", "optim.decay_steps": 4,
           "train.global_batch_size": 2, "train.save": True}  # fmt: skip
+WSD = {"optim.decay_style": "WSD", "optim.wsd_decay_steps": 2, "optim.wsd_decay_style": "linear"}
 PACKED_RUNS = (("packed", 2), ("packed, resumed", 4))
 POISONED = "decoder.layers.1.mlp.linear_fc2.weight"
 
@@ -49,6 +52,8 @@ def _jobs(root: Path) -> dict[str, Job]:
     return {
         "metrics": Job(tiny_config(root, "metrics", {**CP2, "train.steps": 3, "logging.peak_tflops": 0.5,
                                                      "logging.profile_step": 2, "data.workers": 2})),
+        "interval": Job(tiny_config(root, "interval", {**CP2, "train.steps": 5, "train.log_interval": 2, **WSD,
+                                                       "logging.tensorboard": True})),
         "no clipping": Job(tiny_config(root, "no-clipping", {**CP2, "train.steps": 3, "optim.clip_grad": 0.0})),
         # The second goes on where the first has stopped.
         **{name: Job(tiny_config(root, "packed", {**PACKED, "train.steps": steps})) for name, steps in PACKED_RUNS},
@@ -109,6 +114,20 @@ def test_metrics_have_every_key(root: Path, runs: dict[str, list[Record]]) -> No
         assert line[names.MEASURED_IMBALANCE_PCT] >= 0
     assert len(lines) == 3
     assert not (root / "metrics" / "checkpoints" / checkpoint.TRACKER).exists(), "train.save=false"
+
+
+def test_records_of_several_steps_have_their_means(root: Path, runs: dict[str, list[Record]]) -> None:
+    run, lines = runs["interval"][0], _metrics(root / "interval")
+    assert [(line[names.STEP], line[names.TOKENS]) for line in lines] == [(2, 192), (4, 384), (5, 480)]
+    means = [fmean(run.losses[0:2]), fmean(run.losses[2:4]), run.losses[4]]
+    assert [line[names.LOSS] for line in lines] == pytest.approx(means, rel=1e-12)
+    assert [line[names.GRAD_NORM] for line in lines] == [run.grad_norms[step] for step in (1, 3, 4)]
+    assert all(line[names.TOKENS_PER_S] == pytest.approx(96 / line[names.STEP_S]) for line in lines)
+    # Two steps of warm-up, one at the full rate, and two of which each takes half of what is above the least.
+    assert run.learning_rates == pytest.approx([0, 1.5e-3, 3e-3, 3e-3, 1.65e-3])
+    events = EventAccumulator(str(root / "interval/tensorboard")).Reload()
+    found = [(event.step, event.value) for event in events.Scalars(names.LOSS)]
+    assert found == [(line[names.STEP], pytest.approx(line[names.LOSS], rel=1e-6)) for line in lines]
 
 
 def test_packs_are_counted_as_they_are(root: Path, runs: dict[str, list[Record]]) -> None:
