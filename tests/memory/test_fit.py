@@ -160,7 +160,7 @@ def test_reports() -> None:
 
 def test_the_plan_verb_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "memory.png"
-    assert cli.main(["plan", *LLAMA, "--memory", str(picture)]) == 0
+    assert cli.main(["plan", *LLAMA, "--memory", str(picture), "--device-gib", "1000"]) == 0
     assert "\ndrawn to " in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
     assert cli.main(["plan", *LLAMA, "attention.transport=p2p", "--max-length"]) == 0
     rows = {
@@ -173,8 +173,8 @@ def test_the_plan_verb_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert cli.main(["plan", *LLAMA[:3], "--max-length", "--device-gib", "0"]) == 2
     assert "--device-gib=0.0: expected a number of GiB above 0" in capsys.readouterr().err
     assert cli.main(["plan", *LLAMA, "--memory", "gone/x.png"]) == 2
-    for gib, said in (("1000", "a step fits"), ("1", "a step does not fit")):
-        assert cli.main(["plan", *LLAMA, "--memory", "--device-gib", gib]) == 0
+    for gib, said, code in (("1000", "a step fits", 0), ("1", "a step does not fit", 1)):
+        assert cli.main(["plan", *LLAMA, "--memory", "--device-gib", gib]) == code
         assert f"a device has {gib}.0 GiB: {said}" in capsys.readouterr().out
     assert cli.main(["plan", *LLAMA[:3], "--memory"]) == 0
     assert "a device has" not in capsys.readouterr().out
