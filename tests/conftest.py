@@ -1,6 +1,8 @@
 """What the tests of all rooms share."""
 
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,13 @@ if ROOT not in sys.path:
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that the test starts see no CUDA device, so that it checks the same thing on every machine."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(autouse=True)
+def no_handlers_left() -> Iterator[None]:
+    """Commands that run in this process log to its standard error, which is another in every test."""
+    yield
+    root = logging.getLogger()
+    for handler in [each for each in root.handlers if type(each) is logging.StreamHandler]:
+        root.removeHandler(handler)
+    root.setLevel(logging.WARNING)

@@ -7,7 +7,7 @@ of them by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -122,38 +122,48 @@ def joined(slices: Iterable[Slice]) -> list[Slice]:
     causal rectangle, and with the square of the queries before these it is a larger causal square.
     """
     found = list(slices)
-    for ends in (_by_keys, _by_queries, _by_band):
-        if len(found) < 2:
+    while len(found) > 1:
+        before = len(found)
+        for ends in (_by_keys, _by_queries, _by_band):
+            found = _joined_by(ends, found)
+        if len(found) == before:
             break
-        merged: list[Slice] = []
-        open_ends: dict[tuple[int, int, int], int] = {}  # where a slice may be continued: its place in `merged`
-        for each in found:
-            start, stop = ends(each)
-            place = open_ends.get(start)
-            union = None if place is None else _union(merged[place], each)
-            if place is None or union is None:
-                place = len(merged)
-                merged.append(each)
-            else:
-                del open_ends[start]
-                merged[place] = union
-                _, stop = ends(union)
-            open_ends[stop] = place
-        found = merged
     return found
 
 
-def _by_keys(each: Slice) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+_Place = tuple[int, int, int]
+"""Where slices of one kind of neighbours begin or end."""
+
+
+def _joined_by(ends: Callable[[Slice], tuple[_Place, _Place]], slices: Iterable[Slice]) -> list[Slice]:
+    merged: list[Slice] = []
+    open_ends: dict[_Place, int] = {}  # where a slice may be continued: its place in `merged`
+    for each in slices:
+        start, stop = ends(each)
+        place = open_ends.get(start)
+        union = None if place is None else _union(merged[place], each)
+        if place is None or union is None:
+            place = len(merged)
+            merged.append(each)
+        else:
+            del open_ends[start]
+            merged[place] = union
+            _, stop = ends(union)
+        open_ends[stop] = place
+    return merged
+
+
+def _by_keys(each: Slice) -> tuple[_Place, _Place]:
     """Where a slice begins and ends among those of the same queries."""
     return (each.q_start, each.q_stop, each.k_start), (each.q_start, each.q_stop, each.k_stop)
 
 
-def _by_queries(each: Slice) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+def _by_queries(each: Slice) -> tuple[_Place, _Place]:
     """Where a slice begins and ends among those that begin with the same key."""
     return (each.k_start, each.q_start, 0), (each.k_start, each.q_stop, 0)
 
 
-def _by_band(each: Slice) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+def _by_band(each: Slice) -> tuple[_Place, _Place]:
     """Where a slice begins and ends among those of neighbouring keys, whose queries a band shifts."""
     return (each.k_start, 0, 0), (each.k_stop, 0, 0)
 

@@ -81,7 +81,7 @@ class Pass(Run):
     """A pass whose kernels and merges only look at what they read."""
 
     def __init__(self, rank: Rank, program: Program, channel: Any, number: int) -> None:
-        engine = SimpleNamespace(transport=rank.links, clock=None)
+        engine = SimpleNamespace(transport=rank.links, waits=None, passes=None)
         bound = SimpleNamespace(
             program=program, channel=channel, engine=engine, shapes=None, begin=channel.begin, new_buffers=lambda: (),
             received=lambda step, _: [x for each in program.receives[step] for x in self.places(each)],
@@ -110,7 +110,7 @@ class Pass(Run):
 
     def _fields(self, rows: Rows) -> Any:
         if rows.space is Space.PEER:
-            return self._of_peer(rows)
+            return super()._fields(rows)
         if rows.space is Space.SENT:
             spans = self._program.sends.regions[rows.number].spans(rows.start, rows.tokens)
             return [self.channel.memory()[at : at + size] for at, size in spans]

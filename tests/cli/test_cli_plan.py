@@ -276,8 +276,11 @@ def test_work_grows_with_the_messages_of_a_plan_and_not_with_their_number_times_
     assert counts[1] < 4.4 * counts[0]
 
 
-def test_auto_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("parallelism=cp4", "parallelism.schedule=auto", "parallelism.cluster=h200_x8")
+def test_auto_takes_a_mode_where_a_cluster_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("parallelism=cp4", "parallelism.schedule=auto")
+    assert "parallelism.schedule=auto takes all_gather on h200_x8" in plan(
+        capsys, *words, "parallelism.cluster=h200_x8"
+    )
     assert "expected a mode. Name one, or rank all of them with --compare" in plan(capsys, *words, code=2)
 
 

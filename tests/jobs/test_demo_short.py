@@ -44,7 +44,12 @@ def test_it_succeeds_and_leaves_two_whole_runs_and_the_picture(demo: tuple[Path,
         assert (run / "checkpoints/iter_0000006").is_dir()
     picture = (place / "runs/demo.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
-    assert sorted(path.name for path in (place / "runs").iterdir()) == ["demo-cp1", "demo-cp4", "demo.png"]
+    assert sorted(path.name for path in (place / "runs").iterdir()) == [
+        "demo-cp1",
+        "demo-cp4",
+        "demo.png",
+        "demo_figures.png",
+    ]
 
 
 def test_the_losses_fall_and_agree(demo: tuple[Path, Job]) -> None:
@@ -64,7 +69,7 @@ def test_it_prints_one_table_with_the_losses_of_both(demo: tuple[Path, Job]) -> 
     for a, b in zip(one, four, strict=True):
         row = rf"^ *{a[names.STEP]} \| +{a[names.LOSS]:.6f} \| +{b[names.LOSS]:.6f} \| +[+-]\d\.\d\de[+-]\d\d$"
         assert re.search(row, said, re.MULTILINE), said
-    assert said.count("picture: runs/demo.png") == 1
+    assert said.count("pictures: runs/demo.png (losses)") == 1
     assert re.search(r"\nthe demo took \d+ s\n$", said)
     assert "removing runs/demo-cp1 of an earlier demo" in said
 
