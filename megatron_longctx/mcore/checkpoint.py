@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..comm import on_rank_0
+from ..comm import from_all, on_rank_0
 from . import checkpoint_digests, checkpoint_optimizer, checkpoint_reader
 from .checkpoint_check import REMEDY, Damaged, examine, reason, with_remedy
 from .checkpoint_folder import TRACKER, Kept, latest
@@ -93,13 +93,7 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
     hyperparameters = checkpoint_optimizer.hyperparameters(state.optimizer)
     sharded = sharded_state_dict(state, is_loading=True, with_rng=with_rng)
     stateless = {} if content["layout"] else _without_layer_state(sharded, state.models)
-    try:
-        loaded = checkpoint_reader.load(sharded, path)
-    except (CheckpointingException, CheckpointException) as error:
-        raise ValueError(
-            f"{path} cannot be loaded ({reason(error)}), expected a complete checkpoint: {REMEDY}"
-        ) from error
-
+    loaded = _load_together(sharded, path)
     for name, model in named_models(state.models):
         model.load_state_dict(loaded[name] | stateless.get(name, {}))
     if state.optimizer is not None:
@@ -116,6 +110,19 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
     return Loaded(
         int(loaded["iteration"]), loaded["extra"], content["optimizer"], content["fingerprint"], rng_restored=with_rng
     )
+
+
+def _load_together(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
+    """As ``checkpoint_reader.load``; what fails on a rank fails on all: 0.19 lets every rank read for itself."""
+    loaded: dict[str, Any] = {}
+    failure = None
+    try:
+        loaded = checkpoint_reader.load(sharded, path)
+    except (CheckpointingException, CheckpointException) as error:
+        failure = reason(error)
+    if found := [of_rank for of_rank in from_all(dist.group.WORLD, failure) if of_rank is not None]:
+        raise ValueError(f"{path} cannot be loaded ({found[0]}), expected a complete checkpoint: {REMEDY}")
+    return loaded
 
 
 def _examine_together(directory: Path, iteration: int | None) -> tuple[Path, dict[str, Any]]:

@@ -1,6 +1,6 @@
 """What loading Megatron's optimizers needs besides their own ``load_state_dict``.
 
-With torch's Adam (no TransformerEngine, no Apex) Megatron-Core 0.16.1 cannot describe an optimizer that has not
+With torch's Adam (no TransformerEngine, no Apex) Megatron-Core, 0.19 as well, cannot describe an optimizer that has not
 stepped, does not expect ``step`` when it copies a parameter's state, and gives ONE ``step`` tensor to all parameters,
 so that the step would advance once per parameter. Fused Adams keep the step per group and pass through unchanged.
 """
@@ -16,6 +16,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from .checkpoint_shards import own_state, state_shards
+from .version import groups_by_kind
 
 # Settings that live in the parameter groups and would otherwise be taken from the checkpoint.
 _KINDS, _OF_EXPERTS = ("wd_mult", "lr_mult", "is_decoupled_lr"), "is_expert_parallel"
@@ -59,19 +60,23 @@ def load(optimizer: MegatronOptimizer, loaded: Any) -> None:
     """
     parts = _parts(optimizer)
     groups = _saved_groups(loaded)
-    for index, part in enumerate(parts):
-        state = loaded if len(parts) == 1 else loaded[index]
-        if isinstance(part, DistributedOptimizer):
-            _load_distributed(part, groups)
-        else:
-            if isinstance(part.optimizer, torch.optim.Adam):
-                # Megatron leaves a step of 0 out of the checkpoint; torch refuses a state without a step.
-                state.get("optimizer", state)["state"].setdefault("common_step", torch.zeros(()))
-            part.load_state_dict(state)
+    with groups_by_kind():
+        for index, part in enumerate(parts):
+            _load_part(part, loaded if len(parts) == 1 else loaded[index], groups)
     if isinstance(optimizer, ChainedOptimizer) and len(parts) > 1:
         optimizer._synchronize_steps()
     for adam in _torch_adams(optimizer):
         _separate_steps(adam)
+
+
+def _load_part(optimizer: MegatronOptimizer, state: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    if isinstance(optimizer, DistributedOptimizer):
+        _load_distributed(optimizer, groups)
+        return
+    if isinstance(optimizer.optimizer, torch.optim.Adam):
+        # Megatron leaves a step of 0 out of the checkpoint; torch refuses a state without a step.
+        state.get("optimizer", state)["state"].setdefault("common_step", torch.zeros(()))
+    optimizer.load_state_dict(state)
 
 
 def hyperparameters(optimizer: MegatronOptimizer | None) -> list[dict[str, Any]]:
@@ -95,7 +100,7 @@ def _saved_groups(loaded: Any) -> list[dict[str, Any]]:
 
 def _like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
     """The saved group of the same parameters, be they of experts or not where there was no such difference."""
-    same = [each for each in saved if all(each[key] == group[key] for key in _KINDS)]
+    same = [each for each in saved if all(each.get(key) == group.get(key) for key in _KINDS)]
     same.sort(key=lambda each: each[_OF_EXPERTS] != group[_OF_EXPERTS])
     return {**same[0], _OF_EXPERTS: group[_OF_EXPERTS]}
 

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-# What torch 2.11 to 2.13 and Megatron-Core 0.16 write into `.metadata`, besides dtypes.
+from .version import common_loader
+
+# What torch 2.11 to 2.13 and Megatron-Core 0.16 and 0.19 write into `.metadata`, besides dtypes.
 _METADATA = (
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -98,15 +100,9 @@ def load(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
         CheckpointException, CheckpointingException: the checkpoint is damaged, or holds anything else than values.
     """
     with _plain_reading():
-        loaded: dict[str, Any] = dist_checkpointing.load(
-            sharded, str(path), torch_dist.TorchDistLoadShardedStrategy(), _CommonStrategy()
-        )
+        strategy = torch_dist.TorchDistLoadShardedStrategy()
+        loaded: dict[str, Any] = dist_checkpointing.load(sharded, str(path), strategy)
     return loaded
-
-
-class _CommonStrategy(TorchCommonLoadStrategy):  # type: ignore[misc]
-    def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
-        return read_common(Path(checkpoint_dir))
 
 
 class _Reader(FileSystemReader):
@@ -129,7 +125,10 @@ class _Planner(torch_dist.MCoreLoadPlanner):  # type: ignore[misc]
         if _LAYER_STATE in name:
             for part in loaded:
                 _check_layer_state(name, part)
-        set_element(self.original_state_dict, self.mappings[name], loaded)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
 
 
 def _check_layer_state(name: str, state: Any) -> None:
@@ -144,13 +143,17 @@ def _check_layer_state(name: str, state: Any) -> None:
 
 @contextlib.contextmanager
 def _plain_reading() -> Iterator[None]:
-    """Give Megatron's strategy the reader and the planner of this module: it takes none from its caller."""
-    names = {"_get_filesystem_reader": lambda path, cache_metadata=False: _Reader(path), "MCoreLoadPlanner": _Planner}
-    before = {name: getattr(torch_dist, name) for name in names}
-    for name, ours in names.items():
-        setattr(torch_dist, name, ours)
+    """Give Megatron the readers and the planner of this module: it takes none from its caller."""
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (torch_dist, "_get_filesystem_reader", lambda path, **_: _Reader(path)),
+        (torch_dist, "MCoreLoadPlanner", _Planner),
+        (*common_loader(), lambda *args: read_common(Path(args[-1]))),
+    )
+    before = [getattr(owner, name) for owner, name, _ in replaced]
+    for owner, name, ours in replaced:
+        setattr(owner, name, ours)
     try:
         yield
     finally:
-        for name, theirs in before.items():
-            setattr(torch_dist, name, theirs)
+        for (owner, name, _), theirs in zip(replaced, before, strict=True):
+            setattr(owner, name, theirs)

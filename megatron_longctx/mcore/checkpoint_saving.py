@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..comm import from_all, on_rank_0
@@ -18,7 +17,7 @@ from . import checkpoint_folder, checkpoint_optimizer
 from .checkpoint_check import reason
 from .checkpoint_folder import Kept, iteration_directory
 from .checkpoint_state import TrainingState, finish_parameter_gather, jsonable, layout, sharded_state_dict
-from .checkpoint_writer import PlannedSaveStrategy, Writing
+from .checkpoint_writer import SharedSaveStrategy, Writing
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,7 @@ def begin(
     sharded = sharded_state_dict(state, is_loading=False, with_rng=True)
     sharded |= {"iteration": iteration, "extra": extra}
     content = {"fingerprint": fingerprint, "layout": layout(), "optimizer": checkpoint_optimizer.kind(state.optimizer)}
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    # Replicas hold the same tensors: let them share the writing.
-    strategy = FullyParallelSaveStrategyWrapper(PlannedSaveStrategy(), group)
+    strategy = SharedSaveStrategy(parallel_state.get_data_parallel_group(with_context_parallel=True))
     try:
         request = dist_checkpointing.save(
             sharded, str(partial), strategy, async_sharded_save=True, content_metadata=content

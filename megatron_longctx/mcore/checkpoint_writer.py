@@ -16,12 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
 
+from ..comm import on_rank_0
 from . import checkpoint_digests
+from .version import take_common
 
 _FILES = 2  # of a rank, each written by a thread
 _THROUGH = 2**26  # bytes of page-locked memory
@@ -34,13 +39,25 @@ class PlannedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=_FILES)
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
+    def async_save(self, *args: Any, **kwargs: Any) -> AsyncRequest:
         # Its writer asks for the module's queue, which belongs to a manager process that it would start.
         before, filesystem_async._results_queue = filesystem_async._results_queue, queue.Queue()
         try:
-            return super().async_save(sharded_state_dict, checkpoint_dir)
+            return super().async_save(*args, **kwargs)
         finally:
             filesystem_async._results_queue = before
+
+
+class SharedSaveStrategy(FullyParallelSaveStrategyWrapper):  # type: ignore[misc]
+    """The same where the ranks of ``group`` hold replicas: they share the writing."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(PlannedSaveStrategy(), group)
+
+    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *args: Any) -> AsyncRequest:
+        if (common := take_common(sharded_state_dict)) is not None:
+            on_rank_0(lambda: torch.save(common, Path(checkpoint_dir) / COMMON_STATE_FNAME))
+        return super().async_save(sharded_state_dict, checkpoint_dir, *args)
 
 
 class Writing:

@@ -1,4 +1,4 @@
-"""What Megatron-Core 0.16.1 needs to run on a machine without a CUDA device, all in one place.
+"""What Megatron-Core needs to run on a machine without a CUDA device, all in one place; 0.16 and 0.19 need the same.
 
 Megatron-Core names the device "cuda" in many files. ``apply()`` maps those names to the CPU, so that the same model,
 schedule, optimizer and checkpoint code runs in tests and on laptops. Nothing changes on import, and nothing changes
@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from . import version
 
 _applied = False
 
@@ -64,6 +66,7 @@ def apply() -> bool:
         _adjust_tensor_methods()
         _adjust_rng()
         _adjust_moe()
+        version.complete_moe()
         _applied = True
     return True
 
@@ -174,10 +177,8 @@ def _adjust_rng() -> None:
 
 def _adjust_moe() -> None:
     """Sizes of what experts exchange are moved off the device as numbers, and gloo gathers equal parts alone."""
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
-    if not hasattr(moe_utils, "te_general_gemm"):  # read as if it were None where TransformerEngine is not installed
-        _replace(moe_utils, "te_general_gemm", None)
     _replace(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers)
     # tensor_parallel/mappings.py, of the tokens of experts that are sharded themselves.
     _replace(dist, "all_gather", _of_unequal_parts(dist.all_gather))

@@ -1,8 +1,8 @@
 """Megatron's plain GPT layers without what only training, other layers and other schedules need.
 
 The same operations on the same parameters in the same order as `TransformerLayer`, `SelfAttention` and `MLP` of
-megatron-core 0.16.1 issue in evaluation, so results are equal bit for bit. What is left out is their host work, which
-at few tokens takes longer than the GPU does: autograd functions, contexts, module calls, and views.
+Megatron-Core 0.16 and 0.19 issue in evaluation, so results are equal bit for bit. What is left out is their host work,
+which at few tokens takes longer than the GPU does: autograd functions, contexts, module calls, and views.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from ..config import Config
+from .version import builder_of, spec_of
 
 # Of an expert's parameter: local layers number modules, TransformerEngine's grouped ones parameters.
 _NUMBERED = re.compile(r"local_experts\.(?P<module>\d+)\.(?P<rest>.+)$|(?P<linear>linear_fc[12]\.\D+)(?P<weight>\d+)$")
@@ -49,13 +49,14 @@ def expert_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def experts_spec(num_experts: int, transformer_engine: bool) -> ModuleSpec:
+def experts_spec(num_experts: int, transformer_engine: bool) -> Any:
     """Megatron's layer of experts with our router: grouped products where TransformerEngine is, else one by one."""
-    spec = get_moe_module_spec(transformer_engine, num_experts, moe_grouped_gemm=transformer_engine)
+    spec = spec_of(get_moe_module_spec(transformer_engine, num_experts, moe_grouped_gemm=transformer_engine))
     spec.submodules.router = SummedLossRouter
-    experts = spec.submodules.experts
+    experts = spec_of(spec.submodules.experts)
     experts.module = type(f"Seeded{experts.module.__name__}", (SeededExperts, experts.module), {})
-    return spec
+    spec.submodules.experts = builder_of(experts)
+    return builder_of(spec)
 
 
 class SummedLossRouter(TopKRouter):  # type: ignore[misc]

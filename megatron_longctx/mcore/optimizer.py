@@ -23,6 +23,7 @@ def wrap_ddp(
     distributed: bool,
     overlap_grad_reduce: bool = False,
     overlap_param_gather: bool = False,
+    bucket_size: int | None = None,
 ) -> list[DistributedDataParallel]:
     """Move model chunks to this rank's device, to bf16 if the configuration says so, and into Megatron's DDP.
 
@@ -35,12 +36,14 @@ def wrap_ddp(
         distributed: shard the optimizer's state over the data- and context-parallel ranks.
         overlap_grad_reduce: reduce gradients during the backward pass.
         overlap_param_gather: gather parameters during the next forward pass; needs the other two.
+        bucket_size: parameters that are reduced and gathered together, where that is overlapped; None: Megatron's own.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         use_distributed_optimizer=distributed,
+        bucket_size=bucket_size,
     )
     wrapped = []
     for index, chunk in enumerate(model_chunks):

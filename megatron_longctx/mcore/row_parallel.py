@@ -22,6 +22,7 @@ from ..errors import refuse
 from ..kernels.no_grad import first_order
 from ..lowbit.crossover import Crossover
 from ..lowbit.reduction import Reducer, ReductionPolicy
+from .version import builder_of, mlp_of
 
 _EXACT = {
     False: ("all_reduce", reduce_from_tensor_model_parallel_region),
@@ -75,7 +76,7 @@ def with_reductions(layer: ModuleSpec, reductions: RowReductions) -> ModuleSpec:
     ):
         if policy.mode == "none":
             continue
-        inner: Any = getattr(layer.submodules, part, None)
+        inner: Any = mlp_of(layer) if part == "mlp" else getattr(layer.submodules, part, None)
         if getattr(getattr(inner, "submodules", None), linear, None) is None:
             raise refuse(
                 f"reduction.{name}",
@@ -88,7 +89,7 @@ def with_reductions(layer: ModuleSpec, reductions: RowReductions) -> ModuleSpec:
         inner = copy.copy(inner)
         inner.submodules = copy.copy(inner.submodules)
         setattr(inner.submodules, linear, ModuleSpec(module=ReducedRowParallelLinear, params=params))
-        setattr(layer.submodules, part, inner)
+        setattr(layer.submodules, part, builder_of(inner) if part == "mlp" else inner)
     return layer
 
 

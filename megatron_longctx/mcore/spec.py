@@ -45,10 +45,11 @@ def with_context_parallel(layer: ModuleSpec, sequence: ShardedSequence) -> Modul
     if isinstance(attention.module, type) and issubclass(attention.module, MultiLatentAttention):
         expected, remedy = "a self_attention without latents", "Context-parallel attention does not serve MLA yet."
         raise refuse("self_attention", attention.module.__name__, expected, remedy)
-    layer = copy.deepcopy(layer)
-    layer.submodules.self_attention.submodules.core_attention = functools.partial(
-        ContextParallelCoreAttention, sequence=sequence
-    )
+    # What lies on the way is copied, and nothing else: other parts may hold what cannot be, or equals itself alone.
+    layer, attention = copy.copy(layer), copy.copy(attention)
+    layer.submodules, attention.submodules = copy.copy(layer.submodules), copy.copy(attention.submodules)
+    layer.submodules.self_attention = attention
+    attention.submodules.core_attention = functools.partial(ContextParallelCoreAttention, sequence=sequence)
     return layer
 
 
@@ -93,7 +94,6 @@ def block_spec(
             norm_class(config.normalization),
         )
         # Megatron's torch norms refuse sequence parallelism; ours take it.
-        layer = copy.deepcopy(layer)
         layer.submodules.input_layernorm = final_norm
         layer.submodules.pre_mlp_layernorm = final_norm
         if config.qk_layernorm:

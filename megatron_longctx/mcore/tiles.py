@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import refuse
 from ..kernels.no_grad import first_order
 from .unread import unread_output
+from .version import builder_of, mlp_of
 
 _Run = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
@@ -26,21 +27,22 @@ _Run = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 class TiledMLP(MLP):  # type: ignore[misc]
     """Megatron's MLP, with the same parameters, run tile by tile; `with_mlp_tiles` puts it before any kind of MLP.
 
-    Args:
+    Attributes:
         tile_tokens: most tokens (times sequences) in a tile, but at least one of every sequence and sequence-parallel
-            rank. The others are Megatron's own.
+            rank. Of the class, since Megatron builds an MLP with arguments of its own alone.
 
     Raises:
         ValueError: gradients that the linear layers add up themselves.
     """
 
-    def __init__(self, config: Any, *args: Any, tile_tokens: int, **kwargs: Any) -> None:
+    tile_tokens: int
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.gradient_accumulation_fusion:
             raise refuse(
                 "gradient_accumulation_fusion", True, "False with recompute.mlp_tile_tokens", "Set it to False."
             )
         super().__init__(config, *args, **kwargs)
-        self._tile_tokens = tile_tokens
         self._shape_only = False
 
     @contextmanager
@@ -67,7 +69,7 @@ class TiledMLP(MLP):  # type: ignore[misc]
                 return plain(tile, *args, **kwargs)  # type: ignore[no-any-return]
 
         ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        rows = max(1, self._tile_tokens // (ranks * hidden_states.shape[1]))
+        rows = max(1, self.tile_tokens // (ranks * hidden_states.shape[1]))
         parameters = tuple(p for p in self.parameters() if p.requires_grad)
         output = _Tiled.apply((run, again), rows, self._shape_only, hidden_states, *parameters)  # type: ignore[no-untyped-call]
         bias = biases[0] if biases else self.linear_fc2.bias if self.linear_fc2.skip_bias_add else None
@@ -80,7 +82,7 @@ def with_mlp_tiles(layer: ModuleSpec, tile_tokens: int) -> ModuleSpec:
     Raises:
         ValueError: a layer without Megatron's dense MLP.
     """
-    mlp = getattr(layer.submodules, "mlp", None)
+    mlp = mlp_of(layer)
     if not (isinstance(mlp, ModuleSpec) and isinstance(mlp.module, type) and issubclass(mlp.module, MLP)):
         raise refuse(
             "recompute.mlp_tile_tokens",
@@ -89,11 +91,10 @@ def with_mlp_tiles(layer: ModuleSpec, tile_tokens: int) -> ModuleSpec:
             f"This layer has {getattr(mlp, 'module', mlp)}: leave it null.",
         )
     bases = (TiledMLP,) if mlp.module is MLP else (TiledMLP, mlp.module)
-    module = type(f"Tiled{mlp.module.__name__}", bases, {})
+    module = type(f"Tiled{mlp.module.__name__}", bases, {"tile_tokens": tile_tokens})
     tiled = copy.copy(layer)
     tiled.submodules = copy.copy(layer.submodules)
-    params = {**mlp.params, "tile_tokens": tile_tokens}
-    tiled.submodules.mlp = ModuleSpec(module=module, params=params, submodules=mlp.submodules)
+    tiled.submodules.mlp = builder_of(ModuleSpec(module=module, params=mlp.params, submodules=mlp.submodules))
     return tiled
 
 

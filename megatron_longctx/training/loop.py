@@ -107,14 +107,19 @@ class Trainer:
     def train(self) -> None:
         """Run to `train.steps`, or to the step in which a stop signal arrives; the last state is checkpointed."""
         train = self.config.train
+        begun = self.step
         if self.step >= train.steps:
             logger.info("the run is complete at step %d: raise train.steps to go on", self.step)
         try:
             while self.step < train.steps and not self._stopped():
                 at(f"step {self.step + 1}")
-                begin = time.perf_counter()
+                first, begin = self.step == begun, time.perf_counter()
+                if first:
+                    logger.info("first step: connects the ranks and compiles kernels, which a new machine does once")
                 with self._profiled():
                     result = self._one_step()
+                if first:
+                    logger.info(self._parts(begin))
                 self.step += 1
                 self.tokens += result.loss.work.tokens
                 self.interval.seconds += time.perf_counter() - begin
@@ -170,6 +175,7 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self.train_step.run(self._batches(taken))
+        self._optimizer_from = time.perf_counter()
         self._require_finite("loss", loss.mean, taken)
         lr = optimizer.learning_rate(self.optimizer)
         at(f"step {self.step + 1}, optimizer")
@@ -179,6 +185,14 @@ class Trainer:
             self._require_finite("gradient norm", float(grad_norm), taken)
         self.scheduler.step(increment=train.global_batch_size)
         return StepResult(loss, None if grad_norm is None else float(grad_norm), lr)
+
+    def _parts(self, begin: float) -> str:
+        """Where the time of a step has gone that began then and has just ended."""
+        update = time.perf_counter() - self._optimizer_from
+        passes = self._optimizer_from - begin - self._data_wait_s
+        return (
+            f"first step: {passes:.1f} s forward and backward, {self._data_wait_s:.1f} s data, {update:.1f} s optimizer"
+        )
 
     def _batches(self, taken: list[Batch]) -> Iterator[Batch]:
         """The micro-batches of a step, each noted in `taken`, and how long the step waits for them."""

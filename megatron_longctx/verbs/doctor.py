@@ -38,6 +38,7 @@ def report() -> list[Row]:
         ("transports", _transports),
         ("kernels", _kernels),
         ("packages", _packages),
+        ("training", _training),
     )
     rows: list[Row] = []
     for area, section in sections:
@@ -168,6 +169,17 @@ def _packages() -> Iterator[Row]:
     yield _package("hydra", "hydra", "hydra-core")
     yield _package("starlette", "starlette", "starlette")
     yield _package("uvicorn", "uvicorn", "uvicorn")
+
+
+def _training() -> Iterator[Row]:
+    """Which fused parts of a training step there are. Megatron's optimizer takes the first Adam of these two."""
+    makers = (_package("TransformerEngine", "transformer_engine.pytorch", "transformer-engine"), _apex())
+    adam = next((row.name for row in makers if row.usable), None)
+    missing = "torch's Adam instead; TransformerEngine or NVIDIA Apex has a fused one"
+    yield Row("training", "fused Adam", adam is not None, f"{adam}'s" if adam else missing)
+    product = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    missing = "computed, then added up; NVIDIA Apex built with fused_weight_gradient_mlp_cuda does both at once"
+    yield Row("training", "weight gradients", product, "added up by the product itself (Apex)" if product else missing)
 
 
 def _flash_attention() -> Row:

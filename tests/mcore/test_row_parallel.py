@@ -21,6 +21,7 @@ from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.row_parallel import ReducedRowParallelLinear, RowReductions, with_reductions
 from megatron_longctx.mcore.sequence import build_sequence
+from megatron_longctx.mcore.version import mlp_of
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.recorded import relative_error
 from tests.shared.training import tiny_config
@@ -174,10 +175,10 @@ def test_a_gpt_under_every_policy(tmp_path: Path, sequence_parallel: bool) -> No
 def test_the_spec_changes_where_a_policy_asks() -> None:
     original = get_gpt_layer_local_spec()
     reductions = RowReductions.of(ReductionConfig(output_projection="int4", down_projection="int8", group_size=64))
-    layer = with_reductions(original, reductions).submodules
+    layer = with_reductions(original, reductions)
     for part, policy in (
-        (layer.self_attention.submodules.linear_proj, ReductionPolicy("int4", 64)),
-        (layer.mlp.submodules.linear_fc2, ReductionPolicy("int8", 64)),
+        (layer.submodules.self_attention.submodules.linear_proj, ReductionPolicy("int4", 64)),
+        (mlp_of(layer).submodules.linear_fc2, ReductionPolicy("int8", 64)),
     ):
         assert part.module is ReducedRowParallelLinear
         assert part.params["policy"] == policy and part.params["reductions"] is reductions

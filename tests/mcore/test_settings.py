@@ -27,6 +27,7 @@ from megatron_longctx.mcore.rope import ShardedRotaryEmbedding
 from megatron_longctx.mcore.sequence import ShardedSequence
 from megatron_longctx.mcore.settings import REFUSED
 from megatron_longctx.mcore.spec import with_context_parallel
+from megatron_longctx.mcore.version import RELEASE
 from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.tiny_gpt import DenseAttention, Layout, model_config
 from tests.shared.sequences import sequence_of
@@ -70,10 +71,10 @@ HARMLESS = {
         cp_comm_type hierarchical_context_parallel_sizes""",
     "other parallelism and its communication, and losses over it": """
         sequence_parallel pipeline_model_parallel_comm_backend pipeline_model_parallel_size pipeline_dtype
-        virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size moe_extended_tp
+        virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size
         timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
         calculate_per_token_loss num_microbatches_with_partial_activation_checkpoints
-        async_tensor_model_parallel_allreduce use_te_rng_tracker tp_comm_overlap tp_comm_bulk_wgrad
+        use_te_rng_tracker tp_comm_overlap tp_comm_bulk_wgrad
         tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag
         tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1
         tp_comm_bootstrap_backend overlap_moe_expert_parallel_comm delay_wgrad_compute
@@ -100,17 +101,49 @@ HARMLESS = {
         moe_router_topk_limited_devices moe_router_padding_for_quantization moe_router_padding_for_fp8
         moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor
         moe_router_score_function moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate
-        moe_router_force_load_balancing moe_grouped_gemm moe_use_legacy_grouped_gemm moe_aux_loss_coeff
+        moe_router_force_load_balancing moe_grouped_gemm moe_aux_loss_coeff
         moe_z_loss_coeff moe_input_jitter_eps moe_token_dropping moe_token_dispatcher_type moe_enable_deepep
         moe_flex_dispatcher_backend moe_per_layer_logging moe_expert_capacity_factor
         moe_pad_expert_input_to_capacity moe_token_drop_policy moe_layer_recompute moe_permute_fusion
         moe_router_fusion moe_apply_probs_on_input moe_latent_size moe_deepep_num_sms moe_hybridep_num_sms""",
 }
 """Of no consequence to core attention, by why."""
+ONLY_IN_016 = "async_tensor_model_parallel_allreduce moe_extended_tp moe_use_legacy_grouped_gemm"
+ONLY_IN_019 = {
+    "what layers around core attention do, the scale that they give it, and how": """
+        use_mup mup_attn_scale_power mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult
+        mup_width_mult fused_residual_rmsnorm use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp
+        flash_attention_version mlp_chunks_for_training fp8_output_proj""",
+    "of what is refused, without meaning alone": """
+        dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_rope_interleaved dsa_indexer_rotate_activation
+        dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset dsa_indexer_topk_freq dsa_kernel_backend
+        experimental_attention_variant_loss_scale_func mamba_training_ssm_states_dtype mtp_detach_heads
+        mtp_grad_scale_func mtp_hybrid_override_pattern mtp_use_repeated_layer""",
+    "other parallelism and its communication": """
+        expert_gtp_weight_remat_size expert_tensor_parallel_num_weight_shards gtp_weight_remat_size
+        tensor_parallel_num_weight_shards high_priority_a2a_comm_stream nccl_all_reduce_for_prefill
+        overlap_dispatch_backward_with_experts_wgrad""",
+    "what is captured or moved to the host, and Megatron's own inference": """
+        activation_offload_fraction cpu_offloading_retain_pinned_cpu_buffers cuda_graph_modules
+        delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks
+        fine_grained_offloading_max_inflight_offloads inference_cuda_graph_scope
+        inference_disable_triton_nvls_kernels inference_grouped_gemm_backend
+        inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type""",
+    "experts": """
+        moe_expert_rank_capacity_factor moe_flex_dispatcher_num_sms moe_grad_scale_func
+        moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing
+        moe_hybridep_pad_uneven_dispatch_inputs moe_mlp_glu_interleave_size moe_ncclep_static_shape
+        moe_ncclep_zero_copy moe_pad_experts_for_cuda_graph_inference moe_paged_stash
+        moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size
+        moe_permute_fusion_into_hybridep moe_router_force_biased moe_router_quantile_balancing_ema
+        moe_shared_expert_glu_interleave_size moe_single_grouped_bias moe_single_grouped_weight
+        use_grouped_gemm_for_shared_expert""",
+}
 
 
 def test_every_field_of_megatrons_is_in_one_list() -> None:
-    lists = [*SERVED.split(), *REFUSED, *" ".join(HARMLESS.values()).split()]
+    of_release = " ".join(ONLY_IN_019.values()) if RELEASE >= (0, 19) else ONLY_IN_016
+    lists = [*SERVED.split(), *REFUSED, *" ".join(HARMLESS.values()).split(), *of_release.split()]
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert sorted(lists) == sorted(fields), f"new {fields - {*lists}}, gone {({*lists}) - fields}"
 

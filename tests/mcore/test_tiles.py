@@ -18,6 +18,7 @@ from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.tiles import TiledMLP, with_mlp_tiles
+from megatron_longctx.mcore.version import mlp_of
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.recorded import relative_error
 from tests.shared.training import tiny_config
@@ -123,18 +124,18 @@ def test_layers_without_a_dense_mlp_are_refused(layer: ModuleSpec) -> None:
 def test_the_spec_is_a_copy() -> None:
     original = get_gpt_layer_local_spec()
     tiled = with_mlp_tiles(original, 4)
-    assert original.submodules.mlp.module is MLP and issubclass(tiled.submodules.mlp.module, TiledMLP)
-    assert tiled.submodules.mlp.submodules is original.submodules.mlp.submodules
+    assert mlp_of(original).module is MLP and issubclass(mlp_of(tiled).module, TiledMLP)
+    assert mlp_of(tiled).submodules is mlp_of(original).submodules
 
     class Special(MLP):
         pass
 
-    original.submodules.mlp = ModuleSpec(module=Special, submodules=original.submodules.mlp.submodules)
-    assert with_mlp_tiles(original, 4).submodules.mlp.module.__mro__[1:3] == (TiledMLP, Special)
+    original.submodules.mlp = ModuleSpec(module=Special, submodules=mlp_of(original).submodules)
+    assert mlp_of(with_mlp_tiles(original, 4)).module.__mro__[1:3] == (TiledMLP, Special)
 
 
 def test_gradients_added_up_elsewhere_are_refused() -> None:
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
     config.gradient_accumulation_fusion = True
     with pytest.raises(ValueError, match="gradient_accumulation_fusion=True: expected False with"):
-        TiledMLP(config, tile_tokens=4)
+        TiledMLP(config)

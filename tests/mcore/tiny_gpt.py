@@ -34,6 +34,8 @@ class Layout:
     distributed: bool = True
     bf16: bool = False
     overlap: bool = False
+    bucket_size: int | None = None
+    clip_grad: float = 1.0
     tied: bool = False
 
 
@@ -111,7 +113,7 @@ class Trainer:
     def __init__(self, layout: Layout, **config_overrides: Any) -> None:
         self.groups = groups.initialize(tensor=layout.tensor, context=layout.context, pipeline=layout.pipeline, seed=7)
         self.config = model_config(layout, **config_overrides)
-        settings = OptimConfig(lr=2e-2, min_lr=1e-3, warmup_steps=1, decay_steps=10)
+        settings = OptimConfig(lr=2e-2, min_lr=1e-3, warmup_steps=1, decay_steps=10, clip_grad=layout.clip_grad)
         self.models = optim.wrap_ddp(
             [build_model(self.config, self.groups, tied=layout.tied)],
             self.config,
@@ -119,6 +121,7 @@ class Trainer:
             distributed=layout.distributed,
             overlap_grad_reduce=layout.overlap,
             overlap_param_gather=layout.overlap and layout.distributed,
+            bucket_size=layout.bucket_size,
         )
         self.optimizer = optim.build_optimizer(self.models, settings, self.groups)
         self.scheduler = optim.build_scheduler(self.optimizer, settings, 10, BATCH)

@@ -114,7 +114,7 @@ def test_a_section_that_breaks_leaves_the_others(monkeypatch: pytest.MonkeyPatch
 def test_main_prints_every_row_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    for area in ("system", "devices", "transports", "kernels", "packages"):
+    for area in ("system", "devices", "transports", "kernels", "packages", "training"):
         assert area in lines
     assert any(line.startswith("  gloo ") and " yes " in line for line in lines)
     assert sum(line.startswith("  ") for line in lines) == len(report())
