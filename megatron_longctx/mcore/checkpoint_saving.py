@@ -18,6 +18,7 @@ from .checkpoint_check import reason
 from .checkpoint_folder import Kept, iteration_directory
 from .checkpoint_state import TrainingState, finish_parameter_gather, jsonable, layout, sharded_state_dict
 from .checkpoint_writer import SharedSaveStrategy, Writing
+from .version import SAVE_ARGUMENTS
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def begin(
     strategy = SharedSaveStrategy(parallel_state.get_data_parallel_group(with_context_parallel=True))
     try:
         request = dist_checkpointing.save(
-            sharded, str(partial), strategy, async_sharded_save=True, content_metadata=content
+            sharded, str(partial), strategy, async_sharded_save=True, content_metadata=content, **SAVE_ARGUMENTS
         )
     except BaseException:
         _remove(partial)

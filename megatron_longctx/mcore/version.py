@@ -17,6 +17,10 @@ RELEASE: tuple[int, int] = tuple(map(int, version("megatron-core").split(".")[:2
 _NEW = RELEASE >= (0, 19)
 
 
+SAVE_ARGUMENTS = {"async_strategy": "mcore"} if _NEW else {}
+"""Of `dist_checkpointing.save`: 0.19's own choice for a save that is not waited for is a package that may be missing."""
+
+
 def common_loader() -> tuple[Any, str]:
     """Whose attribute of which name reads `common.pt`, given its folder last: a strategy's method until 0.16."""
     from megatron.core.dist_checkpointing import serialization
