@@ -18,7 +18,7 @@ _NEW = RELEASE >= (0, 19)
 
 
 SAVE_ARGUMENTS = {"async_strategy": "mcore"} if _NEW else {}
-"""Of `dist_checkpointing.save`: 0.19's own choice for a save that is not waited for is a package that may be missing."""
+"""Of `dist_checkpointing.save`: 0.19 would take a package that may be missing where nobody waits for the save."""
 
 
 def common_loader() -> tuple[Any, str]:

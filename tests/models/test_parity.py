@@ -1,4 +1,4 @@
-"""Every family computes what `transformers` does, at every parallel size: sequences, and up to 200 tokens after them."""
+"""Every family computes what `transformers` does, at every parallel size: sequences, and tokens after them."""
 
 from __future__ import annotations
 
