@@ -1,13 +1,14 @@
 # `make` or `make help` lists the targets. Variables, given as `make TARGET NAME=value`:
-#   PYTHON  interpreter that .venv is made of (3.11 or later; default: python3);
-#           for test-gpu: the interpreter that runs the tests, with everything they need installed
+#   PYTHON  interpreter that .venv is made of (3.11 or later; default: python3). One that is named has an environment
+#           of its own: PYTHON=python3.12 makes .venv-python3.12, with the newest Megatron-Core that is tested.
+#           For test-gpu: the interpreter that runs the tests, with everything they need installed
 #   ARGS    more arguments for pytest, e.g. ARGS="-k zigzag -x"
 #   WORKERS processes that share the CPU tests (default: 2; each test starts up to eight ranks of its own)
 
 PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 2
-VENV := .venv
+VENV := .venv$(if $(filter-out file,$(origin PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := megatron_longctx benchmarks analysis tests
@@ -76,6 +77,6 @@ types: setup ## Check types (mypy)
 wheel: setup ## Build the wheel into dist/
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
-clean: ## Remove .venv, caches and built files (runs/ and data/ stay)
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+clean: ## Remove the environments, caches and built files (runs/ and data/ stay)
+	rm -rf .venv .venv-* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -69,14 +69,8 @@ class Slice(NamedTuple):
         """The same pairs, where queries and keys have numbers that are so much higher."""
         q0, q1, k0, k1, lo, hi = self
         by = keys - queries
-        return Slice(
-            q0 + queries,
-            q1 + queries,
-            k0 + keys,
-            k1 + keys,
-            lo if lo == -FAR else lo + by,
-            hi if hi == FAR else hi + by,
-        )
+        lo, hi = (lo if lo == -FAR else lo + by), (hi if hi == FAR else hi + by)
+        return Slice(q0 + queries, q1 + queries, k0 + keys, k1 + keys, lo, hi)
 
     def tight(self) -> Slice | None:
         """The smallest slice of the same pairs, with bounds that bind nothing left out; None where there is no pair."""
@@ -131,8 +125,7 @@ def joined(slices: Iterable[Slice]) -> list[Slice]:
     return found
 
 
-_Place = tuple[int, int, int]
-"""Where slices of one kind of neighbours begin or end."""
+_Place = tuple[int, int, int]  # where slices of one kind of neighbours begin or end
 
 
 def _joined_by(ends: Callable[[Slice], tuple[_Place, _Place]], slices: Iterable[Slice]) -> list[Slice]:
@@ -330,9 +323,8 @@ def documents(
     _check_of_documents("prefixes", prefixes, lengths, [(0, length) for length in lengths])
     _check_of_documents("parents", parents, lengths, [(-1, number - 1) for number in range(len(lengths))])
     if prefixes is not None and not causal:
-        raise refuse(
-            "prefixes", "given", "none with causal=False, where every token sees all", "Leave one of them out."
-        )
+        expected = "none with causal=False, where every token sees all"
+        raise refuse("prefixes", "given", expected, "Leave one of them out.")
     found: list[Document] = []
     slices: list[Slice] = []
     for number, (length, stop) in enumerate(zip(lengths, ends, strict=True)):

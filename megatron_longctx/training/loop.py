@@ -190,7 +190,8 @@ class Trainer:
         """Where the time of a step has gone that began then and has just ended."""
         update = time.perf_counter() - self._optimizer_from
         passes = self._optimizer_from - begin - self.interval.data_wait_s
-        return f"first step: {passes:.1f} s forward and backward, {self.interval.data_wait_s:.1f} s data, {update:.1f} s optimizer"
+        waited = self.interval.data_wait_s
+        return f"first step: {passes:.1f} s forward and backward, {waited:.1f} s data, {update:.1f} s optimizer"
 
     def _batches(self, taken: list[Batch]) -> Iterator[Batch]:
         """The micro-batches of a step, each noted in `taken`, and how long the step waits for them."""
