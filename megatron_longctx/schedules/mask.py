@@ -89,11 +89,9 @@ class Slice(NamedTuple):
     def overlap(self, other: Slice) -> Slice | None:
         """The pairs that are in both, tight; None where there is none."""
         q0, q1, k0, k1, lo, hi = other
-        found = Slice(
-            max(self.q_start, q0), min(self.q_stop, q1), max(self.k_start, k0), min(self.k_stop, k1),
-            max(self.lo, lo), min(self.hi, hi),
-        )  # fmt: skip
-        return found.tight()
+        band = max(self.lo, lo), min(self.hi, hi)
+        q, k = (max(self.q_start, q0), min(self.q_stop, q1)), (max(self.k_start, k0), min(self.k_stop, k1))
+        return Slice(*q, *k, *band).tight()
 
     def __str__(self) -> str:
         bounds = [f"{self.lo} <= j - i"] * (self.lo != -FAR) + [f"j - i <= {self.hi}"] * (self.hi != FAR)
