@@ -199,7 +199,7 @@ def _join(config: Config, place: Placement) -> None:
     """Be one rank; rank 0 checks the job and its configuration is everybody's."""
     place.enter(os.environ)
     limit = config.parallelism.timeout_s
-    record_collectives(RunFolder.of(config).errors)
+    record_collectives(RunFolder.of(config).ranks)
     try:
         rendezvous.join(place, rendezvous.meet(place, limit), limit, worker.uses_cuda(config))
     except (RuntimeError, OSError) as error:

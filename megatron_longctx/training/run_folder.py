@@ -99,7 +99,7 @@ class RunFolder:
                 self.resolved.replace(kept)
         save_config(config, self.resolved)
         self.status.begin(resumed_step or 0, config.train.steps)
-        for old in (*self.errors.glob("*rank_*"), *self.ranks.glob("rank_*")):
+        for old in (*self.errors.glob("*rank_*"), *self.ranks.glob("*rank_*")):
             old.unlink()
 
     def note_error(self, rank: int, error: BaseException) -> None:

@@ -46,7 +46,7 @@ def spawned(local_rank: int, world_size: int, listener: socket.socket, run_folde
             port = int(listener.getsockname()[1])
             listener.close()  # nobody would answer there once rank 0 has ended
             store = join_store(port, limit)
-        record_collectives(folder.errors)
+        record_collectives(folder.ranks)
         join(Placement.local(local_rank, world_size), store, limit, uses_cuda(config))
     except BaseException as error:
         folder.note_error(local_rank, error)
