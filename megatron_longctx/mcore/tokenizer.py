@@ -6,6 +6,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
@@ -40,7 +41,9 @@ def build_tokenizer(library: str, path: str | None = None) -> MegatronTokenizerT
     if path is None or not (Path(path).exists() or library == "huggingface"):
         raise ValueError(f"data.tokenizer_path={path}: expected the files of a {library} tokenizer. {remedy}")
     try:
-        more = _vocabulary_of_tiktoken(path) if library == "tiktoken" else {}
+        more: dict[str, Any] = _vocabulary_of_tiktoken(path) if library == "tiktoken" else {}
+        if library == "huggingface":
+            more["include_special_tokens"] = False  # Megatron-Core 0.19 would begin every text of a dataset with BOS
         # What transformers reads of a folder it does not read of a file.
         read = str(Path(path).parent) if library == "huggingface" and Path(path).is_file() else path
         found = MegatronTokenizer.from_pretrained(tokenizer_path=read, metadata_path={"library": library}, **more)
