@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 
 from hydra import compose
@@ -28,8 +29,16 @@ def show_info(what: str, overrides: Sequence[str]) -> None:
         hydra.show_info(what, "config", words)
 
 
-def sweep(overrides: Sequence[str]) -> list[list[str]]:
-    """The words of every job of a multirun, by Hydra's grammar (`key=a,b`, `key=range(1,4)`, `group=glob(*)`).
+@dataclass(frozen=True)
+class Sweep:
+    """name: its own `run.name`. jobs: the words of each, which end with the job's `run.name`."""
+
+    name: str
+    jobs: list[list[str]]
+
+
+def sweep(overrides: Sequence[str]) -> Sweep:
+    """The jobs of a multirun, by Hydra's grammar (`key=a,b`, `key=range(1,4)`, `group=glob(*)`).
 
     A recipe may say what is swept (`hydra.sweeper.params`); words win over it. A job's `run.name` is the sweep's, with
     the job's own values behind it.
@@ -57,7 +66,7 @@ def sweep(overrides: Sequence[str]) -> list[list[str]]:
             raise refuse("run.name", name, "a name of its own for every job", "Vary keys whose values differ.")
         jobs[name] = [*(word for word in words if not word.startswith("run.name=")), f"run.name={name}"]
         compose_config(jobs[name])
-    return list(jobs.values())
+    return Sweep(composed.run.name, list(jobs.values()))
 
 
 def _parsed(parser: OverridesParser, word: str) -> Override:

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         if "WORLD_SIZE" in os.environ:
             remedy = "Sweep on one host, or submit a job for each: see launch/README.md."
             raise refuse("--multirun", "under torchrun", "to start the ranks itself", remedy)
-        return _sweep(arguments, sweep(arguments.settings))
+        return _sweep(arguments, sweep(arguments.settings).jobs)
     else:
         return int(arguments.run(arguments) or 0)
     return 0

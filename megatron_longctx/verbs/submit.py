@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -19,11 +17,11 @@ from ..config import Config
 from ..errors import JobFailed, refuse
 from ..files import bundled
 from ..metrics import environment
+from ..sweep import sweep
 from ..training.run_folder import RunFolder
 
 KINDS = ("train", "serve", "sweep")
 _PACKAGE = Path(__file__).resolve().parents[1]
-_PARTS = re.compile(r"""((?:[^,'"\[({]|'[^']*'|"[^"]*"|\[[^\]]*\]|\([^)]*\)|\{[^}]*\})*),?""")
 
 
 @dataclass(frozen=True)
@@ -76,16 +74,6 @@ def submit(kind: str, words: Sequence[str], dry_run: bool) -> None:
     print(f"{said.strip()}\ncode, configuration and command: {folder}\nlog and status.json: {job.run}")
 
 
-def combinations(words: Sequence[str]) -> list[list[str]]:
-    """Every combination of words whose values are parted by commas, `key=a,b`. Commas in quotes and brackets stay."""
-    each = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        parts = [match[1] for match in _PARTS.finditer(value) if match[0]] or [value]
-        each.append([f"{key}{equals}{part}" for part in parts])
-    return [list(chosen) for chosen in itertools.product(*each)]
-
-
 def _train(settings: Sequence[str]) -> Job:
     config = compose_config(settings)
     return Job("train", RunFolder.of(config).path, {RESOLVED: config})
@@ -100,20 +88,11 @@ def _serve(settings: Sequence[str]) -> Job:
 
 
 def _sweep(settings: Sequence[str]) -> Job:
-    chosen = combinations(settings)
-    if len(chosen) == 1:
+    found = sweep(settings)
+    if len(found.jobs) == 1:
         raise ValueError("sweep: expected a setting with several values, such as parallelism.schedule=ring,zigzag.")
-    configs: dict[str, Config] = {}
-    swept = [i for i in range(len(settings)) if len({words[i] for words in chosen}) > 1]
-    base = None
-    for number, words in enumerate(chosen, start=1):
-        first = RunFolder.of(compose_config(words)).path
-        base = base or first
-        values = "-".join(re.sub(r"[^\w.+-]+", "_", words[i].partition("=")[2]) for i in swept)
-        named = any(words[i].startswith("run.name=") for i in swept)
-        configs[f"{number}.yaml"] = compose_config(words if named else [*words, f"run.name={first.name}-{values}"])
-    assert base is not None
-    return Job("sweep", base, configs, array=True)
+    configs = {f"{number}.yaml": compose_config(words) for number, words in enumerate(found.jobs, start=1)}
+    return Job("sweep", Path(configs["1.yaml"].run.root, found.name), configs, array=True)
 
 
 def _variables(code: Path) -> dict[str, str]:

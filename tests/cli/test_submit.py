@@ -12,7 +12,6 @@ import pytest
 
 from megatron_longctx.compose import load_config, save_config
 from megatron_longctx.verbs import cli
-from megatron_longctx.verbs.submit import combinations
 
 
 @pytest.fixture
@@ -56,9 +55,9 @@ def test_a_sweep_is_a_run_for_every_combination(place: Path) -> None:
     swept = ["parallelism.schedule=ring,zigzag", "optim.lr=1e-3,2e-3", "run.name=s"]
     assert cli.main(["submit", "sweep", "experiment=demo", *swept]) == 0
     called = (place / "called").read_text().split()
-    assert "--array=1-4" in called and called[-2].endswith("/sweep.sbatch")
+    assert "--job-name=s" in called and "--array=1-4" in called and called[-2].endswith("/sweep.sbatch")
     runs = [load_config(Path(line.split()[1])) for line in Path(called[-1]).read_text().splitlines()]
-    assert [run.run.name for run in runs] == ["s-ring-1e-3", "s-ring-2e-3", "s-zigzag-1e-3", "s-zigzag-2e-3"]
+    assert [run.run.name for run in runs] == ["s-ring-0.001", "s-ring-0.002", "s-zigzag-0.001", "s-zigzag-0.002"]
     assert [(run.parallelism.schedule, run.optim.lr) for run in runs[1:3]] == [("ring", 2e-3), ("zigzag", 1e-3)]
 
 
@@ -92,8 +91,3 @@ def test_what_slurm_refuses_is_told(place: Path, capsys: pytest.CaptureFixture[s
     (place / "bin/sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
     assert cli.main(["submit", "train", "experiment=demo"]) == 1
     assert "sbatch refused the job: sbatch: error: invalid partition" in capsys.readouterr().err
-
-
-def test_commas_in_quotes_part_nothing() -> None:
-    found = combinations(["a=1,2", 'data.split="95,5"', "b=[1,2],[3]", "c="])
-    assert found[0] == ["a=1", 'data.split="95,5"', "b=[1,2]", "c="] and len(found) == 4

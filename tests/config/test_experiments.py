@@ -72,7 +72,7 @@ def mode_of(config: Config) -> str:
 
 
 def test_compare_modes_is_every_mode_at_one_setting() -> None:
-    jobs = [compose_config(words) for words in sweep(["experiment=compare_modes"])]
+    jobs = [compose_config(words) for words in sweep(["experiment=compare_modes"]).jobs]
     assert sorted(map(mode_of, jobs)) == sorted(MODES)
     assert {config.run.name for config in jobs} == {f"compare_modes-{name}" for name in MODES}
 
@@ -88,17 +88,18 @@ def test_compare_modes_is_every_mode_at_one_setting() -> None:
     ],
 )
 def test_an_ablation_varies_what_it_says_and_nothing_else(name: str, varied: set[tuple[str, str]]) -> None:
-    jobs = [compose_config(words) for words in sweep([f"experiment={name}"])]
+    jobs = [compose_config(words) for words in sweep([f"experiment={name}"]).jobs]
     assert {(mode_of(config), config.recompute.mode) for config in jobs} == varied
     alike = {(config.model, config.data, config.optim, config.train, config.parallelism.cluster) for config in jobs}
     assert len(alike) == 1
 
 
 def test_words_of_a_sweep_are_hydras(tmp_path: Path) -> None:
-    jobs = sweep(["model=tiny,gpt2", "+train.steps=range(20,22)", "data.prefix=a b", "run.name=s"])
-    assert [compose_config(job).run.name for job in jobs] == ["s-tiny-20", "s-tiny-21", "s-gpt2-20", "s-gpt2-21"]
-    assert {compose_config(job).data.prefix for job in jobs} == {"a b"}
-    (one,) = sweep(["experiment=compare_modes", "parallelism.schedule=ring"])
+    found = sweep(["model=tiny,gpt2", "+train.steps=range(20,22)", "data.prefix=a b", "data.split='95,5'", "run.name=s"])
+    jobs = found.jobs
+    assert found.name == "s" and [compose_config(job).run.name for job in jobs] == ["s-tiny-20", "s-tiny-21", "s-gpt2-20", "s-gpt2-21"]
+    assert {(compose_config(job).data.prefix, compose_config(job).data.split) for job in jobs} == {("a b", "95,5")}
+    (one,) = sweep(["experiment=compare_modes", "parallelism.schedule=ring"]).jobs
     assert compose_config(one).run.name == "compare_modes", "a word wins over what the recipe sweeps"
     with pytest.raises(ValueError, match="steps=0: expected at least 1"):
         sweep(["train.steps=30,0"])

@@ -182,7 +182,7 @@ def test_one_task_of_a_sweep_is_requeued_alone(slurm: Cluster) -> None:
     options = (*CPU, "--ntasks-per-node=1", "--parsable")
     said = slurm.command(*CLI, "submit", "sweep", *options, *words)
     array = said.splitlines()[0]
-    runs = [slurm.folder / "runs" / f"sweep-{rate}" for rate in ("1e-3", "2e-3")]
+    runs = [slurm.folder / "runs" / f"sweep-{rate}" for rate in ("0.001", "0.002")]
     tasks = [_Task(slurm, f"{array}_{i}", run) for i, run in enumerate(runs, start=1)]
     tasks[1].at_step(5)
     slurm.command("scancel", "--batch", "--signal=USR1", tasks[1].job)
