@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.recorded import table
 from megatron_longctx.errors import refuse
 
 LOSSES = "loss_by_position"
@@ -80,7 +81,7 @@ def tables(title: str, models: Mapping[str, Mapping[str, Any]]) -> str:
             ["mean", name, *(_cell(means(found).get(n), ".1f") for n in lengths)] for name, found in by_model.items()
         ]
         parts.append("Answers that were said, in %, by the length of the text in tokens.")
-        parts.append(_table(["task", "model", *(f"{n:,}" for n in lengths)], rows))
+        parts.append(table(["task", "model", *(f"{n:,}" for n in lengths)], rows))
     for length in sorted({int(n) for model in models.values() for n in _curves(model)}):
         shown = {name: _curves(model).get(str(length)) for name, model in models.items()}
         ranges = dict.fromkeys((r["first"], r["stop"]) for each in shown.values() if each for r in each["positions"])
@@ -95,7 +96,7 @@ def tables(title: str, models: Mapping[str, Mapping[str, Any]]) -> str:
         text = next(model["tasks"][LOSSES]["text"] for model in models.values() if LOSSES in model["tasks"])
         parts += [
             f"Losses in nats by position, texts of {length:,} tokens ({text}).",
-            _table(["position", *models], rows),
+            table(["position", *models], rows),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -135,10 +136,6 @@ def _curves(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cell(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .dashboard import write_dashboard
-from .runs import METRICS, Run, common_steps, differences, load_runs
+from .runs import COLOURS, METRICS, Run, common_steps, differences, load_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Blue, vermilion, green, … told apart by colour-blind readers as well; lines also differ in style.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", "-.", ":")
 _OPTIONS = ("max_buffer_tokens", "inner_size", "outer_schedule", "cluster")
 
@@ -106,7 +104,7 @@ def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
             linestyle="-" if i == 0 else _STYLES[i % len(_STYLES)],
             linewidth=5.0 if pale else 1.8,
             alpha=0.35 if pale else 1.0,
-            color=_COLOURS[i % len(_COLOURS)],
+            color=COLOURS[i % len(COLOURS)],
             label=run.name,
         )
     axes.set_ylabel("training loss")
@@ -120,8 +118,8 @@ def _draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
     for i, run in enumerate(runs[1:], start=1):
         apart = [abs(d) for d in differences(run, first, steps)]
         sizes += [d for d in apart if d > 0 and math.isfinite(d)]
-        colour = _COLOURS[i % len(_COLOURS)]
-        axes.plot(steps, apart, "o-", markersize=3.5, linewidth=1.0, color=colour, label=f"{run.name} - {first.name}")
+        colour = COLOURS[i % len(COLOURS)]
+        axes.plot(steps, apart, "o-", markersize=3.5, linewidth=1.0, color=colour)
     # Differences that grow by orders of magnitude are unreadable on a linear axis; exact zeros need its linear part.
     if sizes and max(sizes) > 20 * min(sizes):
         axes.set_yscale("symlog", linthresh=10 ** math.floor(math.log10(min(sizes))))
@@ -130,8 +128,7 @@ def _draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
         axes.set_ylim(bottom=0, top=None if sizes else 1e-6)
     axes.set_ylabel("|difference|")
-    if len(runs) > 2:
-        axes.legend(frameon=False, loc="best")
+    axes.set_title(f"Difference from {first.name}", loc="left", fontweight="bold")
 
 
 def _draw_plan(axes: Axes, key: PlanKey) -> None:
@@ -197,7 +194,7 @@ def draw_figures(runs: Sequence[Run]) -> Figure:
         for number, metric in enumerate(known, start=1):
             axes = figure.add_subplot(lines, columns, number)
             values = [metric.of(run) for run in runs]
-            colours = [_COLOURS[i % len(_COLOURS)] for i in range(len(runs))]
+            colours = [COLOURS[i % len(COLOURS)] for i in range(len(runs))]
             bars = axes.barh(range(len(runs)), [value or 0.0 for value in values], color=colours)
             axes.bar_label(bars, [metric.text(run) for run in runs], padding=3)
             axes.set_yticks(

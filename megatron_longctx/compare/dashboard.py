@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import files, names
-from .runs import METRICS, Run, common_steps, differences
+from .runs import COLOURS, METRICS, Run, common_steps, differences
 
 _TEMPLATE = Path(__file__).with_name("dashboard.html")
 _MARK = "/*RUNS*/"
@@ -37,6 +37,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     apart = {"key": "difference", "title": "largest loss difference", "unit": f"to {first.name}", "better": "low"}
     return {
         "first": first.name,
+        "colours": COLOURS,
         "metrics": [*metrics, apart],
         "curves": [{"key": key, "title": title} for key, title in _CURVES],
         "runs": [_run(run, first, steps) for run in runs],

@@ -74,6 +74,11 @@ class Metric:
         return "—" if value is None else format(value, self.spec)
 
 
+# Of runs, in order. Blue, vermilion, green, … told apart by colour-blind readers as well.
+COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
+    *("#56B4E9", "#7F5FC1", "#8A6D3B", "#C0392B", "#607D8B"),
+)
 METRICS = (
     Metric("tokens/s", "tokens/s", names.TOKENS_PER_S, ",.0f", "high"),
     Metric("tokens/s/GPU", "tokens/s a GPU", names.TOKENS_PER_S_PER_GPU, ",.0f", "high"),
@@ -82,7 +87,8 @@ METRICS = (
     Metric("MFU dense %", "% of the peak", names.MFU_DENSE_PCT, ".1f", "high"),
     Metric("exposed comm ms", "ms a step", names.EXPOSED_COMM_S, ",.1f", "low", scale=1e3),
     Metric("data wait ms", "ms a step", names.DATA_WAIT_S, ",.1f", "low", scale=1e3),
-    Metric("imbalance %", "% over the mean", names.IMBALANCE_PCT, ".1f", "low"),
+    Metric("predicted imbalance %", "% over the mean", names.IMBALANCE_PCT, ".1f", "low"),
+    Metric("measured imbalance %", "% over the mean", names.MEASURED_IMBALANCE_PCT, ".1f", "low"),
     Metric("peak mem GiB", "GiB a GPU", names.PEAK_ACTIVE_GIB, ".2f", "low", pick=max),
 )
 

@@ -44,11 +44,17 @@ def _wait_for_a_late_peer(rank: int, folder: Path) -> list[float]:
         found.append(times.waited_s)
     rest = attention.times()
     assert rest is not None and rest.computed_s == 0
-    return [*found, rest.waited_s]
+    alone = ContextParallelAttention(dist.new_subgroups(1)[0])
+    alone.measure_times()
+    alone(q, k, v, mask=q.shape[0])
+    times = alone.times()
+    assert times is not None and times.computed_s > 0
+    return [*found, rest.waited_s, times.waited_s]
 
 
 def test_a_rank_waits_for_its_late_peer(tmp_path: Path) -> None:
-    for rank, (prompt, late, rest) in enumerate(run_distributed(_wait_for_a_late_peer, 2, tmp_path)):
+    for rank, (prompt, late, rest, alone) in enumerate(run_distributed(_wait_for_a_late_peer, 2, tmp_path)):
         assert prompt > 0 and rest == 0
+        assert alone == 0, "who only computes does not wait"
         if rank == 0:
             assert late > LATE / 2

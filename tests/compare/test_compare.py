@@ -129,6 +129,9 @@ def test_distinct_plans_are_found_and_drawn(tmp_path: Path) -> None:
     assert keys == [compare.PlanKey("zigzag", 4, 64, None), compare.PlanKey("ring", 2, 64, None)]
     figure = compare.draw(compare.load_runs(folders), keys)
     assert len(figure.axes) == 4  # losses, differences and two plans
+    losses, differences = figure.axes[:2]
+    assert differences.get_title(loc="left") == "Difference from cp1" and differences.get_legend() is None
+    assert [line.get_color() for line in differences.lines] == [line.get_color() for line in losses.lines[1:]]
     assert "zigzag" in figure.axes[2].get_title() and "ring" in figure.axes[3].get_title()
 
 

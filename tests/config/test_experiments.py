@@ -95,9 +95,16 @@ def test_an_ablation_varies_what_it_says_and_nothing_else(name: str, varied: set
 
 
 def test_words_of_a_sweep_are_hydras(tmp_path: Path) -> None:
-    found = sweep(["model=tiny,gpt2", "+train.steps=range(20,22)", "data.prefix=a b", "data.split='95,5'", "run.name=s"])
+    found = sweep(
+        ["model=tiny,gpt2", "+train.steps=range(20,22)", "data.prefix=a b", "data.split='95,5'", "run.name=s"]
+    )
     jobs = found.jobs
-    assert found.name == "s" and [compose_config(job).run.name for job in jobs] == ["s-tiny-20", "s-tiny-21", "s-gpt2-20", "s-gpt2-21"]
+    assert found.name == "s" and [compose_config(job).run.name for job in jobs] == [
+        "s-tiny-20",
+        "s-tiny-21",
+        "s-gpt2-20",
+        "s-gpt2-21",
+    ]
     assert {(compose_config(job).data.prefix, compose_config(job).data.split) for job in jobs} == {("a b", "95,5")}
     (one,) = sweep(["experiment=compare_modes", "parallelism.schedule=ring"]).jobs
     assert compose_config(one).run.name == "compare_modes", "a word wins over what the recipe sweeps"

@@ -34,8 +34,7 @@ WHOLE_MESSAGES = {
     "train.steps=abc": "train.steps=abc: expected an integer. For example train.steps=20.",
     "data.prefix=???": "data.prefix=???: expected text. For example data.prefix=data/stdlib.",
     "run.name=a\nb": "run.name=a\\nb: expected a plain folder name of at most 200 bytes. default is the default.",
-    "model=tin": "model=tin: expected one of gpt2, llama3_1_8b, llama3_70b, llama3_8b, mixtral_8x7b, qwen2_5_7b, "
-    "qwen3_8b, smollm2_135m, smollm2_1_7b, tiny, tiny_moe. Nearest: tiny, tiny_moe.",
+    "model=tin": f"model=tin: expected one of {', '.join(compose.recipes()['model'])}. Nearest: tiny, tiny_moe.",
     "~train.steps": (
         "~train.steps: expected key=value; keys cannot be removed. Leave train.steps out to have its default."
     ),

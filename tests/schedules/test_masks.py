@@ -151,6 +151,7 @@ def test_joined_slices_show_the_same(said: Arguments, q: list[int], k: list[int]
 
 
 @given(st.sampled_from([causal(40), full(40)]), cuts, cuts)
+@example(causal(40), [], [1, 2])  # queries that join late
 def test_cuts_are_undone(mask: Mask, q: list[int], k: list[int]) -> None:
     """As a rank's spans cut its queries, and other ranks' spans the keys that these see."""
     assert joined(pieces(mask, [*q, *k], k)) == list(mask.slices)

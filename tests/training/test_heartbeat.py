@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_longctx.config import Config
 from megatron_longctx.training import heartbeat
 from megatron_longctx.training.heartbeat import Doing, Heartbeat, last_operations, suspects
 from megatron_longctx.training.run_folder import RunFolder
@@ -37,6 +38,16 @@ def test_the_last_operation_is_in_the_folder(tmp_path: Path) -> None:
         (1, "step 3"),
     ]
     assert found[1].count == found[0].count + 1
+
+
+def test_signs_of_an_earlier_start_are_not_taken_for_this_ones(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for rank in range(4):
+        Heartbeat(folder, rank).close()
+    folder.prepare(Config(), None).release()
+    assert last_operations(folder) == {}
+    Heartbeat(folder, 1).close()
+    assert list(last_operations(folder)) == [1]
 
 
 def test_who_was_waited_for() -> None:
