@@ -11,7 +11,7 @@ WORKERS ?= 2
 VENV := .venv$(if $(filter-out file,$(origin PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CODE := megatron_longctx benchmarks analysis tests
+CODE := megatron_longctx benchmarks analysis tests docs
 SCRIPTS := launch/*.sh launch/*.sbatch launch/submit tests/slurm/run.sh .ci/run
 
 # One thread a process: tests start up to eight ranks, which would otherwise fight over the cores.

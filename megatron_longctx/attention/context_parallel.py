@@ -30,7 +30,7 @@ from ..schedules import mask as masks
 from ..schedules.save_remote import KEEP_RECEIVED
 from .bind import Engine
 from .function import AttentionFunction, AttentionResult, Passes, forward_pass, shapes_of
-from .kv_format import Int8KV
+from .kv_format import MakeFormat
 from .shapes import Shapes
 
 _MOST_BOUND = 64
@@ -49,8 +49,9 @@ class ContextParallelAttention:
         options: what a schedule that is given by its name may be told besides. unit, layout: see `build_plan`.
         deterministic: ask for kernels whose results are bit-identical from run to run.
         transport: auto, peer or p2p (see `comm.choose_transport`).
-        kv_int8: in calls with `inference`, keys and values travel, and are attended, as 8-bit integers with a scale for
-            every token and head. One rank alone sends nothing and stays exact.
+        kv_format: from head dimensions of keys and of values and a dtype to the format in which keys and values travel,
+            and are attended, in calls with `inference` (`kv_format.int8_kv`; a class); None for as they are. One rank
+            alone sends nothing and stays exact.
         keep_received: auto, true or false: whether calls that will be differentiated keep what they have received, so
             that backward does not exchange it again (see `schedules.save_remote`).
 
@@ -70,7 +71,7 @@ class ContextParallelAttention:
         layout: str = "auto",
         deterministic: bool = False,
         transport: str = "auto",
-        kv_int8: bool = False,
+        kv_format: MakeFormat | None = None,
         keep_received: str = "auto",
     ) -> None:
         if keep_received not in KEEP_RECEIVED:
@@ -83,7 +84,7 @@ class ContextParallelAttention:
         self.mode: Mode = find_mode(schedule, self.world, options) if isinstance(schedule, str) else schedule
         self.deterministic = deterministic
         self._kernel, self._unit, self._layout, self._transport = kernel, unit, layout, transport
-        self._kv_int8, self._keep_received = kv_int8, keep_received
+        self._kv_format, self._keep_received = kv_format, keep_received
         self._measures_times = False
         self._links: dict[torch.device, _Links] = {}
         self._engines: dict[KernelRequest, Engine] = {}
@@ -144,29 +145,27 @@ class ContextParallelAttention:
             sink: `[h]`, a logit per head that takes part in every softmax and has no value; None for none.
             result: what `forward` gave for these very inputs; it is returned as it is, differentiably, and nothing is
                 computed or sent before backward.
-            inference: nothing will be differentiated; only then `kv_int8` has an effect.
+            inference: nothing will be differentiated; only then `kv_format` has an effect.
 
         Returns:
             `[s, b, h, e]` in q's dtype.
 
         Raises:
             ValueError: shapes that do not fit each other or the layout, no kernel that can serve them, or gradients
-                asked of 8-bit keys and values.
+                asked of keys and values in a format.
         """
         wanted = (q, k, v) if sink is None else (q, k, v, sink)
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in wanted)
-        int8 = inference and self._kv_int8 and self.world > 1
-        if int8 and differentiated:
-            raise ValueError(
-                "attention.kv_int8=True: expected an inference call without gradients. Call under torch.no_grad(), "
-                "or set attention.kv_int8=false."
-            )
+        kv_format = self._kv_format if inference and self.world > 1 else None
+        if kv_format is not None and differentiated:
+            remedy = "Call under torch.no_grad(), or leave the format out (attention.kv_int8=false)."
+            raise refuse("kv_format", "given", "none in a call with gradients", remedy)
         # A result that is given was computed without a graph: nothing was kept with it.
         keep = differentiated and result is None and self.keeps_received(_length(mask), q.shape[1])
-        passes = self._passes(q, k, v, mask, keep=keep, int8=int8)
+        passes = self._passes(q, k, v, mask, keep=keep, kv_format=kv_format)
         _check_sink(sink, q)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if int8:
+        if kv_format is not None:
             return forward_pass(passes, q, k, v, scale, sink)[0]
         out: Tensor = AttentionFunction.apply(q, k, v, sink, passes, scale, result)  # type: ignore[no-untyped-call]
         return out
@@ -204,7 +203,14 @@ class ContextParallelAttention:
         return keeps_received(self._keep_received, self.mode.name, self.world, length, batch)
 
     def _passes(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | int, *, keep: bool = False, int8: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | int,
+        *,
+        keep: bool = False,
+        kv_format: MakeFormat | None = None,
     ) -> Passes:
         """The call's passes, ready to run."""
         mask = masks.causal(mask) if isinstance(mask, int) else mask
@@ -218,7 +224,7 @@ class ContextParallelAttention:
             deterministic=self.deterministic,
             v_head_dim=v.shape[3],
         )
-        shapes = shapes_of(q, k, v, Int8KV(q.shape[3], q.dtype) if int8 else None)
+        shapes = shapes_of(q, k, v, kv_format and kv_format(q.shape[3], v.shape[3], q.dtype))
         return self._bind(mask, request, shapes, keep)
 
     def _bind(self, mask: Mask, request: KernelRequest, shapes: Shapes, keep: bool) -> Passes:

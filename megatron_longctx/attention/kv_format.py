@@ -5,12 +5,14 @@ A format's rows are one tensor, tokens first and heads before the last dimension
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..errors import refuse
 from ..kernels.quantize_kv import SCALE_BYTES, pack_kv, unpack_kv
 
 Pair = tuple[Tensor, Tensor]
@@ -48,9 +50,24 @@ class KVFormat(Protocol):
         """The keys and values of rows, for the kernel."""
 
 
+MakeFormat = Callable[[int, int, torch.dtype], KVFormat]
+"""From head dimensions of keys and of values and the dtype of both; a format's class may be one."""
+
+
 def plain_kv(head_dim: int, value_dim: int, dtype: torch.dtype) -> KVFormat:
     """Keys and values as they are."""
     return StackedKV(head_dim, dtype) if head_dim == value_dim else JoinedKV(head_dim, value_dim, dtype)
+
+
+def int8_kv(head_dim: int, value_dim: int, dtype: torch.dtype) -> KVFormat:
+    """Keys and values as 8-bit integers.
+
+    Raises:
+        ValueError: the head dimensions differ.
+    """
+    if head_dim != value_dim:
+        raise refuse("head dimension of values", value_dim, f"{head_dim}, as of keys", "Leave attention.kv_int8 out.")
+    return Int8KV(head_dim, dtype)
 
 
 @dataclass(frozen=True)

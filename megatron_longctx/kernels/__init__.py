@@ -9,8 +9,8 @@ k `[t, b, g, d]` and v `[t, b, g, e]` with g KV heads dividing h query heads (ne
 - `kernel.backward` takes the GLOBAL (out, lse) and gives one call's share of the gradients; `sum_partials` adds them.
 - `quantize` (a module) packs tensors into 8 or 4 bits for messages, unpacks and sums them; `rotate` (a module) is RoPE.
 
-To add a provider: one new file with a subclass of `AttentionKernel` or `PackedKernel` (`name`, `takes`, `why_not`,
-`_forward`, `_backward`, and a `speed` if `auto` may take it), imported here.
+To add a provider: one new file in `providers/` with a subclass of `AttentionKernel` or `PackedKernel` (`name`, `takes`,
+`why_not`, `_forward`, `_backward`, and a `speed` if `auto` may take it).
 """
 
 from megatron_longctx.kernels.interface import PROVIDERS, AttentionKernel, KernelRequest, dense_call

@@ -2,7 +2,7 @@
 
 import logging
 
-from megatron_longctx.kernels import cpu, cudnn, fa4, flash, reference  # noqa: F401 (providers register themselves)
+from megatron_longctx.kernels import providers  # noqa: F401 (they register themselves)
 from megatron_longctx.kernels.interface import PROVIDERS, AttentionKernel, KernelRequest
 
 logger = logging.getLogger(__name__)

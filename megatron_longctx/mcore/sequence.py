@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from ..attention import ContextParallelAttention
+from ..attention.kv_format import int8_kv
 from ..config import Config, mode_options, token_unit
 from ..schedules.mask import Window
 from .baseline import TransformerEngineAttention
@@ -164,7 +165,7 @@ def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
         layout=par.layout,
         deterministic=config.attention.deterministic,
         transport=config.attention.transport,
-        kv_int8=config.attention.kv_int8,
+        kv_format=int8_kv if config.attention.kv_int8 else None,
         keep_received=config.attention.keep_received,
     )
     return ShardedSequence(attention, config.data.seq_length)

@@ -1,4 +1,4 @@
-"""The families that there are."""
+"""Which family a published model, or a model of this project, is of."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ from typing import Any
 
 from ..config import ModelConfig
 from ..errors import refuse
+from .families import FAMILIES
 from .family import Family
 from .fields import refused
-from .gemma3 import GEMMA3
-from .llama import LLAMA
-from .mistral import MISTRAL
-from .qwen2 import QWEN2
-from .qwen3 import QWEN3
-
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA3)
 
 _OTHERS = "Models of other architectures are not served yet."
 _EXPERTS = "Weights of experts are not imported yet; model.num_moe_experts trains them from the start."
@@ -47,13 +41,13 @@ def family_of_source(config: Mapping[str, Any]) -> Family:
 
 
 def family_of_model(model: ModelConfig) -> Family:
-    """The first family whose `config.json` can describe a model.
+    """The family whose `config.json` can describe a model: the one of its own name, else the first.
 
     Raises:
         ValueError: none can; says of each which key it has no field for.
     """
     reasons = []
-    for family in FAMILIES:
+    for family in sorted(FAMILIES, key=lambda family: family.name != model.name):
         try:
             family.config_of(model, 1, 1)
             return family

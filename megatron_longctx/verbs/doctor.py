@@ -183,7 +183,7 @@ def _training() -> Iterator[Row]:
 
 
 def _flash_attention() -> Row:
-    from ..kernels.fa4 import VERSION, package_problem
+    from ..kernels.providers.fa4 import VERSION, package_problem
 
     problem = package_problem()
     return Row("packages", "flash-attn-4", problem is None, problem or VERSION)

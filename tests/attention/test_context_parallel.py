@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.attention.kv_format import int8_kv
 from megatron_longctx.layout import Layout
 from megatron_longctx.schedules import MODES, Mask, ModeOptions, build_plan, find_mode
 from megatron_longctx.schedules.mask import causal, documents
@@ -203,7 +204,7 @@ class Rank:
     def int8(self, schedule: str) -> tuple[float, float, str]:
         """Errors of a call for inference and of one that trains; why gradients are refused."""
         attention = ContextParallelAttention(
-            dist.group.WORLD, schedule=schedule, kernel="reference", kv_int8=True, options=options(self.n)
+            dist.group.WORLD, schedule=schedule, kernel="reference", kv_format=int8_kv, options=options(self.n)
         )
         mask, whole = causal(6 * self.n), random_qkv(6 * self.n, 2, self.n, self.n, 8, torch.float32)
         mine = [shard(x, attention.layout(mask), self.rank) for x in whole[:3]]
@@ -372,7 +373,7 @@ def test_keys_and_values_travel_in_8_bits_for_inference_alone(ranks: list[dict[s
     for found in ranks:
         for rounded, trained, refused in found["int8"]:
             assert 1e-4 < rounded < 0.02 and trained < 1e-5
-            assert "expected an inference call without gradients" in refused
+            assert "kv_format=given: expected none in a call with gradients" in refused
 
 
 def test_wrong_input_is_refused_on_every_rank(n: int, ranks: list[dict[str, Any]]) -> None:

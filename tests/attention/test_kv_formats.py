@@ -1,8 +1,7 @@
-"""Ways to store and move keys and values: 8-bit integers, latents, and one that this file adds by itself."""
+"""Ways to store and move keys and values: 8-bit integers and latents."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.attention.kv_format import Int8KV, KVFormat, LatentKV, Like, Pair
+from megatron_longctx.attention.kv_format import Int8KV, KVFormat, LatentKV, int8_kv
 from megatron_longctx.kernels import KernelRequest, choose
 from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
 from megatron_longctx.schedules import MODES, ModeOptions, build_plan
@@ -28,28 +27,6 @@ MASKS: dict[str, tuple[Mask, dict[str, Any]]] = {
     "full": (full(LENGTH), {"lengths": [LENGTH], "causal": False}),
     "windows": (documents(**SAID), SAID),
 }
-
-
-@dataclass(frozen=True)
-class Float32KV:
-    """Values and then keys, in fp32 whatever they are in: what a user adds, and nothing else has to know."""
-
-    head_dim: int
-    value_dim: int
-
-    @property
-    def row_bytes(self) -> int:
-        return 4 * (self.head_dim + self.value_dim)
-
-    def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
-        return Like((tokens, batch, heads, self.value_dim + self.head_dim), torch.float32, device)
-
-    def pairs(self, into: Tensor, k: Tensor, v: Tensor) -> list[Pair]:
-        into.copy_(torch.cat((v, k), -1))
-        return []
-
-    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return rows[..., self.value_dim :].double(), rows[..., : self.value_dim].double()
 
 
 def output(schedule: str, n: int, mask: Mask, tensors: tuple[Tensor, ...], kv: KVFormat, peers: bool) -> Tensor:
@@ -79,16 +56,6 @@ def test_every_mode_attends_8_bit_values_and_nothing_else(schedule: str, kind: s
         assert 1e-4 < relative_error(out, dense((q, k, v), said)) < 0.02, "the exact ones"
 
 
-@pytest.mark.parametrize("schedule", MODES)
-def test_a_format_is_added_by_one_class(schedule: str) -> None:
-    mask, said = MASKS["windows"]
-    q, k, v, _ = (x / 3 for x in random_qkv(LENGTH, 2, 8, 4, 6, torch.float64, e=10))
-    for peers in (False, True):
-        out = output(schedule, 4, mask, (q, k, v), Float32KV(6, 10), peers)
-        assert relative_error(out, dense((q, k.float().double(), v.float().double()), said)) < 1e-12
-        assert relative_error(out, dense((q, k, v), said)) > 1e-9, "the exact ones"
-
-
 @pytest.mark.parametrize("schedule", [name for name in MODES if not MODES[name].splits_heads])
 def test_latents_are_keys_and_values_at_once(schedule: str) -> None:
     mask, said = MASKS["causal"]
@@ -102,7 +69,7 @@ def test_latents_are_keys_and_values_at_once(schedule: str) -> None:
 def test_one_rank_alone_stays_exact() -> None:
     q, k, v, _ = random_qkv(LENGTH, 1, 4, 2, 8, torch.float32)
     expected = ContextParallelAttention(kernel="reference")(q, k, v, mask=LENGTH)
-    found = ContextParallelAttention(kernel="reference", kv_int8=True)(q, k, v, mask=LENGTH, inference=True)
+    found = ContextParallelAttention(kernel="reference", kv_format=int8_kv)(q, k, v, mask=LENGTH, inference=True)
     assert torch.equal(found, expected)
 
 

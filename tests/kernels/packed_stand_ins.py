@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_longctx.kernels.interface import BlockInputs, sum_dtype
 from megatron_longctx.kernels.packed import PackedKernel, Segments
-from megatron_longctx.kernels.reference import ReferenceKernel
+from megatron_longctx.kernels.providers.reference import ReferenceKernel
 from megatron_longctx.schedules import KernelCall, Segment
 from megatron_longctx.schedules.mask import FAR
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_longctx.kernels import PROVIDERS, AttentionKernel, dense_call, fa4, reference
+from megatron_longctx.kernels import PROVIDERS, AttentionKernel, auto_order, dense_call
+from megatron_longctx.kernels.providers import fa4, reference
 from megatron_longctx.schedules import KernelCall, Mask, Segment
 from megatron_longctx.schedules.mask import FAR, causal, documents
 from tests.kernels import packed_stand_ins
@@ -17,7 +18,7 @@ from tests.kernels.blocks import Case, check, run, run_in_blocks, tensors, truth
 from tests.kernels.packed_stand_ins import RowsKernel
 from tests.schedules.masks import masks
 
-CPU_PROVIDERS = ["reference", "cpu"]
+CPU_PROVIDERS = auto_order("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 

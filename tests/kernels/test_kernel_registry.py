@@ -1,4 +1,4 @@
-"""Choosing a kernel: what is offered, refused and logged; and how one is added."""
+"""Choosing a kernel: what is offered, refused and logged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,17 +14,15 @@ from torch import Tensor
 
 from megatron_longctx.kernels import (
     PROVIDERS,
-    AttentionKernel,
     KernelRequest,
     auto_order,
     available,
     choose,
-    fa4,
     registry,
 )
 from megatron_longctx.kernels.interface import BlockInputs
-from megatron_longctx.schedules import Takes
-from tests.kernels.blocks import Case, check, run, tensors
+from megatron_longctx.kernels.providers import fa4
+from tests.kernels.blocks import Case
 
 
 def request_for(**changes: Any) -> KernelRequest:
@@ -198,47 +196,3 @@ def test_other_releases_of_flash_attn_4_and_broken_ones_are_reasons(monkeypatch:
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     assert f"({fa4.VERSION}) is not installed" in (fa4.package_problem() or "")
-
-
-def test_a_new_provider_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is found by its name, preferred by `auto` for its speed, and gets what it takes."""
-    monkeypatch.setitem(PROVIDERS, "einsum", None)  # so that it is gone after the test
-
-    class Einsum(AttentionKernel):
-        name = "einsum"
-        takes = Takes(windows=True, bands=True)
-        speed: ClassVar[dict[str, int]] = {"cpu": 99}
-
-        def why_not(self, request: KernelRequest) -> str | None:
-            return None if request.num_heads == request.num_kv_heads else "grouped heads are not supported"
-
-        def _probs(self, inputs: BlockInputs, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-            (q0, _, k0, _, lo, hi), rows, keys = inputs.call.slices[0], len(inputs.q), len(inputs.k)
-            apart = torch.arange(k0, k0 + keys)[None] - torch.arange(q0, q0 + rows)[:, None]
-            scores = torch.einsum("sbhd,tbhd->bhst", inputs.q, inputs.k) * inputs.scale
-            scores = scores.masked_fill((apart < lo) | (apart > hi), -torch.inf)
-            found = scores.logsumexp(-1) if lse is None else lse.permute(1, 2, 0)
-            return (scores - found[..., None]).exp(), found.permute(2, 0, 1)
-
-        def _forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
-            probs, lse = self._probs(inputs, None)
-            return torch.einsum("bhst,tbhd->sbhd", probs, inputs.v), lse
-
-        def _backward(self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-            probs, _ = self._probs(inputs, lse)
-            delta = (grad_out * out).sum(-1).permute(1, 2, 0)[..., None]
-            scores = probs * (torch.einsum("sbhd,tbhd->bhst", grad_out, inputs.v) - delta) * inputs.scale
-            dq, dk = (
-                torch.einsum("bhst,tbhd->sbhd", scores, inputs.k),
-                torch.einsum("bhst,sbhd->tbhd", scores, inputs.q),
-            )
-            return dq, dk, torch.einsum("bhst,sbhd->tbhd", probs, grad_out)
-
-    assert choose("auto", request_for()).name == "cpu"
-    assert ("einsum", "grouped heads are not supported") in available(request_for())
-    kernel = choose("auto", request_for(num_kv_heads=8))
-    assert isinstance(kernel, Einsum)
-    for sees in (True, False):
-        case = Case(20, 20, 2, 4, 4, 16, sees)
-        of = tensors(case, torch.float64)
-        check(run(kernel, *of, case), case, *of)

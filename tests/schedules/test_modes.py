@@ -1,10 +1,10 @@
-"""What each mode promises beyond being right: balance, few messages, links used. And how one is added."""
+"""What each mode promises beyond being right: balance, few messages, links used."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -18,7 +18,6 @@ from megatron_longctx.schedules import (
     Block,
     Kind,
     Mask,
-    Mode,
     ModeOptions,
     Move,
     Plan,
@@ -40,12 +39,10 @@ from megatron_longctx.schedules.modes.double_ring import DoubleRing
 from megatron_longctx.schedules.modes.helper import Helper
 from megatron_longctx.schedules.modes.tasp import Tasp
 from megatron_longctx.schedules.program import Compute
-from megatron_longctx.schedules.select import Problem, rank_modes
 from megatron_longctx.schedules.trim import trim
 from megatron_longctx.schedules.visibility import Visibility
 from megatron_longctx.topology import load_cluster
 from tests.schedules.follow import follow
-from tests.schedules.interpret import interpret
 from tests.schedules.masks import Cache, caches, masks
 
 PACKED = Takes(packed=True, rectangles=True, windows=True)
@@ -233,32 +230,6 @@ def test_modes_over_a_cache_differ_in_what_travels() -> None:
         "one_hop": Counter({Kind.Q: 12, Kind.OUT: 12}),
     }
     assert [len(plans[name].steps) for name in ("pass_kv", "pass_q", "one_hop")] == [4, 5, 3]
-
-
-def test_a_new_mode_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is found by its name, considered by `auto`, proved and lowered, forward and backward."""
-    monkeypatch.setitem(MODES, "broadcast", None)  # so that it is gone after the test
-
-    @dataclass(frozen=True)
-    class Broadcast(Mode):
-        name = "broadcast"
-        about = "all keys to everybody at once"
-        layout = "striped"
-
-        def plan(self, seen: Visibility) -> Plan:
-            n, keys = seen.queries.n, [block for blocks in seen.all_keys() for block in blocks]
-            moves = tuple(Move(key, key.home, r) for key in keys for r in range(n) if r != key.home)
-            calls = tuple(tuple(filter(None, [seen.attend(r, keys)])) for r in range(n))
-            steps = (Step(moves, ((),) * n), Step((), calls))
-            return trim(Plan(self.name, seen.mask, seen.queries, seen.keys, steps))
-
-    plan = build_plan("broadcast", 3, documents([5, 9, 17], window=(6, 0)))
-    verify(plan)
-    follow(plan)
-    interpret(plan, Target(Workload(3, 3, 2), PACKED, ((0, 1, 2),) * 3))
-    problem = Problem(4, full(4096), Target(Workload(8, 8, 64), PACKED))
-    ranking = rank_modes(problem, load_cluster("h200_x8").resized(4))
-    assert [each.reason for each in ranking if each.name == "broadcast"] == [""]
 
 
 def test_a_new_mode_over_a_cache_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_longctx.compose import RESOLVED, load_config
@@ -57,6 +58,16 @@ def write_model(folder: Path, family: str, dtype: torch.dtype, shard_size: str =
     model.save_pretrained(folder, max_shard_size=shard_size)
     write_tokenizer(folder)
     return model.eval()
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[key].dtype == value.dtype and torch.equal(found[key], value) for key, value in expected.items()
+    )
 
 
 def theirs(model: Any, prompt: Sequence[int], new_tokens: int, tokens: int) -> tuple[Tensor, list[int]]:

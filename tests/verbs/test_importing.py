@@ -21,7 +21,7 @@ from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.verbs import cli
 from megatron_longctx.verbs.exporting import export_model
 from megatron_longctx.verbs.importing import import_model, new_folder
-from tests.shared.published import VOCAB, ours, theirs, write_model
+from tests.shared.published import VOCAB, ours, same, tensors_of, theirs, write_model
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 # By name: family, dtype, and what differs from the tiny model.
@@ -53,16 +53,6 @@ def runs(published: dict[str, tuple[Path, Any]], tmp_path_factory: pytest.TempPa
         found[name] = root / str(number)
         import_model(str(folder), [f"out={found[name]}"])
     return found
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        found[key].dtype == value.dtype and torch.equal(found[key], value) for key, value in expected.items()
-    )
 
 
 @pytest.mark.parametrize("name", MODELS)

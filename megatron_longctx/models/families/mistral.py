@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config import ModelConfig
-from .family import Family
-from .fields import Fields
+from ...config import ModelConfig
+from ..family import Family
+from ..fields import Fields
+from ..rope import read_rope, write_rope
+from ..windows import SLIDING, layer_types, read_windows, sliding_window
 from .llama import common_weights, read_common, write_common
-from .rope import read_rope, write_rope
-from .windows import SLIDING, layer_types, read_windows, sliding_window
 
 _WINDOW = 4096  # where the file does not say; null is none
 
@@ -28,4 +28,4 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     return {**write_common(model), **write_rope(model), "sliding_window": width}
 
 
-MISTRAL = Family("mistral", ("MistralForCausalLM",), _read, _write, common_weights)
+FAMILY = Family("mistral", ("MistralForCausalLM",), _read, _write, common_weights)

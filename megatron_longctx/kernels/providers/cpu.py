@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest
 from megatron_longctx.kernels.limits import first_reason, wrong_device, wrong_dtype, wrong_value_dim
-from megatron_longctx.kernels.reference import ReferenceKernel, hidden_keys
+from megatron_longctx.kernels.providers.reference import ReferenceKernel, hidden_keys
 from megatron_longctx.kernels.views import heads_first, token_first
 from megatron_longctx.schedules.kernel_calls import Takes
 

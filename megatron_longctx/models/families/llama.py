@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config import ModelConfig
-from ..errors import refuse
-from .family import Family, Weight
-from .fields import Fields
-from .forms import GATE_UP, QKV, VOCAB
-from .rope import read_rope, write_rope
+from ...config import ModelConfig
+from ...errors import refuse
+from ..family import Family, Weight
+from ..fields import Fields
+from ..forms import GATE_UP, QKV, VOCAB
+from ..rope import read_rope, write_rope
 
 ATTENTION, MLP = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp."
 THEIR_ATTENTION, THEIR_MLP = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
+_GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
 
-def read_common(given: Fields) -> dict[str, Any]:
-    """Keys of `ModelConfig` that decoders of Llama's form share: all but biases and RoPE."""
+def read_common(given: Fields, hidden_act: str = "silu") -> dict[str, Any]:
+    """Keys of `ModelConfig` that decoders of Llama's form share: all but biases and RoPE. hidden_act: the family's."""
     hidden, heads = given.need("hidden_size"), given.need("num_attention_heads")
-    given.only("hidden_act", "silu")
+    given.only("hidden_act", hidden_act)
     given.only("pretraining_tp", 1)
     given.only("attention_dropout", 0.0)
     head_dim = given.take("head_dim", None, int)
@@ -31,7 +32,7 @@ def read_common(given: Fields) -> dict[str, Any]:
         "ffn_hidden_size": given.need("intermediate_size"),
         "normalization": "rmsnorm",
         "norm_epsilon": given.take("rms_norm_eps", 1e-6),
-        "activation": "swiglu",
+        "activation": _GATED[hidden_act],
         "tie_embeddings": given.take("tie_word_embeddings", False),
     }
 
@@ -45,7 +46,7 @@ def write_common(model: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.kv_channels,
         "intermediate_size": model.ffn_hidden_size,
-        "hidden_act": "silu",
+        "hidden_act": next((name for name, ours in _GATED.items() if ours == model.activation), "silu"),
         "rms_norm_eps": model.norm_epsilon,
         "attention_dropout": 0.0,
         "tie_word_embeddings": model.tie_embeddings,
@@ -119,4 +120,4 @@ def _weights(model: ModelConfig) -> list[Weight]:
     return weights
 
 
-LLAMA = Family("llama", ("LlamaForCausalLM",), _read, _write, _weights)
+FAMILY = Family("llama", ("LlamaForCausalLM",), _read, _write, _weights)

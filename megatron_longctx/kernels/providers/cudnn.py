@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.flash import FlashKernel
 from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest
 from megatron_longctx.kernels.limits import (
     first_reason,
@@ -22,6 +21,7 @@ from megatron_longctx.kernels.limits import (
     wrong_head_dim,
     wrong_value_dim,
 )
+from megatron_longctx.kernels.providers.flash import FlashKernel
 from megatron_longctx.kernels.views import heads_first, token_first
 
 _LEAST_CUDNN = 90000

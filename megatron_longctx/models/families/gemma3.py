@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..config import ModelConfig
-from .family import Family, Weight
-from .fields import Fields, refused
+from ...config import ModelConfig
+from ..family import Family, Weight
+from ..fields import Fields, refused
+from ..rope import read_scaling, write_scaling
+from ..windows import FULL, SLIDING, layer_types, read_windows, sliding_window
 from .llama import MLP, common_weights, read_common, write_common
 from .qwen3 import qk_norms
-from .rope import read_scaling, write_scaling
-from .windows import FULL, SLIDING, layer_types, read_windows, sliding_window
 
 _BASES = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 _BASE_FIELDS = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
@@ -114,4 +114,4 @@ def _weights(model: ModelConfig) -> list[Weight]:
     return [*common, *behind, *qk_norms()]
 
 
-GEMMA3 = Family("gemma3_text", ("Gemma3ForCausalLM",), _read, _write, _weights)
+FAMILY = Family("gemma3_text", ("Gemma3ForCausalLM",), _read, _write, _weights)

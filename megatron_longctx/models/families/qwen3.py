@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config import ModelConfig
-from .family import Family, Weight
-from .fields import Fields
+from ...config import ModelConfig
+from ..family import Family, Weight
+from ..fields import Fields
+from ..rope import read_rope, write_rope
 from .llama import ATTENTION, THEIR_ATTENTION, common_weights, read_common, write_common
 from .qwen2 import full_attention_only
-from .rope import read_rope, write_rope
 
 
 def qk_norms() -> list[Weight]:
@@ -35,4 +35,4 @@ def _weights(model: ModelConfig) -> list[Weight]:
     return [*common_weights(model), *qk_norms()]
 
 
-QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), _read, _write, _weights)
+FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), _read, _write, _weights)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config import ModelConfig
-from .family import Family, Weight
-from .fields import Fields
+from ...config import ModelConfig
+from ..family import Family, Weight
+from ..fields import Fields
+from ..rope import read_rope, write_rope
 from .llama import common_weights, qkv_bias, read_common, write_common
-from .rope import read_rope, write_rope
 
 
 def full_attention_only(given: Fields) -> None:
@@ -36,4 +36,4 @@ def _weights(model: ModelConfig) -> list[Weight]:
     return [*common_weights(model), qkv_bias()]
 
 
-QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), _read, _write, _weights)
+FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), _read, _write, _weights)
