@@ -45,8 +45,6 @@ _PLAIN = {
     "parallelism.tensor_parallel_size": "ranks that share heads and matrices",
     "parallelism.pipeline_parallel_size": "ranks that share the layers",
     "parallelism.data_parallel_size": "replicas; null: what remains of the world",
-    "parallelism.overlap_grad_reduce": "reduce gradients beside backward (Megatron's DDP)",
-    "parallelism.overlap_param_gather": "gather parameters beside forward (Megatron's distributed optimizer)",
     "attention.deterministic": "the same bits from run to run; slower",
     "recompute.mode": "what a layer keeps for backward: see above",
     "data.prefix": "the dataset, or a blend of several with weights",

@@ -2,6 +2,7 @@
 
 from .bounds import keys_of
 from .checks import check_model, check_value, data_parallel_size, validate
+from .parallelism import ParallelismConfig
 from .planned import configured_mode, mode_options, planned_mask, token_unit, workload_of
 from .rope_scaling import RopeScaling
 from .tree import (
@@ -24,7 +25,6 @@ from .tree import (
     LoggingConfig,
     ModelConfig,
     OptimConfig,
-    ParallelismConfig,
     RecomputeConfig,
     ReductionConfig,
     RunConfig,

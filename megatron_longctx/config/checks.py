@@ -110,12 +110,13 @@ def _validate_parallelism(config: Config) -> None:
         _divides(key, tp, "data.seq_length", config.data.seq_length)
         _divides(key, tp, "model.hidden_size", model.hidden_size)
     _divides("parallelism.pipeline_parallel_size", par.pipeline_parallel_size, "model.num_layers", model.num_layers)
-    if par.overlap_param_gather and not (par.overlap_grad_reduce and config.optim.distributed):
+    if par.overlap_param_gather == "true" and config.no_param_gather is not None:
+        expected = f"auto or false with {config.no_param_gather}"
         raise refuse(
             "parallelism.overlap_param_gather",
-            True,
-            "parallelism.overlap_grad_reduce=true and optim.distributed=true beside it",
-            "Set both, or leave overlap_param_gather false.",
+            "true",
+            expected,
+            "It needs both overlap_grad_reduce and optim.distributed.",
         )
 
 

@@ -9,7 +9,8 @@ from ..errors import refuse
 from .bounds import choice, number
 
 if TYPE_CHECKING:
-    from .tree import Config, ModelConfig, ParallelismConfig
+    from .parallelism import ParallelismConfig
+    from .tree import Config, ModelConfig
 
 BALANCINGS = ("none", "aux_loss", "seq_aux_loss")
 ROUTER_DTYPES = ("fp32", "fp64")

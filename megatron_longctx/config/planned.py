@@ -8,7 +8,8 @@ from ..schedules import Mask, Workload
 from ..schedules.mask import documents
 from ..schedules.modes import Mode, ModeOptions, find_mode
 from ..topology import load_cluster
-from .tree import Config, ParallelismConfig
+from .parallelism import ParallelismConfig
+from .tree import Config
 
 
 def workload_of(config: Config) -> Workload:

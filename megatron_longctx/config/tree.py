@@ -10,12 +10,11 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..layout import LAYOUTS
 from ..schedules.cache_modes import CACHE_MODES
-from ..schedules.modes import MODES, outer_modes
 from ..schedules.save_remote import KEEP_RECEIVED
 from .bounds import choice, folder_name, number, path, text
 from .experts import ExpertKeys
+from .parallelism import MOST_RANKS, YEAR_S, ParallelismConfig
 from .rope_scaling import RopeScaling
 
 TRANSPORTS = ("auto", "peer", "p2p")
@@ -40,8 +39,6 @@ TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatro
 MOST_TOKENS = 10**9  # of a sequence
 LEAST_WEIGHT = 1e-4  # of a dataset, as a part of all: less might not come up before a blend repeats
 _MOST = 10**9  # steps, counts: no key is meant for more
-_MOST_RANKS = 1024
-_YEAR_S = 31_536_000.0
 _SHARE = r"([0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9})"
 _WEIGHT = rf" *{_SHARE} *"
 _BLEND = re.compile(rf"{_SHARE} +\S+( +{_SHARE} +\S+)+")
@@ -94,54 +91,6 @@ class ModelConfig(ExpertKeys):
     def widest_window(self) -> tuple[int | None, int | None]:
         """Of the layers that see most."""
         return (None, None) if self.window is None or self.window_pattern is not None else (self.window, 0)
-
-
-@dataclass(frozen=True)
-class ParallelismConfig:
-    """How ranks are divided. `data_parallel_size: null` takes what remains of the world."""
-
-    context_parallel_size: int = number(1, 1, _MOST_RANKS)
-    tensor_parallel_size: int = number(1, 1, _MOST_RANKS)
-    pipeline_parallel_size: int = number(1, 1, _MOST_RANKS)
-    # Ranks that share the experts, each holding some whole: neighbours of context and data parallelism.
-    expert_model_parallel_size: int = number(1, 1, _MOST_RANKS)
-    expert_tensor_parallel_size: int | None = number(None, 1, _MOST_RANKS)  # null: tensor_parallel_size
-    data_parallel_size: int | None = number(None, 1, 10**5)
-    sequence_parallel: bool = True  # only has an effect when tensor_parallel_size > 1
-    # ... or auto: what the simulator finds fastest, from a calibration (`megatron-longctx calibrate`) or, where
-    # there is none, from what `cluster` says.
-    schedule: str = choice("zigzag", MODES, "auto")
-    # Which rank holds which token. auto: what the schedule's balance rests on; over packed documents `balanced`, where
-    # the schedule takes it.
-    layout: str = choice("auto", LAYOUTS, "auto")
-    # all_gather only: most remote K/V tokens one rank may hold at once; null: all of them, in one group.
-    max_buffer_tokens: int | None = number(None, 2, _MOST)
-    # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: a node of `cluster`, or the largest
-    # proper divisor of context_parallel_size up to 8.
-    inner_size: int | None = number(None, 1, _MOST_RANKS)
-    # ulysses only: parts in which a rank's heads are exchanged, each beside the attention of the one before.
-    head_chunks: int = number(1, 1, 10**5)
-    # auto only: most memory of one attention call on a rank; null: no bound
-    max_attention_gib: float | None = number(None, 0, 1e6, above=True)
-    outer_schedule: str = choice("zigzag", outer_modes())  # usp only: the mode between its groups
-    # How ranks are linked: a name in recipes/cluster or a file of that form. tasp chooses its rings by it. null: every
-    # pair of ranks has a link of its own.
-    cluster: str | None = path(None)
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
-    timeout_s: float = number(600.0, 1, _YEAR_S)  # a collective that waits longer fails the job
-
-    @property
-    def model_parallel_size(self) -> int:
-        return self.context_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def tensor_size_of_experts(self) -> int:
-        return self.expert_tensor_parallel_size or self.tensor_parallel_size
-
-    @property
-    def uses_sequence_parallel(self) -> bool:
-        return self.sequence_parallel and self.tensor_parallel_size > 1
 
 
 @dataclass(frozen=True)
@@ -286,7 +235,7 @@ class TrainConfig:
     eval_interval: int | None = number(None, 1, _MOST)
     eval_samples: int = number(32, 1, 10**6)  # sequences of that part, always the same ones, over all ranks
     # Ranks started on this host; null: one per GPU, or the smallest that fits on CPU.
-    num_processes: int | None = number(None, 1, _MOST_RANKS)
+    num_processes: int | None = number(None, 1, MOST_RANKS)
 
 
 @dataclass(frozen=True)
@@ -350,10 +299,10 @@ class ServeConfig:
     max_connections: int = number(128, 1, 10**6)
     max_body_bytes: int = number(16 * 2**20, 1, 2**32)
     # For a client to send a request's head, and then its body; to keep silent; not to read.
-    timeout_s: float = number(30.0, 1, _YEAR_S)
+    timeout_s: float = number(30.0, 1, YEAR_S)
     # Where ranks take longer for one round, a chunk of prompts and a token, `/health` and requests get 503; half of
     # parallelism.timeout_s if that is less.
-    stalled_s: float = number(10.0, 0, _YEAR_S, above=True)
+    stalled_s: float = number(10.0, 0, YEAR_S, above=True)
     # Finished or cancelled sequences whose caches are kept for prompts that begin with them.
     keep_sessions: int = number(16, 0, 10**6)
 
@@ -395,6 +344,19 @@ class Config:
     def keep_received(self) -> str:
         """`attention.keep_received`, or false where attention's forward runs without a graph."""
         return "false" if self.recompute.mode.startswith("attention_output") else self.attention.keep_received
+
+    @property
+    def no_param_gather(self) -> str | None:
+        """The setting that leaves parameters to be gathered after the optimizer's step, or nothing to gather."""
+        if not self.optim.distributed:
+            return "optim.distributed=false"
+        return None if self.parallelism.overlap_grad_reduce else "parallelism.overlap_grad_reduce=false"
+
+    @property
+    def overlap_param_gather(self) -> bool:
+        """What `parallelism.overlap_param_gather` comes to."""
+        asked = self.parallelism.overlap_param_gather
+        return self.no_param_gather is None if asked == "auto" else asked == "true"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -35,7 +35,7 @@ def for_losses(config: Config) -> Config:
             data_parallel_size=1,
             sequence_parallel=False,  # lengths need not divide
             overlap_grad_reduce=False,
-            overlap_param_gather=False,
+            overlap_param_gather="false",
         ),
         recompute=RecomputeConfig(
             head_chunk_tokens=recompute.head_chunk_tokens or _HEAD_CHUNK_TOKENS,

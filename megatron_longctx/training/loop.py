@@ -154,13 +154,15 @@ class Trainer:
         config, par = self.config, self.config.parallelism
         megatron = model.transformer_config(config)
         gpt = model.build_model(config, megatron, self.groups, self.sequence, self.vocab_size)
+        if par.overlap_param_gather == "auto" and config.no_param_gather is not None:
+            logger.info("parameters are not gathered beside forward, because of %s", config.no_param_gather)
         self.models = optimizer.wrap_ddp(
             [gpt],
             megatron,
             self.groups,
             distributed=config.optim.distributed,
             overlap_grad_reduce=par.overlap_grad_reduce,
-            overlap_param_gather=par.overlap_param_gather,
+            overlap_param_gather=config.overlap_param_gather,
         )
         self.optimizer = optimizer.build_optimizer(self.models, config.optim, self.groups)
         self.scheduler = optimizer.build_scheduler(

@@ -44,7 +44,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "parallelism.head_chunks": {"parallelism.schedule": "ulysses"},
     "parallelism.max_buffer_tokens": {"parallelism.schedule": "all_gather"},
     "parallelism.max_attention_gib": {"parallelism.schedule": "auto"},
-    "parallelism.overlap_param_gather": {"parallelism.overlap_grad_reduce": True},
     "inference.exact_reuse": {"inference.prefill_chunk": 64},
     "optim.lr": {"optim.min_lr": 0.0},
     "optim.min_lr": {"optim.lr": 100.0},

@@ -344,9 +344,9 @@ def test_a_word_of_several_lines_is_refused_in_one(word: str) -> None:
             "one of all_gather, double_ring, helper, ring, zigzag, tasp",
         ),
         (
-            ["parallelism.overlap_param_gather=true"],
-            "parallelism.overlap_param_gather=True",
-            "overlap_grad_reduce=true",
+            ["parallelism.overlap_param_gather=true", "optim.distributed=false"],
+            "parallelism.overlap_param_gather=true",
+            "auto or false with optim.distributed=false",
         ),
     ],
 )
@@ -359,7 +359,6 @@ def test_what_is_in_range_at_its_ends() -> None:
     compose_config(["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=2"])
     compose_config(["optim.warmup_steps=19"])
     compose_config(["optim.min_lr=3e-4", "optim.beta1=0", "optim.clip_grad=0"])
-    compose_config(["parallelism.overlap_param_gather=true", "parallelism.overlap_grad_reduce=true"])
 
 
 @pytest.mark.parametrize(

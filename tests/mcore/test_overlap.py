@@ -47,4 +47,4 @@ def test_two_ranks() -> None:
 
 
 def test_four_ranks() -> None:
-    run_distributed(_compare, 4, [{"context": 2}])
+    run_distributed(_compare, 4, [{"context": 2}, {"pipeline": 2}])

@@ -213,7 +213,9 @@ class RecordingTrainer(RecordedTrainer):
         weights = {name: parameter.data.clone() for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             parameter.data.copy_(gradients[name])
-        checkpoint.save(self._export_folder, self.step, self._weights(), {})
+        # Of bare models: DDP would take what it gathers for this for the parameters of the next step.
+        bare = dataclasses.replace(self._weights(), models=[chunk.module for chunk in self.models])
+        checkpoint.save(self._export_folder, self.step, bare, {})
         for name, parameter in parameters.items():
             parameter.data.copy_(weights[name])
         self._exports.append(self.step)

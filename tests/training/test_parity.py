@@ -27,7 +27,7 @@ BOUNDED = {SCHEDULE: "all_gather", BOUND: 25}
 SHARDED, UNSHARDED = {"optim.distributed": True}, {"optim.distributed": False}
 KEPT = {"recompute.mode": "attention_output", "recompute.head_chunk_tokens": 26, "recompute.mlp_tile_tokens": 20}
 OFFLOADED = {"recompute.mode": "attention_output+offload", "recompute.head_chunk_tokens": 7}
-OVERLAP = {"parallelism.overlap_grad_reduce": True, "parallelism.overlap_param_gather": True}
+ONE_AFTER_THE_OTHER = {"parallelism.overlap_grad_reduce": False}
 
 # What the single rank trains; every case names one of these and adds its parallel sizes. Masked losses (one token
 # after each end of document) make the ranks' shares of the loss unequal even where their lengths are equal.
@@ -77,6 +77,7 @@ CASES = [
     Case("pp2", "mix", 2, {PP: 2, **UNSHARDED}),
     Case("dp2", "mix", 2, SHARDED),
     Case("dp2 unsharded", "mix", 2, UNSHARDED),
+    Case("dp2 without overlap", "mix", 2, ONE_AFTER_THE_OTHER),
     Case("gpt2 tp2", "gpt2", 2, {TP: 2}),
     Case("mqa recompute cp3 ring", "mqa recompute", 3, {CP: 3, SCHEDULE: "ring"}),
     Case("gpt2 cp3 bounded", "gpt2", 3, {CP: 3, **BOUNDED}),
@@ -88,7 +89,7 @@ CASES = [
     # Ranks of one stage hold 51 and 50 tokens: stages exchange unequal shapes.
     Case("pp2 cp2 uneven", "mha uneven", 4, {PP: 2, CP: 2}),
     Case("pp2 cp2 attention_output", "mix", 4, {PP: 2, CP: 2, **SHARDED, **OFFLOADED}),
-    Case("dp2 cp2 overlap attention_output", "mix", 4, {CP: 2, **SHARDED, **OVERLAP, **KEPT, SCHEDULE: "helper"}),
+    Case("dp2 cp2 attention_output", "mix", 4, {CP: 2, **SHARDED, **KEPT, SCHEDULE: "helper"}),
     Case("gpt2 tp2 cp2 attention_output", "gpt2", 4, {TP: 2, CP: 2, **KEPT}),
     Case("windows tp2 cp2", "windows", 4, {TP: 2, CP: 2, **SHARDED, **KEPT}),
     Case("few tokens cp8", "few tokens", 8, {CP: 8}),
@@ -187,6 +188,13 @@ def test_bf16_error_is_that_of_one_rank(runs: Runs, case: Case) -> None:
         for name, gradient in gradients.items():
             own = relative_error(single.gradients[step][name], gradient)
             assert relative_error(run.gradients[step][name], gradient) < BF16_TIMES_SINGLE * own, (step, name)
+
+
+def test_overlap_changes_no_bit(runs: Runs) -> None:
+    """Of one bucket; `tests/mcore/test_overlap.py` has several."""
+    assert [tiny_config(Path(), "x", given).overlap_param_gather for given in (SHARDED, UNSHARDED)] == [True, False]
+    with_it, without = runs["dp2"], runs["dp2 without overlap"]
+    assert (with_it.losses, with_it.grad_norms) == (without.losses, without.grad_norms)
 
 
 def test_sharded_and_unsharded_optimizers_agree(runs: Runs) -> None:

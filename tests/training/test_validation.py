@@ -24,7 +24,7 @@ CP = {"parallelism.context_parallel_size": 2}
 PACKED = {"data.packing": "best_fit"}
 SIZES: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
-    "dp": (2, {"parallelism.overlap_grad_reduce": True, "parallelism.overlap_param_gather": True}),
+    "dp": (2, {}),
     "cp": (2, CP),
     "tp": (2, {"parallelism.tensor_parallel_size": 2, "recompute.head_chunk_tokens": 16,
                "recompute.mode": "attention_output"}),
