@@ -1,4 +1,8 @@
-"""Runs side by side: tables, a picture, and a dashboard that is one HTML file."""
+"""Runs side by side: tables, a picture, and a dashboard that is one HTML file.
+
+`runs` reads run folders, whatever wrote them; `command` is the verb `compare`; `dashboard` fills a page that opens
+without a server or a network.
+"""
 
 from .command import compare
 

@@ -1,4 +1,9 @@
-"""The typed configuration (`tree`), what each key may be (`bounds`), and its only validation (`checks`)."""
+"""The typed configuration: every key is a field in `tree`, with what it may be from `bounds`.
+
+`checks.validate` is its only validation: it runs once, before any rank starts, and refuses with value, expectation and
+remedy. `planned` says what a configuration means for plans (the mode, the mask, the workload). Composition from recipes
+is in `compose`, the jobs of a sweep are in `sweep`.
+"""
 
 from .bounds import keys_of
 from .checks import check_model, check_value, data_parallel_size, validate

@@ -7,7 +7,7 @@ k `[t, b, g, d]` and v `[t, b, g, e]` with g KV heads dividing h query heads (ne
 - `choose("auto", KernelRequest(...))` gives an `AttentionKernel`; `available(...)` says why the others were not taken.
 - `kernel.forward` gives one call's (out, lse); `merge_partials` joins results over disjoint keys in one pass.
 - `kernel.backward` takes the GLOBAL (out, lse) and gives one call's share of the gradients; `sum_partials` adds them.
-- `quantize` (a module) packs tensors into 8 or 4 bits for messages, unpacks and sums them; `rotate` (a module) is RoPE.
+- Beside them: `paged` attention of decode, `quantize_kv` (keys and values in 8 bits), `rotate` (RoPE), `batched_copy`.
 
 To add a provider: one new file in `providers/` with a subclass of `AttentionKernel` or `PackedKernel` (`name`, `takes`,
 `why_not`, `_forward`, `_backward`, and a `speed` if `auto` may take it).

@@ -1,7 +1,8 @@
 """Which rank holds which token. Pure functions over integers; nothing here knows a process group or a device.
 
-`build_layout("zigzag", n, length)` returns a `Layout`; to add one, write a function in `layouts.py` that returns the
-spans of every rank and enter it in `LAYOUTS`.
+`build_layout("zigzag", n, length)` returns a `Layout`; `balanced` lays out several documents, with as many tokens and
+as much causal work for all ranks. To add one, write a function in `layouts.py` that returns the spans of every rank and
+enter it in `LAYOUTS`.
 """
 
 from .balanced import balanced

@@ -1,7 +1,7 @@
 """What a layer keeps of attention when it is recomputed in backward: the results, on the device or on the host.
 
 `AttentionTape` records what one run of a layer got from attention and plays it back when the layer is run again, so
-that attention and its communication run once per step (DistFlashAttn, section 3.3).
+that attention and its communication run once per step, as in DistFlashAttn.
 """
 
 from .stores import DeviceStore, HostStore, Kept, Store

@@ -1,8 +1,10 @@
 """Parallelism modes as plans, plans as programs.
 
-`build_plan("zigzag", n, mask)` plans one pass of a mask over ranks; `backward_plan` derives its backward; `verify`
-proves either; `lower` turns it into the programs that ranks run and that `simulate` prices. To add a mode, write its
-file in `modes/`.
+- `mask` says what tokens see, `visibility` what ranks see of each other, `plan` what a `Plan` is.
+- `build_plan("zigzag", n, mask)` plans one pass of a mask over ranks; `backward_plan` derives its backward; `verify`
+  proves either; `describe` and `draw` show it.
+- `lower` turns it into the programs that ranks run, that `simulate` prices and `memory` counts; `select` ranks modes.
+- `modes/` has the modes, `cache_modes/` those over a KV cache: to add one, write its file there.
 """
 
 from .build import build_plan

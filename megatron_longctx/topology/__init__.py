@@ -6,7 +6,7 @@
 - `rings`: the rings of u nodes of m ranks, and those that suit a cluster.
 - `measured`, `measure`: a running process group turned into a `Cluster`. Only `measure` knows torch; import it by name.
 
-To add a cluster: write `recipes/cluster/NAME.yaml` after one that stands there (every key is a field of the dataclasses
+To add a cluster: write a file in `recipes/cluster/` after one that is there (every key is a field of the dataclasses
 in `cluster.py`; say in a comment where each figure comes from), or measure one. Rates are GiB/s (2**30 bytes) in one
 direction as a message of tens of MiB gets them, latencies are seconds per message, software included.
 """

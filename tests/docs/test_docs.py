@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from analysis import rooms_page
 from benchmarks.__main__ import parse as parse_benchmark
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
@@ -111,16 +112,13 @@ def test_commands_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused == [], "\n".join(refused)
 
 
-def test_every_room_is_described_in_its_place() -> None:
-    table = re.search(r"^\| room \|.*?\n\n", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert table is not None
-    firsts = [line.split("|")[1] for line in table[0].strip().splitlines()[2:]]
-    described = [name.strip("/").removesuffix(".py") for first in firsts for name in CODE.findall(first)]
-    package = ROOT / PACKAGE
-    there = [room for room in ROOMS if (package / room).is_dir() or (package / f"{room}.py").is_file()]
-    assert sorted(described) == sorted(there)
-    leading = [CODE.findall(first)[0].strip("/").removesuffix(".py") for first in firsts]
-    assert leading == sorted(leading, key=ROOMS.index)
+def test_every_room_has_its_place_and_its_section() -> None:
+    there = [room for room in ROOMS if rooms_page.source(room).is_file()]
+    listed = re.findall(r"\[`(\w+)`\]\(rooms\.md#", (ROOT / "docs/architecture.md").read_text())
+    assert sorted(listed) == sorted(there) and listed == sorted(listed, key=ROOMS.index)
+    assert rooms_page.PAGE.read_text() == rooms_page.page(), "python -m analysis.rooms_page writes it again"
+    folders = {path.name for path in (ROOT / PACKAGE).iterdir() if any(path.glob("*.py"))}
+    assert folders <= set(re.findall(r"^## (\w+)$", rooms_page.page(), re.MULTILINE))
 
 
 def test_the_script_of_docs_megatron_gives_the_same_losses_on_several_ranks(tmp_path: Path) -> None:
