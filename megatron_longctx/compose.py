@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +44,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
         config = cast(Config, OmegaConf.to_object(composed))
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(explain(error, overrides)) from None
+    config = _grouped(config, overrides)
     validate(config)
     return config
 
@@ -56,6 +58,14 @@ def hydra_ready() -> Iterator[Hydra]:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         yield hydra
+
+
+def _grouped(config: Config, words: Sequence[str]) -> Config:
+    """`logging.wandb_group` is the experiment where nothing else is said."""
+    name = dict(word.split("=", 1) for word in words).get("experiment", "null")
+    if name == "null" or config.logging.wandb_group is not None:
+        return config
+    return replace(config, logging=replace(config.logging, wandb_group=name))
 
 
 _own_recipes: list[Path] = []

@@ -41,7 +41,7 @@ def sweep(overrides: Sequence[str]) -> Sweep:
     """The jobs of a multirun, by Hydra's grammar (`key=a,b`, `key=range(1,4)`, `group=glob(*)`).
 
     A recipe may say what is swept (`hydra.sweeper.params`); words win over it. A job's `run.name` is the sweep's, with
-    the job's own values behind it.
+    the job's own values behind it; its W&B group is the sweep's, too, where nothing else is said.
 
     Raises:
         ValueError: as `compose_config`, of any job; two jobs of one name.
@@ -57,14 +57,17 @@ def sweep(overrides: Sequence[str]) -> Sweep:
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(explain(error, overrides)) from None
     varied = [key for key, words in options.items() if len(words) > 1 and key != "run.name"]
+    grouped = "logging.wandb_group" in said or composed.logging.wandb_group is not None
     jobs: dict[str, list[str]] = {}
     for words in product(*options.values()):
         values = {word.split("=", 1)[0]: word.split("=", 1)[1] for word in words}
+        base = values.get("run.name", composed.run.name)
+        group = [] if grouped else [f"logging.wandb_group={base}"]
         parts = [re.sub(r"[^\w.+-]+", "_", values[key]).strip("_") for key in varied]
-        name = "-".join([values.get("run.name", composed.run.name), *parts])
+        name = "-".join([base, *parts])
         if name in jobs:
             raise refuse("run.name", name, "a name of its own for every job", "Vary keys whose values differ.")
-        jobs[name] = [*(word for word in words if not word.startswith("run.name=")), f"run.name={name}"]
+        jobs[name] = [*group, *(word for word in words if not word.startswith("run.name=")), f"run.name={name}"]
         compose_config(jobs[name])
     return Sweep(composed.run.name, list(jobs.values()))
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,17 +12,19 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from .. import names
+from ..metrics import environment
+from ..metrics.facts import facts
 from ..metrics.sinks import Value, decode
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run as read from its folder: `records` by step, `config` the resolved tree, `hardware` the device's name."""
+    """One run as read from its folder: `records` by step, `config` the resolved tree, `environment` what it ran on."""
 
     name: str
     records: dict[int, dict[str, Value]]
     config: dict[str, Any]
-    hardware: str = "unknown"
+    environment: dict[str, Any] = field(default_factory=dict)
 
     def loss(self, step: int) -> float:
         """Loss at `step`; NaN where none was recorded."""
@@ -36,20 +37,7 @@ class Run:
 
     def facts(self) -> dict[str, Any]:
         """What runs are told apart, grouped and filtered by."""
-        par = self.config.get("parallelism", {})
-        ranks = {key: par.get(f"{name}_parallel_size") or 1 for key, name in _SIZES}
-        return {
-            "model": self.config.get("model", {}).get("name", "unknown"),
-            "length": self.config.get("data", {}).get("seq_length"),
-            "mode": par.get("schedule", "unknown") if ranks["cp"] > 1 else "one rank",
-            "parallelism": " ".join(f"{key}{size}" for key, size in ranks.items() if size > 1) or "one rank",
-            "precision": self.config.get("train", {}).get("precision", "unknown"),
-            "recompute": self.config.get("recompute", {}).get("mode", "none"),
-            "hardware": self.hardware,
-        }
-
-
-_SIZES = (("cp", "context"), ("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"))
+        return facts(self.config, self.environment)
 
 
 @dataclass(frozen=True)
@@ -123,14 +111,9 @@ def load_run(folder: Path | str) -> Run:
     config = OmegaConf.to_container(OmegaConf.load(resolved))
     if not isinstance(config, dict):
         raise ValueError(f"{resolved}: expected a mapping of settings. Give a folder that training wrote.")
-    return Run(folder.resolve().name, records, {str(key): value for key, value in config.items()}, _hardware(folder))
-
-
-def _hardware(folder: Path) -> str:
-    try:
-        return str(json.loads((folder / "environment.json").read_text(encoding="utf-8"))["device"])
-    except (OSError, ValueError, KeyError, TypeError):  # of an earlier version, or none
-        return "unknown"
+    return Run(
+        folder.resolve().name, records, {str(key): value for key, value in config.items()}, environment.read(folder)
+    )
 
 
 def load_runs(folders: Sequence[Path | str]) -> list[Run]:

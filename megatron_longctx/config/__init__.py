@@ -7,8 +7,9 @@ is in `compose`, the jobs of a sweep are in `sweep`.
 
 from .bounds import keys_of
 from .checks import check_model, check_value, data_parallel_size, validate
+from .logging import LoggingConfig
 from .parallelism import ParallelismConfig
-from .planned import configured_mode, mode_options, planned_mask, token_unit, workload_of
+from .planned import configured_mode, layout_of, mode_options, planned_mask, token_unit, workload_of
 from .rope_scaling import RopeScaling
 from .tree import (
     CACHE_RULES,
@@ -22,12 +23,10 @@ from .tree import (
     REDUCTIONS,
     TOKENIZERS,
     TRANSPORTS,
-    WANDB_MODES,
     AttentionConfig,
     Config,
     DataConfig,
     InferenceConfig,
-    LoggingConfig,
     ModelConfig,
     OptimConfig,
     RecomputeConfig,

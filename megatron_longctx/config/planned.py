@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..schedules import Mask, Workload
 from ..schedules.mask import documents
@@ -46,6 +47,12 @@ def configured_mode(par: ParallelismConfig) -> Mode:
         ValueError: options that it refuses.
     """
     return find_mode(par.schedule, par.context_parallel_size, mode_options(par))
+
+
+def layout_of(config: Config) -> str:
+    """The name of the layout: of packs of several documents, where `data.packing` makes them."""
+    par, packed = config.parallelism, config.data.packing != "none"
+    return configured_mode(replace(par, cluster=None)).layout_of(documents([2] * (1 + packed)), par.layout)
 
 
 def token_unit(par: ParallelismConfig) -> int:

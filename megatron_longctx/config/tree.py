@@ -14,6 +14,7 @@ from ..schedules.cache_modes import CACHE_MODES
 from ..schedules.save_remote import KEEP_RECEIVED
 from .bounds import choice, folder_name, number, path, text
 from .experts import ExpertKeys
+from .logging import LoggingConfig
 from .parallelism import MOST_RANKS, YEAR_S, ParallelismConfig
 from .rope_scaling import RopeScaling
 
@@ -31,7 +32,6 @@ CACHE_RULES = ("auto", "simulate", "algorithm_1", "algorithm_5", "empirical", "b
 # Of Megatron's scheduler, by its own names.
 DECAY_STYLES = ("cosine", "linear", "constant", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
-WANDB_MODES = ("offline", "online", "disabled")
 BASELINES = ("te_p2p", "te_all_gather", "te_a2a")
 PACKINGS = ("none", "documents", "best_fit")
 TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatron")
@@ -305,16 +305,6 @@ class ServeConfig:
     stalled_s: float = number(10.0, 0, YEAR_S, above=True)
     # Finished or cancelled sequences whose caches are kept for prompts that begin with them.
     keep_sessions: int = number(16, 0, 10**6)
-
-
-@dataclass(frozen=True)
-class LoggingConfig:
-    wandb: str = choice("offline", WANDB_MODES)
-    wandb_project: str = text("megatron-longctx", "a project of W&B, 1 to 128 letters", r"[^/\\#?%:]{1,128}")
-    tensorboard: bool = False  # events in runs/<name>/tensorboard; needs the package of that name
-    # Per GPU, dense, for MFU; null: looked up by device name.
-    peak_tflops: float | None = number(None, 1e-3, 1e9)
-    profile_step: int | None = number(None, 1, _MOST)  # rank 0 profiles this step into runs/<name>/profile; null: none
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_longctx import files
 
+_FILE = "environment.json"
 _PACKAGES = (
     "megatron-longctx",
     "megatron-core",
@@ -51,9 +52,18 @@ def environment() -> dict[str, Any]:
     return facts
 
 
-def write(path: Path) -> None:
-    """Write `environment()` as JSON."""
-    files.write_text(path, json.dumps(environment(), indent=2) + "\n")
+def write(folder: Path, ranks: int) -> None:
+    """Write `environment()` and the number of a run's ranks into its folder."""
+    files.write_text(folder / _FILE, json.dumps(environment() | {"ranks": ranks}, indent=2) + "\n")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What `write` wrote; empty where there is none, as in runs of earlier versions."""
+    try:
+        found = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def commit() -> str | None:

@@ -1,4 +1,4 @@
-"""Where a step's numbers go: console, JSONL, W&B; TensorBoard is `training.tensorboard`'s.
+"""Where a step's numbers go: console, JSONL; W&B is `wandb_run`'s, TensorBoard `training.tensorboard`'s.
 
 A sink takes one dict a step, keyed by the metric keys of `names`; `train/step` must be in it, None means "not known
 here". Only one rank of a run opens sinks.
@@ -11,12 +11,9 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
-from uuid import uuid4
+from typing import Any, Protocol
 
 from megatron_longctx import files, names
-from megatron_longctx.config import Config
-from megatron_longctx.metrics.flops import FORMULA
 from megatron_longctx.metrics.timers import Eta, clock_text
 
 Value = float | int | str | None
@@ -100,72 +97,6 @@ class JsonlSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-class WandbSink:
-    """W&B in the run's folder: offline, online or disabled, as `logging.wandb` says.
-
-    The run's id is kept in `<folder>/wandb_id.txt`, so that a resumed run continues the same W&B run. Steps that a
-    resumed run trains again are ignored by W&B online (its history only grows); the JSONL has the last values.
-    W&B is a convenience beside the JSONL: if it fails, one warning says why and training goes on without it.
-    """
-
-    def __init__(self, folder: Path | str, config: Config, peak_tflops: float | None) -> None:
-        self.folder = Path(folder)
-        self._run: Any = None
-        if config.logging.wandb == "disabled":
-            return
-        try:
-            self._run = self._start(config, peak_tflops)
-        except Exception as error:  # whatever W&B raises (network, login, disk), it must not end a training run
-            self._give_up(error)
-
-    def _start(self, config: Config, peak_tflops: float | None) -> Any:
-        import wandb  # here, so that a disabled or broken W&B costs nothing
-
-        mode = cast(Literal["offline", "online"], config.logging.wandb)  # one of these, says config.validate
-        facts = config.as_dict() | {"flop_formula": FORMULA, "peak_tflops_per_gpu": peak_tflops}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        return wandb.init(
-            project=config.logging.wandb_project,
-            name=config.run.name,
-            id=self._stable_id(),
-            resume="allow" if mode == "online" else None,  # offline knows no server to resume from; the id is enough
-            dir=str(self.folder),
-            mode=mode,
-            config=facts,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-
-    def _stable_id(self) -> str:
-        path = self.folder / "wandb_id.txt"
-        if not path.exists():
-            files.write_text(path, uuid4().hex[:12] + "\n")
-        return path.read_text(encoding="utf-8").strip()
-
-    def _give_up(self, error: Exception) -> None:
-        self._run = None
-        reason = f"{type(error).__name__}: {error}"
-        warnings.warn(f"W&B is off for the rest of this run ({reason}); metrics.jsonl has everything", stacklevel=3)
-
-    def write(self, record: Mapping[str, Value]) -> None:
-        """Log one record at its `train/step`; None values are left out."""
-        if self._run is None:
-            return
-        try:
-            self._run.log({k: v for k, v in record.items() if v is not None}, step=record[names.STEP])
-        except Exception as error:  # see the class: W&B must not end a training run
-            self._give_up(error)
-
-    def close(self) -> None:
-        """Finish the W&B run."""
-        if self._run is None:
-            return
-        try:
-            self._run.finish()
-        except Exception as error:  # see the class
-            self._give_up(error)
-        self._run = None
 
 
 class ConsoleSink:

@@ -27,7 +27,8 @@ from ..mcore.step import LossSum, TrainStep, local_device
 from ..mcore.tokenizer import build_tokenizer
 from ..metrics import environment
 from ..metrics.hardware import current_device_name, peak_tflops
-from ..metrics.sinks import ConsoleSink, JsonlSink, Sink, WandbSink
+from ..metrics.sinks import ConsoleSink, JsonlSink, Sink
+from ..metrics.wandb_run import WandbSink
 from . import resume
 from .heartbeat import at
 from .interval import Interval
@@ -263,10 +264,10 @@ class Trainer:
     def _open_sinks(self) -> list[Sink]:
         config = self.config
         self._peak = peak_tflops(current_device_name(), config.logging.peak_tflops)
-        environment.write(self.folder.path / "environment.json")
+        environment.write(self.folder.path, dist.get_world_size())
         return [
             JsonlSink(self.folder.metrics, self.step),
-            WandbSink(self.folder.path, config, self._peak),
+            WandbSink(self.folder.path, config),
             *([TensorBoardSink(self.folder.path, self.step)] if config.logging.tensorboard else []),
             ConsoleSink(config.train.steps, logger.info),
         ]

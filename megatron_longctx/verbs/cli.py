@@ -18,7 +18,7 @@ from typing import Any
 from .. import __version__
 from ..config import TOKENIZERS
 from ..errors import JobFailed
-from . import habits
+from . import habits, wandb_runs
 
 _EPILOG = """\
 Settings are words of the form group=NAME or key.subkey=value, e.g.
@@ -279,6 +279,8 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--plan", default="all", metavar="RUN", help="draw this run's plan; `all` (default) or `none`")
     compare.add_argument("--rows", type=int, default=50, help="most steps to print (default: %(default)s)")
     compare.set_defaults(run=_compare)
+
+    wandb_runs.add_verb(verbs)
 
     doctor = verbs.add_parser("doctor", help="what is installed and usable here")
     doctor.set_defaults(run=_doctor)

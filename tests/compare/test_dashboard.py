@@ -37,7 +37,7 @@ def run(name: str, mode: str, ranks: int, model: str, length: int, hardware: str
         "parallelism": {"schedule": mode, "context_parallel_size": ranks},
         "train": {"precision": "fp32"},
     }
-    return Run(name, records, config, hardware)
+    return Run(name, records, config, {"device": hardware})
 
 
 def runs() -> list[Run]:

@@ -1,18 +1,15 @@
-"""Sinks: valid JSON always, no doubled curves, W&B never in the way."""
+"""Sinks: valid JSON always, no doubled curves."""
 
 from __future__ import annotations
 
 import json
 import math
-import warnings
 from pathlib import Path
 
 import pytest
-import wandb
 
 from megatron_longctx import names
-from megatron_longctx.config import Config, LoggingConfig, RunConfig
-from megatron_longctx.metrics.sinks import ConsoleSink, JsonlSink, Value, WandbSink, decode, encode
+from megatron_longctx.metrics.sinks import ConsoleSink, JsonlSink, Value, decode, encode
 from megatron_longctx.metrics.timers import Eta, clock_text
 
 
@@ -143,53 +140,3 @@ def test_clock_text() -> None:
         "1 day 1:01:01",
         "2 days 2:00:00",
     ]
-
-
-def wandb_config(mode: str) -> Config:
-    return Config(logging=LoggingConfig(wandb=mode, wandb_project="tests"), run=RunConfig(name="sink-test"))
-
-
-def test_wandb_offline_writes_into_the_run_folder_and_keeps_its_id(tmp_path: Path) -> None:
-    ids = []
-    for step in (1, 2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # "W&B is off" would be one
-            sink = WandbSink(tmp_path, wandb_config("offline"), peak_tflops=989.0)
-            sink.write(record(step) | {names.MFU_CAUSAL_PCT: None})
-            assert wandb.run is not None
-            ids.append(wandb.run.id)
-            facts = wandb.run.config
-            assert facts["model"]["name"] == "tiny" and facts["peak_tflops_per_gpu"] == 989.0
-            assert facts["flop_formula"].startswith("3 * (L*")
-            sink.close()
-    assert ids[0] == ids[1] == (tmp_path / "wandb_id.txt").read_text().strip()
-    files = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert files and all(ids[0] in file.name and file.stat().st_size > 0 for file in files)
-
-
-def test_wandb_disabled_leaves_nothing(tmp_path: Path) -> None:
-    sink = WandbSink(tmp_path, wandb_config("disabled"), peak_tflops=None)
-    sink.write(record(1))
-    sink.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_wandb_failing_at_the_start_warns_once_and_says_why(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("a file where the run's folder should be")
-    with pytest.warns(UserWarning, match=r"W&B is off for the rest of this run \(FileExistsError") as caught:
-        sink = WandbSink(tmp_path / "taken", wandb_config("offline"), peak_tflops=None)
-        sink.write(record(1))
-        sink.write(record(2))
-        sink.close()
-    assert len(caught) == 1
-
-
-def test_wandb_failing_midway_warns_once_and_says_why(tmp_path: Path) -> None:
-    sink = WandbSink(tmp_path, wandb_config("offline"), peak_tflops=None)
-    assert wandb.run is not None
-    wandb.run.finish()  # what a user's own code, or W&B itself, may do: logging to this run raises from now on
-    with pytest.warns(UserWarning, match=r"W&B is off for the rest of this run \(UsageError") as caught:
-        sink.write(record(1))
-        sink.write(record(2))
-        sink.close()
-    assert len(caught) == 1

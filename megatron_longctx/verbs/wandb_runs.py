@@ -1,0 +1,70 @@
+"""The `wandb` verb: runs rebuilt in W&B from their folders, and the views of `compare` there."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..errors import JobFailed
+
+
+def add_verb(verbs: Any) -> None:
+    """Add it to a command line's subparsers."""
+    verb = verbs.add_parser("wandb", help="W&B: runs rebuilt from their folders, and the views of `compare` there")
+    actions = verb.add_subparsers(dest="action", required=True, metavar="action")
+    again = actions.add_parser(
+        "sync",
+        help="W&B's runs once more, from metrics.jsonl and resolved.yaml",
+        description="For runs whose W&B files are empty or incomplete: same id, name, group, tags, configuration and "
+        "steps. Online, or as W&B's own settings say: WANDB_MODE=offline writes files for `wandb sync`. Steps that W&B "
+        "has already stay as they are there; times are those of now.",
+    )
+    again.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    again.set_defaults(run=_sync)
+    for kind in ("workspace", "report"):
+        view = actions.add_parser(kind, help=f"a {kind} with the figures and curves of `compare`, by mode")
+        view.add_argument("place", metavar="ENTITY/PROJECT")
+        view.add_argument("--group", metavar="NAME", help="only runs of this group: a sweep or an experiment")
+        view.add_argument("--dry-run", action="store_true", help="print its specification; nothing is sent")
+        view.set_defaults(run=_view)
+
+
+def _sync(arguments: argparse.Namespace) -> None:
+    """All folders are read before the first goes to W&B.
+
+    Raises:
+        ValueError: a folder that is no run's, or has no metrics.
+        JobFailed: W&B refuses or cannot be reached.
+    """
+    from wandb import Error
+
+    from ..compare.runs import load_run
+    from ..compose import RESOLVED, load_config
+    from ..metrics.wandb_run import rebuild
+
+    found = [(folder, load_run(folder), load_config(folder / RESOLVED)) for folder in arguments.runs]
+    for folder, run, config in found:
+        try:
+            place = rebuild(folder, config, [run.records[step] for step in sorted(run.records)])
+        except Error as error:
+            raise JobFailed(f"{folder}: W&B: {error}") from None
+        print(f"{folder}: {len(run.records)} steps, to {max(run.records)}: {place}")
+
+
+def _view(arguments: argparse.Namespace) -> None:
+    """
+    Raises:
+        ValueError: as `views`.
+        JobFailed: W&B refuses or cannot be reached.
+    """
+    from ..compare.wandb_views import specification, views
+
+    view = views(arguments.action, arguments.place, arguments.group)
+    if arguments.dry_run:
+        print(specification(view))
+        return
+    try:
+        print(view.save().url)
+    except Exception as error:  # the package raises whatever its HTTP library does
+        raise JobFailed(f"{arguments.place}: W&B: {type(error).__name__}: {error}") from None
