@@ -12,7 +12,7 @@ VENV := .venv$(if $(filter-out file,$(origin PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := megatron_longctx benchmarks analysis tests docs
-SCRIPTS := launch/*.sh launch/*.sbatch launch/submit tests/slurm/run.sh .ci/run
+SCRIPTS := launch/*.sh launch/*.sbatch launch/submit tests/slurm/run.sh tests/compare/browser.sh .ci/run
 
 # One thread a process: tests start up to eight ranks, which would otherwise fight over the cores.
 TEST_ENV := OMP_NUM_THREADS=1
@@ -22,7 +22,7 @@ MODES := zigzag ring striped helper double_ring tasp all_gather ulysses usp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo compare test test-slurm test-gpu lint format types wheel clean
+.PHONY: help setup demo compare browser test test-slurm test-gpu lint format types docs wheel clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ compare: setup ## Train with every context-parallel mode and with one rank, and 
 	$(BIN)/megatron-longctx train -m experiment=compare_modes
 	$(BIN)/megatron-longctx compare runs/compare_modes-one_rank $(foreach mode,$(MODES),runs/compare_modes-$(mode)) \
 		--plan none --rows 5 --out runs/compare.png --html runs/compare.html
+
+browser: setup ## Get a Chromium for the dashboard's test, where network and rights permit
+	PYTHON=$(BIN)/python tests/compare/browser.sh
 
 test: setup ## Run the CPU test suite
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -73,6 +76,10 @@ format: setup ## Put the code into the project's format
 
 types: setup ## Check types (mypy)
 	$(BIN)/mypy
+
+docs: setup ## Build the site of all pages into build/site (Sphinx, from the extra `docs`)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	$(BIN)/sphinx-build -q -W --keep-going -c docs . build/site
 
 wheel: setup ## Build the wheel into dist/
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

@@ -16,7 +16,7 @@ from megatron_longctx.config import Config, keys_of
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 _HEAD = """# Configuration
 
-Every key, generated from [`megatron_longctx/config`](../megatron_longctx/config) by
+Every key, generated from [`megatron_longctx/config`](../megatron_longctx/config/tree.py) by
 `python -m analysis.configuration_page`; a test compares. Set one as `key=value` behind a verb;
 `megatron-longctx train --cfg job` prints what all come to.
 [Training](training.md) explains those that most runs set.

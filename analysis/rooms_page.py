@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "rooms.md"
 _HEAD = """# Rooms
 
-The packages and modules of [`megatron_longctx`](../megatron_longctx), in the order of imports: each may import those
-above it, and those below it may import it. Only `mcore` imports Megatron, only `serving` Starlette and uvicorn, and
+The packages and modules of `megatron_longctx`, in the order of imports: each may import those above it, and those
+below it may import it. Only `mcore` imports Megatron, only `serving` Starlette and uvicorn, and
 nothing here `benchmarks`, `analysis` or `tests`. Files have at most 400 lines.
 [`tests/test_import_law.py`](../tests/test_import_law.py) enforces all of this.
 
@@ -46,7 +46,7 @@ def section(room: str) -> Iterator[str]:
     if not said:
         raise ValueError(f"{path}: expected a docstring, which is the section of docs/rooms.md. Write one.")
     yield f"## {room.strip('_')}\n"
-    yield f"[`{shown.as_posix()}`](../{shown.as_posix()})\n"
+    yield f"[`{shown.as_posix()}`](../{path.as_posix()})\n"
     yield f"{said}\n"
     allowed = ", ".join(f"`{each}`" for each in NEEDED_BY_METRICS) if room == "metrics" else ""
     imports = [f"Imports {allowed} alone."] if allowed else []

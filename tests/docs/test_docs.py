@@ -23,6 +23,11 @@ from tests.test_import_law import PACKAGE, ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "launch" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+OTHERS = (
+    ROOT / "CHANGELOG.md",
+    *(page for folder in ("docs/papers", "analysis/results") for page in sorted((ROOT / folder).glob("*.md"))),
+)
+"""Pages whose figures and names are checked elsewhere, or are those of their day."""
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -99,6 +104,19 @@ COMMANDS = [(page.name, line) for page in PAGES for line in commands(page) if no
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_files_and_settings_exist(page: Path) -> None:
     assert [*broken_links(page), *wrong_names(page)] == []
+
+
+def test_links_of_all_other_pages() -> None:
+    assert len(OTHERS) > 20
+    wrong = [f"{page.relative_to(ROOT)}: {broken}" for page in OTHERS for broken in broken_links(page)]
+    assert wrong == [], "\n".join(wrong)
+
+
+def test_the_site_leads_to_every_page() -> None:
+    index = ROOT / "docs" / "index.rst"
+    names = re.findall(r"^   ([\w./*]+)$", index.read_text(encoding="utf-8"), re.MULTILINE)
+    listed = [page.resolve() for name in names for page in index.parent.glob(f"{name}.md")]
+    assert set(listed) == {*PAGES, *OTHERS} - set((ROOT / "analysis/results").glob("*.md"))
 
 
 def test_commands_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
