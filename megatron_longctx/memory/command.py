@@ -33,12 +33,13 @@ def planned_job(config: Config) -> Job:
     return Job(config, model.vocab_size or rounded, ranks, fused=config.train.device != "cpu")
 
 
-def one_line(config: Config) -> str:
-    """The peak, or why it cannot be told."""
+def brief(config: Config) -> list[str]:
+    """The peak, and whether the cluster's devices hold it where they are known; or why it cannot be told."""
     try:
-        return summary(planned_job(config))
+        job, capacity = planned_job(config), _capacity(config, None)
+        return [summary(job), *([] if capacity is None else [_verdict(predict(job).num_bytes, capacity)])]
     except ValueError as error:
-        return f"memory of a training step: not known ({error})"
+        return [f"memory of a training step: not known ({error})"]
 
 
 def show(config: Config, picture: Path | None, device_gib: float | None = None) -> bool:
@@ -103,7 +104,8 @@ def _verdict(needed: int, capacity: int) -> str:
     """Whether a device holds a step, by the bounds that `train` goes by."""
     said = f"a device has {capacity / GIB:.1f} GiB: "
     if needed > capacity:
-        return said + "a step does not fit (see --max-length, recompute and its head_chunk_tokens)"
+        lacks = (needed - capacity) / GIB
+        return f"{said}a step does not fit, by {lacks:.2f} GiB (see --max-length, recompute and its head_chunk_tokens)"
     return said + ("a step fits" if needed <= COMFORT * capacity else f"a step takes more than {COMFORT:.0%} of it")
 
 

@@ -55,7 +55,7 @@ def draw_on(axes: Axes, bars: Sequence[tuple[str, Prediction]], capacity: int | 
         axes.text(left + axes.get_xlim()[1] * 0.008, row, f"{left:.1f}", va="center", fontsize=9, bbox=frame)
     if capacity is not None:
         axes.axvline(capacity / GIB, color="black", linestyle="--", linewidth=1)
-        axes.text(capacity / GIB, -0.6, f" device: {capacity / GIB:.0f}", fontsize=8)
+        axes.text(capacity / GIB, -0.6, f" device: {capacity / GIB:.0f} GiB", fontsize=8)
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])
     axes.set_ylim(len(bars) - 0.4, -0.75)
     axes.set_xlim(right=axes.get_xlim()[1] * 1.05)

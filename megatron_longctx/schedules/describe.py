@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .cost import Workload
 from .lower import Lowering
 from .plan import Attend, Kind, Plan
@@ -23,16 +25,32 @@ def moved_tokens(plan: Plan) -> list[_Moved]:
     return moved
 
 
-def describe(plan: Plan, target: Target | None = None) -> str:
+def summary(plan: Plan, workload: Workload) -> list[str]:
+    """Lines on how even the work is, and on what travels."""
+    moves = moved_tokens(plan)
+    ways = (
+        max(sum(tokens[way] * workload.token_bytes(kind) for kind, tokens in moved.items()) for moved in moves)
+        for way in (0, 1)
+    )
+    sent, received = map(_bytes, ways)
+    return [
+        f"  balance  the busiest rank computes {plan.imbalance_pct():.1f}% more than the average",
+        f"  bytes    a rank sends {sent} and receives {received} at most, in one layer",
+    ]
+
+
+def describe(plan: Plan, target: Target | None = None, beside: Sequence[str] = ()) -> str:
     """The plan as text.
 
     Args:
         target: what it is lowered for; adds bytes moved and held.
+        beside: more lines of the summary that it begins with.
     """
     direction = "backward" if plan.backward else "forward"
     lines = [
         f"{plan.name} {direction}: {plan.n} ranks, {plan.mask.length} tokens ({plan.queries.name}), {plan.mask} mask, "
         f"{len(plan.steps)} steps, {plan.idle_fraction():.1%} of rank-time idle",
+        *beside,
         "",
         "who holds what",
         *(f"  rank {r}: {_spans(plan, r)}  ({plan.queries.num_tokens(r)} tokens)" for r in range(plan.n)),

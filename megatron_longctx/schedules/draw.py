@@ -69,7 +69,7 @@ def draw_on(axes: Axes, plan: Plan) -> None:
         if width:
             axes.axvline(start, color="#888888", linewidth=0.5, linestyle=":")
     axes.set_title(f"{plan.name}, {plan.n} ranks: load per rank ({plan.idle_fraction():.1%} idle)", fontsize=10)
-    axes.set_xlabel("time (1 = perfectly shared work); numbers: home rank of the keys", fontsize=9)
+    axes.set_xlabel("time (1 = perfectly shared work); numbers: home rank of the keys; grey: waiting", fontsize=9)
     axes.set_ylabel("rank", fontsize=9)
     axes.set_yticks(range(plan.n) if plan.n <= 16 else range(0, plan.n, max(1, plan.n // 8)))
     axes.set_ylim(plan.n - 0.5, -0.5)

@@ -62,10 +62,15 @@ def draw_modes(entries: Sequence[Candidate], path: Path, title: str) -> None:
             said = f"{entry.name} {way}: {_short(simulation)}"
             axes.set_title(said, fontsize=9 if len(said) < 60 else 7, loc="left")
         _bars(grid[row][2], entry, ran)
+        grid[row][0].set_ylabel("ranks, 0 first", fontsize=8)
+    for axes in grid[-1][:2]:
+        axes.set_xlabel("milliseconds", fontsize=9)
+    grid[0][2].set_title("forward and backward; memory", fontsize=9, loc="left")
+    handles, place = _handles("shade: home of its keys"), "outside upper center"
+    figure.legend(handles=handles, loc=place, ncols=4, fontsize=9, frameon=False, title=title, title_fontsize=13)
     if refused:
         reasons = "\n".join(f"{entry.name}: {entry.reason}" for entry in refused)
         figure.supxlabel(reasons, fontsize=9, ha="left", x=0.01)
-    figure.suptitle(title, fontsize=13)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -126,16 +131,20 @@ def _bars(axes: Axes, entry: Candidate, ran: Sequence[Candidate]) -> None:
 
 
 def _legend(axes: Axes, simulation: Simulation) -> None:
+    handles = _handles("number, shade: home of its keys")
+    axes.legend(handles=handles, ncols=4, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12 if
+                simulation.plan.n > 6 else -0.22))  # fmt: skip
+
+
+def _handles(marks: str) -> list[Any]:
     from matplotlib.patches import Patch
 
-    handles = [
-        Patch(facecolor="#3b8d8c", label="kernel call (number, shade: home of its keys)"),
+    return [
+        Patch(facecolor="#3b8d8c", label=f"kernel call ({marks})"),
         Patch(facecolor=_MERGE, label="packing and merging"),
         Patch(facecolor=_TRANSFER, label="messages of a step"),
         Patch(facecolor=_WAIT, hatch="////", edgecolor="#d0d0d0", label="waiting"),
     ]
-    axes.legend(handles=handles, ncols=4, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12 if
-                simulation.plan.n > 6 else -0.22))  # fmt: skip
 
 
 def _short(simulation: Simulation) -> str:

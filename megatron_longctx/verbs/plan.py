@@ -11,7 +11,7 @@ from ..errors import refuse
 from ..memory import command
 from ..schedules import Costs, Plan, Takes, Target, backward_plan, build_plan, keeping, keeps_received
 from ..schedules import mask as masks
-from ..schedules.describe import describe
+from ..schedules.describe import describe, summary
 from ..schedules.draw import draw
 from ..schedules.draw_timeline import draw_modes, draw_timeline
 from ..schedules.placement import draw_placement, placement
@@ -33,7 +33,7 @@ class Pictures:
 
 
 def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures, documents: str | None = None) -> None:
-    """Print the configured plan, with its memory, and its price where a cluster is named, and draw it.
+    """Print a summary of the configured plan and all of it, with its price where a cluster is named, and draw it.
 
     Args:
         documents: lengths of a pack's documents, in the place of one of `data.seq_length`: where each lies is printed
@@ -54,12 +54,13 @@ def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures, do
     plan = _configured(config, _mask(config, causal, lengths))
     plan = backward_plan(plan) if backward else plan
     target = _target(config, packed=pack is not None)
-    print(describe(plan, target))
-    if not backward:
-        print("\n" + command.one_line(config))
-    simulation = None
+    simulation, time = None, "not simulated: name a cluster, as in parallelism.cluster=h200_x8"
     if cluster is not None:
         simulation = simulate(plan, cluster, target, timeline=pictures.timeline is not None)
+        time = f"{simulation.seconds * 1e3:.3f} ms on {cluster.name}, simulated, of one layer's attention"
+    rows = [*summary(plan, target.workload), f"  time     {time}", *(f"  {line}" for line in command.brief(config))]
+    print(describe(plan, target, rows))
+    if simulation is not None and cluster is not None:
         print("\n" + _price(simulation, cluster))
     if pack is not None:
         print("\n" + placement(plan, target.workload, simulation))

@@ -22,6 +22,10 @@ SMALL = ("parallelism=cp2", "data.seq_length=16")
 
 FORWARD = """\
 zigzag forward: 2 ranks, 16 tokens (zigzag), causal mask, 2 steps, 0.0% of rank-time idle
+  balance  the busiest rank computes 0.0% more than the average
+  bytes    a rank sends 2 KiB and receives 2 KiB at most, in one layer
+  time     not simulated: name a cluster, as in parallelism.cluster=h200_x8
+  memory of a training step: 12.27 MiB a rank, most in optimizer step (recompute=none; 10.51 MiB whatever the length)
 
 who holds what
   rank 0: 0:4 + 12:16  (8 tokens)
@@ -41,12 +45,14 @@ totals
      1               68  100.0%  kv 8 / 4 (3 KiB)
   buffers for other ranks' kv: 8 tokens = 2 KiB at most
   send memory: 2 KiB at most
-
-memory of a training step: 12.27 MiB a rank, most in optimizer step (recompute=none; 10.51 MiB whatever the length)
 """
 
 BACKWARD_FULL_MASK = """\
 zigzag backward: 2 ranks, 16 tokens (zigzag), full mask, 3 steps, 0.0% of rank-time idle
+  balance  the busiest rank computes 0.0% more than the average
+  bytes    a rank sends 4 KiB and receives 4 KiB at most, in one layer
+  time     not simulated: name a cluster, as in parallelism.cluster=h200_x8
+  memory of a training step: 12.27 MiB a rank, most in optimizer step (recompute=none; 10.51 MiB whatever the length)
 
 who holds what
   rank 0: 0:4 + 12:16  (8 tokens)
@@ -195,7 +201,11 @@ def test_a_named_cluster_prices_the_plan_and_draws_its_time_line(
     words = ("parallelism=cp4", "data.seq_length=4096", "parallelism.cluster=h200_x8")
     picture = tmp_path / "time.png"
     out = plan(capsys, *words, "--timeline", str(picture))
-    priced = out.split("simulated on h200_x8", 1)[1]
+    summary, _, priced = out.partition("simulated on h200_x8")
+    assert re.search(
+        r"\n  time     [\d.]+ ms on h200_x8, simulated, .*\n  memory of a training step: .*\n  .* a step fits\n\n",
+        summary,
+    )
     for word in ("  time  ", "  computing  ", "  waiting  ", "  busiest link  ", "  memory  "):
         assert word in priced
     assert picture.read_bytes().startswith(b"\x89PNG")
