@@ -12,9 +12,13 @@ import platform
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from types import ModuleType
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 # The heads of llama3_8b: what the kernels are asked about.
 _HEAD_DIM, _HEADS, _KV_HEADS = 128, 32, 8
@@ -74,7 +78,21 @@ def _system() -> Iterator[Row]:
     import torch
 
     build = torch.version.cuda or torch.version.hip
-    yield Row("system", "torch", None, f"{torch.__version__} ({f'built for CUDA {build}' if build else 'CPU build'})")
+    found = f"{torch.__version__} ({f'built for CUDA {build}' if build else 'CPU build'})"
+    yield Row("system", "torch", None, found + _untested("torch", torch.__version__))
+
+
+def _untested(name: str, found: str) -> str:
+    """What to say of a version that this package does not ask for: pip does not stop one that was there before, or
+    that was installed later."""
+    try:
+        wanted = [Requirement(each) for each in requires("megatron-longctx") or ()]
+    except PackageNotFoundError:  # a checkout
+        return ""
+    tested = next((each.specifier for each in wanted if each.name == name), SpecifierSet())
+    # A development version of the next release is one of its own, and is not tested either.
+    fits = tested.contains(Version(found).base_version, prereleases=True)
+    return "" if fits else f"; NOT TESTED: {name}{tested} is, others may fail anywhere"
 
 
 def _devices() -> Iterator[Row]:

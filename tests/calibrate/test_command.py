@@ -9,7 +9,7 @@ import pytest
 
 from megatron_longctx.calibrate.command import _said
 from megatron_longctx.compose import compose_config
-from megatron_longctx.schedules import MODES
+from megatron_longctx.schedules import MODES, Workload
 from megatron_longctx.schedules.calibration import load_calibration
 from megatron_longctx.topology import load_cluster
 from megatron_longctx.training.auto import settled
@@ -19,11 +19,13 @@ SETTINGS = ["parallelism=cp2", "train.device=cpu", "attention.kernel=cpu", "data
 
 
 def test_it_leaves_what_auto_goes_by(cache: Path) -> None:
-    settings = [*SETTINGS, "parallelism.schedule=auto"]
+    heads = ["model.num_attention_heads=8", "model.num_kv_heads=4", "model.head_dim=16", "train.precision=fp32"]
+    settings = [*SETTINGS, *heads, "parallelism.schedule=auto"]
     assert cli.main(["calibrate", *settings, "--max-tokens", "64"]) == 0
     (path,) = cache.glob("*.json")
     found = load_calibration(path)
     assert found.kernel == "cpu" and found.transport == "p2p" and found.cluster.n == 2
+    assert found.workload == Workload(8, 4, 16, element_bytes=4), "the recipe's, unless told otherwise"
     costs = found.costs
     assert costs.forward_tflops > 0 and costs.merge_gibps > 0 and 0 <= costs.blocking <= 1
     assert {(s.causal, s.backward, s.parts) for s in costs.kernels} >= {(True, False, 1), (False, True, 2)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.comm.rendezvous import Placement, host_store, interface_to, join_store, listen, meet
-from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.distributed import PATIENCE_S, run_distributed
 
 
 def listening() -> set[str]:
@@ -44,6 +46,25 @@ def test_the_store_listens_where_it_is_told_to() -> None:
     assert listening() - before <= {"127.0.0.1"} and store.port == port
     join_store(port, 20.0).set("a", "b")
     assert store.get("a") == b"b"
+
+
+def _hosts(listener: socket.socket) -> None:
+    host_store(listener, PATIENCE_S).wait(["ended"])
+
+
+def test_a_port_is_never_free_while_it_is_handed_to_rank_0() -> None:
+    """As the launcher of training does: it binds, rank 0 hosts the store there, seconds later."""
+    with listen() as listener:
+        port = listener.getsockname()[1]
+        process = multiprocessing.get_context("spawn").Process(target=_hosts, args=(listener,))
+        process.start()
+    for _ in range(100):
+        with pytest.raises(OSError):
+            listen(port=port)
+        time.sleep(0.01)
+    join_store(port, PATIENCE_S).set("ended", "")
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_tasks_meet_at_the_address_that_they_were_given() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from megatron_longctx.kernels import PROVIDERS
 from megatron_longctx.verbs import doctor
 from megatron_longctx.verbs.doctor import Row, report
+
+ROOT = Path(doctor.__file__).resolve().parents[2]
 
 
 def rows_by_name() -> dict[str, Row]:
@@ -54,6 +57,19 @@ def test_what_is_known_of_every_machine() -> None:
     assert found["hydra"] == Row("packages", "hydra", True, version("hydra-core"))
     assert found["CUDA"].usable is torch.cuda.is_available()
     assert found["nccl"].usable is (torch.cuda.is_available() and torch.distributed.is_nccl_available())
+
+
+@pytest.mark.parametrize(
+    ("found", "tested"),
+    [("2.11.0", True), ("2.13.1+cu130", True), ("2.14.0", False), ("2.14.0a0+nv26.10", False), ("2.10.2", False)],
+)
+def test_a_torch_that_is_not_tested_is_named(found: str, tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the one range that pip goes by."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    monkeypatch.setattr(doctor, "requires", lambda _: wanted)
+    monkeypatch.setattr(torch, "__version__", found)
+    said = rows_by_name()["torch"].detail
+    assert said.startswith(found) and ("NOT TESTED: torch<2.14,>=2.11 is" in said) is not tested
 
 
 def test_every_kernel_provider_is_listed_with_a_reason_where_it_is_not_usable() -> None:
@@ -124,6 +140,5 @@ def test_it_does_not_load_megatron() -> None:
     code = (
         "import sys; from megatron_longctx.verbs.doctor import report; report(); print('megatron.core' in sys.modules)"
     )
-    root = Path(doctor.__file__).resolve().parents[2]
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (result.returncode, result.stdout.strip()) == (0, "False"), result.stderr
