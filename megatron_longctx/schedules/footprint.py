@@ -50,9 +50,8 @@ def footprint(program: Program, workload: Workload, workspace: bool = False) -> 
 
 def row_bytes(rows: Rows, workload: Workload) -> int:
     """Bytes of some rows where they lie; those of accumulators are wider."""
-    wide = workload.accumulator_bytes // workload.element_bytes or 1
-    scale = wide if rows.space is Space.TOTAL else 1
-    return scale * workload.token_bytes(rows.kind, rows.heads) * rows.tokens
+    size = workload.token_bytes(rows.kind, rows.heads) * (rows.stop - rows.start)
+    return size * (workload.accumulator_bytes // workload.element_bytes or 1) if rows.space is Space.TOTAL else size
 
 
 class _Sizes:

@@ -33,7 +33,7 @@ from .program import (
     rows_read,
     used_marks,
 )
-from .send_layout import carrier, results_sent, send_layout
+from .send_layout import Carrier, ResultsSent, results_sent, send_layout
 from .target import Target
 from .totals import Total
 
@@ -45,11 +45,12 @@ class Lowering:
         self.plan, self.target = plan, target
         self._layouts: dict[int, SendLayout] = {}
 
-    def send_layout(self, rank: int) -> SendLayout:
-        """Where all that a rank sends lies."""
+    def send_layout(self, rank: int, results: ResultsSent | None = None) -> SendLayout:
+        """Where all that a rank sends lies. results: of the rank, where they are known."""
         if rank not in self._layouts:
-            found = send_layout(self.plan, rank, self.target.workload.field_bytes, self.target.peers(rank))
-            self._layouts[rank] = found
+            computed = (results or results_sent(self.plan, rank)).computed
+            row_bytes, peers = self.target.workload.field_bytes, self.target.peers(rank)
+            self._layouts[rank] = send_layout(self.plan, rank, row_bytes, peers, computed)
         return self._layouts[rank]
 
     def send_bytes(self) -> int:
@@ -73,11 +74,11 @@ class _Lowered:
         self.plan, self.target = lowering.plan, lowering.target
         plan, peers = self.plan, self.target.peers(rank)
         self.sends, self.receives = plan.sends(rank), plan.receives(rank)
-        self.layout = lowering.send_layout(rank)
+        self.results = results_sent(plan, rank)
+        self.layout = lowering.send_layout(rank, self.results)
         self.reads_all = len(peers) == plan.n > 1
         ranges = live_ranges(plan, rank)
-        _, busy_until = assign(ranges)
-        self.results = results_sent(plan, rank)
+        buffer_of, busy_until = assign(ranges)
         self.after = self._waits(ranges, busy_until)
         # Results that end the pass are merged where their senders have them.
         self.last_is_read = self._at_once(len(plan.steps) - 1) and all(
@@ -85,14 +86,15 @@ class _Lowered:
         )
         if self.last_is_read:
             ranges = [each for each in ranges if each.first != len(plan.steps) - 1]
+            buffer_of, _ = assign(ranges)
         self.ops: list[Op] = []
-        self.places = Places(rank, ranges, self.ops, self.target.joined)
+        self.places = Places(rank, ranges, buffer_of, self.ops, self.target.joined)
         self.totals: list[Rows] = []
         self.outputs: list[Rows] = []
         self.kept: list[tuple[Rows, ...]] = []
         self.num_kept = self.num_calls = self.num_marks = 0
-        self.away: dict[tuple[Block, int], Total] = {}
-        self.left = self._contributions()
+        self.away: dict[Carrier, Total] = {}
+        self.left = dict(self.results.parts)  # calls that have still to add to a result for another rank
         kinds = (Kind.DQ, Kind.DKV) if plan.backward else (Kind.OUT,)
         self.own = {kind: self._total(kind, plan.layout_of(kind).num_tokens(rank)) for kind in kinds}
 
@@ -119,8 +121,8 @@ class _Lowered:
                 packed = self._acquire(t)
             else:
                 self._copy(self.places.own_among(t))
-            for attend in step.attends[self.rank]:
-                self._attend(attend, t)
+            for attend, carried in zip(step.attends[self.rank], self.results.carried[t], strict=True):
+                self._attend(attend, t, carried)
             marks.append(self._mark())
         if under_way:
             arriving = {block.kind for block, _, _ in self.receives[last] if block.home == self.rank}
@@ -160,7 +162,7 @@ class _Lowered:
         after = [-1] * len(self.plan.steps)
         for each, until in zip(ranges, busy_until, strict=True):
             after[each.first] = max(after[each.first], until)
-        for (_, t), computed in self.results.items():
+        for (_, t), computed in self.results.computed.items():
             after[t] = max(after[t], computed)
         return after
 
@@ -174,18 +176,6 @@ class _Lowered:
             return False
         passed = any(message.passed for message in self.layout.messages[t])
         return not passed and not self.plan.steps[t].attends[self.rank] and self.after[t] >= t - 1
-
-    def _contributions(self) -> dict[tuple[Block, int], int]:
-        """By result for another rank, the calls that have still to add to it."""
-        left: dict[tuple[Block, int], int] = dict.fromkeys(self.results, 0)
-        self._sent: dict[tuple[Kind, int], list[tuple[Block, int]]] = {}
-        for block, t in self.results:
-            self._sent.setdefault((block.kind, block.home), []).append((block, t))
-        for t, step in enumerate(self.plan.steps) if left else ():
-            for attend in step.attends[self.rank]:
-                for part in self.plan.results_away(attend, self.rank):
-                    left[carrier(part, t, self._sent)] += 1
-        return left
 
     # Copies and messages.
 
@@ -265,7 +255,7 @@ class _Lowered:
 
     # Calls.
 
-    def _attend(self, attend: Attend, t: int) -> None:
+    def _attend(self, attend: Attend, t: int, carried: Sequence[tuple[Block, Carrier]]) -> None:
         plan, rank = self.plan, self.rank
         query_blocks, key_blocks = plan.inputs(attend, rank)
         keeps = plan.keeps(rank, attend.queries), plan.keeps(rank, attend.keys)
@@ -296,7 +286,7 @@ class _Lowered:
                 self.num_calls += 1
         if not plan.backward and any(keeps):
             outs = self._keep(attend, keeps, queries, keys, outs)
-        self._hand_out(attend, outs, t)
+        self._hand_out(attend, outs, carried)
 
     def _keep(
         self, attend: Attend, keeps: tuple[bool, bool], queries: Rows, keys: list[tuple[Rows, int]], outs: list[Made]
@@ -322,7 +312,7 @@ class _Lowered:
         self.num_kept += 1
         return Rows(Space.KEPT, self.num_kept - 1, kind, 0, tokens, heads, heads)
 
-    def _hand_out(self, attend: Attend, outs: list[Made], t: int) -> None:
+    def _hand_out(self, attend: Attend, outs: list[Made], carried: Sequence[tuple[Block, Carrier]]) -> None:
         """Give the results of a call to this rank's totals, or bring them to where they are sent from."""
         pieces: dict[Block, list[Part]] = {}
         backward, heads = self.plan.backward, attend.heads
@@ -331,16 +321,15 @@ class _Lowered:
                 for start, stop in made.k_clusters:
                     for block, low, high, first in in_blocks(attend.keys, made.at + start, made.at + stop):
                         rows = made.keys(low - made.at, high - made.at, heads)
-                        self._give(block._replace(kind=Kind.DKV), rows, first, pieces)
+                        self._give(block.result(Kind.DKV, -1), rows, first, pieces)
             kind = Kind.DQ if backward else Kind.OUT
             for start, stop in made.q_clusters:
                 for block, low, high, first in in_blocks(attend.queries, start, stop):
-                    self._give(block._replace(kind=kind), made.queries(kind, low, high, heads), first, pieces)
+                    self._give(block.result(kind, -1), made.queries(kind, low, high, heads), first, pieces)
         copies: list[tuple[Rows, Rows]] = []
-        for block in self.plan.results_away(attend, self.rank):
-            key = carrier(block, t, self._sent)
+        for block, key in carried:
             self.left[key] -= 1
-            copies += self._send_result(key, pieces.get(block._replace(origin=-1), []))
+            copies += self._send_result(key, pieces.get(block.result(block.kind, -1), []))
         self._copy(copies)
 
     def _give(self, block: Block, rows: Rows, first: int, pieces: dict[Block, list[Part]]) -> None:
@@ -349,7 +338,7 @@ class _Lowered:
         else:
             pieces.setdefault(block, []).append(Part(rows, first))
 
-    def _send_result(self, key: tuple[Block, int], parts: list[Part]) -> list[tuple[Rows, Rows]]:
+    def _send_result(self, key: Carrier, parts: list[Part]) -> list[tuple[Rows, Rows]]:
         """Add parts to a result for another rank; what one call has computed whole is copied to where it is sent from,
         anything else is brought together once all is there."""
         whole, _ = key

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from .liveness import LiveRange, assign
+from .liveness import LiveRange
 from .plan import RESULTS, Block, Kind
 from .program import Buffer, Copy, Op, Rows, Space
 
@@ -18,34 +18,36 @@ class Places:
     """The places of one rank's blocks.
 
     Args:
-        ops: where copies are noted. joined: keys of a call that lie apart are always copied together.
+        buffer_of: by live range, its buffer. ops: where copies are noted. joined: keys of a call that lie apart are always copied together.
 
     Attributes:
         buffers: of live ranges first, then of gathered rows.
     """
 
-    def __init__(self, rank: int, ranges: Sequence[LiveRange], ops: list[Op], joined: bool) -> None:
+    def __init__(
+        self, rank: int, ranges: Sequence[LiveRange], buffer_of: Sequence[int], ops: list[Op], joined: bool
+    ) -> None:
         self.rank, self.ops, self._keys_joined = rank, ops, joined
-        buffer_of, _ = assign(ranges)
         self.buffers = _buffers(ranges, buffer_of)
         self._arriving: dict[int, list[tuple[LiveRange, int]]] = defaultdict(list)
         self._last_arrival: dict[int, int] = {}
+        self._into: dict[tuple[Block, int], Rows] = {}
         self._held: dict[tuple[Kind, int], list[tuple[LiveRange, int, Block, int]]] = defaultdict(list)
         for each, buffer in zip(ranges, buffer_of, strict=True):
             self._arriving[each.first].append((each, buffer))
             self._last_arrival[buffer] = max(each.first, self._last_arrival.get(buffer, 0))
             at = 0
             for block in each.blocks:
+                tokens = block.stop - block.start
                 self._held[block.kind, block.home].append((each, buffer, block, at))
-                at += block.tokens
+                rows = Rows(Space.BUFFER, buffer, block.kind, at, at + tokens, block.heads, block.heads)
+                self._into.setdefault((block, each.first), rows)
+                at += tokens
         self._gathered: dict[tuple[Block, ...], Rows] = {}
 
     def into(self, block: Block, t: int) -> Rows:
         """The rows that a block is received into in step `t`."""
-        for each, buffer, held, at in self._held[block.kind, block.home]:
-            if each.first == t and held == block:
-                return Rows(Space.BUFFER, buffer, block.kind, at, at + block.tokens, block.heads, block.heads)
-        raise AssertionError(f"rank {self.rank} has no room for {block} in step {t}")
+        return self._into[block, t]
 
     def own_among(self, t: int) -> Iterator[tuple[Rows, Rows]]:
         """The copies that put own rows among those of other ranks that arrive in step `t`."""

@@ -234,8 +234,8 @@ class Program:
 
 def used_marks(ops: Sequence[Op]) -> list[Op]:
     """Without marks that no message waits for."""
-    used = {op.after for op in ops if isinstance(op, Send)}
-    return [op for op in ops if not isinstance(op, Mark) or op.number in used]
+    used = {op.after for op in ops if type(op) is Send}
+    return [op for op in ops if type(op) is not Mark or op.number in used]
 
 
 def rows_read(ops: Iterable[Op], kept: Iterable[tuple[Rows, ...]]) -> Iterator[Rows]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from .mask import runs
@@ -74,24 +75,42 @@ def place(batches: Sequence[Batch]) -> Placement:
     return Placement(tuple(offsets), total, awaited)
 
 
-def results_sent(plan: Plan, rank: int) -> dict[tuple[Block, int], int]:
-    """By result of a rank for others and the step that sends it, the step in which its last part is computed."""
-    sent: dict[tuple[Kind, int], list[tuple[Block, int]]] = {}
-    found: dict[tuple[Block, int], int] = {}
+Carrier = tuple[Block, int]
+"""A message with results: its block and its step."""
+
+
+class ResultsSent(NamedTuple):
+    """What a rank computes for others. computed: by message, the step in which its last part is. parts: by message, how
+    many calls add to it. carried: by step and call, what it computes for others, each with its message."""
+
+    computed: dict[Carrier, int]
+    parts: dict[Carrier, int]
+    carried: list[list[list[tuple[Block, Carrier]]]]
+
+
+def results_sent(plan: Plan, rank: int) -> ResultsSent:
+    """That of one rank."""
+    sent: dict[tuple[Kind, int], list[Carrier]] = {}
+    computed: dict[Carrier, int] = {}
     for t, moves in enumerate(plan.sends(rank)):
         for block, _, _ in moves:
             if block.kind in RESULTS and block.origin == rank:
                 sent.setdefault((block.kind, block.home), []).append((block, t))
-                found[block, t] = t - 1
-    for t, step in enumerate(plan.steps) if sent else ():
-        for attend in step.attends[rank]:
-            for part in plan.results_away(attend, rank):
-                found[carrier(part, t, sent)] = t
-    return found
+                computed[block, t] = t - 1
+    parts = dict.fromkeys(computed, 0)
+    carried: list[list[list[tuple[Block, Carrier]]]] = []
+    for t, step in enumerate(plan.steps):
+        calls = step.attends[rank]
+        found = [[(part, _carrier(part, t, sent)) for part in plan.results_away(each, rank)] for each in calls]
+        for _, message in chain.from_iterable(found):
+            computed[message] = t
+            parts[message] += 1
+        carried.append(found)
+    return ResultsSent(computed, parts, carried)
 
 
-def carrier(part: Block, t: int, sent: dict[tuple[Kind, int], list[tuple[Block, int]]]) -> tuple[Block, int]:
-    """The message that takes along a part computed in step `t`: its block and step. sent: by kind and home."""
+def _carrier(part: Block, t: int, sent: dict[tuple[Kind, int], list[Carrier]]) -> Carrier:
+    """The message that takes along a part computed in step `t`. sent: by kind and home."""
     return next((block, u) for block, u in sent.get((part.kind, part.home), ()) if u > t and block.contains(part))
 
 
@@ -115,10 +134,13 @@ class _Builder:
         return sum(_aligned(size * block.tokens) for size in self.row_bytes(block.kind, block.heads))
 
 
-def send_layout(plan: Plan, rank: int, row_bytes: RowBytes, peers: frozenset[int]) -> SendLayout:
+def send_layout(
+    plan: Plan, rank: int, row_bytes: RowBytes, peers: frozenset[int], computed: dict[Carrier, int]
+) -> SendLayout:
     """That of one rank.
 
     Args:
+        computed: of `ResultsSent`.
         peers: the ranks that read its memory; others are sent to. What is only passed on to these lies in no region.
     """
     builder = _Builder(row_bytes)
@@ -136,7 +158,6 @@ def send_layout(plan: Plan, rank: int, row_bytes: RowBytes, peers: frozenset[int
         spans = tuple(runs(own[name]))
         places[name] = builder.region(*name, sum(stop - start for start, stop in spans)), spans
         published[first[name]].append(places[name])
-    written = results_sent(plan, rank)
     batches: list[tuple[Batch, list[tuple[Block, int]]]] = []
     for t, moves in enumerate(sends):
         results = [block for block, _, _ in moves if block.kind in RESULTS and block.origin == rank]
@@ -147,7 +168,7 @@ def send_layout(plan: Plan, rank: int, row_bytes: RowBytes, peers: frozenset[int
         ]
         if results:
             size = sum(map(builder.bytes_of, results))
-            batches.append((Batch(t, min(written[b, t] for b in results), size, False), [(b, -1) for b in results]))
+            batches.append((Batch(t, min(computed[b, t] for b in results), size, False), [(b, -1) for b in results]))
         if passed:
             batches.append((Batch(t, t, sum(builder.bytes_of(block) for block, _ in passed), True), passed))
     placement = place([batch for batch, _ in batches])

@@ -7,6 +7,7 @@ message starts when both of its ranks are ready; messages of one step that share
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from .cost import GIB, Costs, Workload
 from .footprint import footprint, row_bytes
 from .lower import Lowering
 from .plan import Move, Plan
-from .program import Acquire, Compute, Copy, Mark, Merge, Program, Send, Wait
+from .program import Acquire, Compute, Copy, Mark, Merge, Op, Program, Release, Send, Wait
 from .target import Target
 
 
@@ -157,9 +158,8 @@ class _Simulated:
     def _priced(self, program: Program) -> Iterator[_Item]:
         """A rank's operations with their times; only sums of them where no time line is wanted."""
         self.peak_bytes = max(self.peak_bytes, footprint(program, self.workload).total)
-        self.operations = max(
-            self.operations, sum(isinstance(op, Compute | Merge | Send | Acquire) for op in program.ops)
-        )
+        counts = Counter(map(type, program.ops))
+        self.operations = max(self.operations, sum(counts[kind] for kind in (Compute, Merge, Send, Acquire)))
         sum_up = self.spans is None and not self.costs.blocking
         seconds = 0.0
         for op in program.ops:
@@ -176,7 +176,7 @@ class _Simulated:
         if seconds:
             yield _Item(None, seconds)
 
-    def _item(self, op: object, program: Program) -> _Item | None:
+    def _item(self, op: Op, program: Program) -> _Item | None:
         if isinstance(op, Compute):
             return self._kernel_call(op, program)
         if isinstance(op, Copy):
@@ -185,7 +185,7 @@ class _Simulated:
         if isinstance(op, Merge):
             size = sum(row_bytes(rows, self.workload) for rows in (op.into, *(part.rows for part in op.parts)))
             return _Item(None, size / (self.costs.merge_gibps * GIB), "merge")
-        return _Item(op) if isinstance(op, Send | Wait | Acquire | Mark) else None
+        return None if isinstance(op, Release) else _Item(op)
 
     def _kernel_call(self, op: Compute, program: Program) -> _Item:
         key = op.call, op.queries.heads.parts
@@ -283,20 +283,21 @@ class _Simulated:
         and the number of ranks that each exchanges messages with.
         """
         wire = [0.0] * self.plan.n
-        peers: list[dict[int, float]] = [{} for _ in range(2 * self.plan.n)]  # bytes to others, then from them
+        n, measured = self.plan.n, bool(self.costs.messages)
+        peers: dict[int, dict[int, float]] = {}  # bytes to others, by rank, and from them, by rank and n
         for size, route, source, destination in sized:
-            if self.costs.messages and self.cluster.node_of(source) == self.cluster.node_of(destination):
-                for table, other in ((peers[source], destination), (peers[self.plan.n + destination], source)):
+            if measured and self.cluster.node_of(source) == self.cluster.node_of(destination):
+                for rank, other in ((source, destination), (n + destination, source)):
+                    table = peers.setdefault(rank, {})
                     table[other] = table.get(other, 0.0) + size
                 continue
             shared = max(slowest[resource] for resource in route.resources)
             seconds = max(shared, size / (route.gibps * GIB)) + route.latency_s
             wire[source], wire[destination] = max(wire[source], seconds), max(wire[destination], seconds)
-        for i, table in enumerate(peers):
-            if table:
-                seconds = self.costs.message_seconds(max(table.values()), len(table))
-                for rank in (i % self.plan.n, *table):
-                    wire[rank] = max(wire[rank], seconds)
+        for i, table in peers.items():
+            seconds = self.costs.message_seconds(max(table.values()), len(table))
+            for rank in (i % n, *table):
+                wire[rank] = max(wire[rank], seconds)
         return wire
 
     def _capacity(self, resource: Resource) -> float:

@@ -80,6 +80,20 @@ def test_tasks_meet_at_the_address_that_they_were_given() -> None:
     assert meet(Placement(0, 2, 0), 20.0) is None, "torch's environment variables say how"
 
 
+def test_ranks_that_torchrun_starts_again_meet_in_a_place_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = host_store(listen(), 20.0)
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents.port), "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in (env | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    said = []
+    for attempt in ("0", "1", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        store = meet(Placement(0, 1, 0), 20.0)
+        assert store is not None
+        said.append(store.add("ranks here", 1))
+    assert said == [1, 1, 2]
+
+
 def test_an_address_that_other_hosts_do_not_reach_is_refused() -> None:
     with pytest.raises(ValueError, match=r"MASTER_ADDR=localhost: expected an address that other hosts reach; on"):
         meet(Placement(0, 2, 0, meeting=("localhost", 0)), 20.0)
