@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from .bind import Engine
 from .function import AttentionFunction, AttentionResult, Passes, forward_pass, shapes_of
 from .kv_format import MakeFormat
 from .shapes import Shapes
+from .warm_up import Expected, compile_kinds
 
 _MOST_BOUND = 64
 """Kinds of calls that are kept ready; those used last stay. With packed documents every batch is a new one."""
@@ -90,6 +92,8 @@ class ContextParallelAttention:
         self._engines: dict[KernelRequest, Engine] = {}
         self._bound: OrderedDict[tuple[Mask, KernelRequest, Shapes, bool], Passes] = OrderedDict()
         self._kinds: set[tuple[KernelRequest, Shapes, bool]] = set()  # of calls so far, whatever their masks
+        self._expected = Expected()
+        self._warm: set[tuple[KernelRequest, Shapes, bool]] = set()
         self._lock = threading.Lock()
         self.plan(0)
 
@@ -118,6 +122,11 @@ class ContextParallelAttention:
         for request, shapes, keep in tuple(self._kinds):
             passes = self._bind(mask, request, shapes, keep)
             _ = passes.forward, passes.backward  # made when they are first asked for
+
+    def expect(self, masks: Sequence[Mask], varied: bool) -> None:
+        """Calls of these masks will come: kernels that are compiled for kinds of calls are compiled for all of these by
+        the first one, and none later. varied: also of masks like them, whose documents lie elsewhere."""
+        self._expected = Expected(masks, varied)
 
     def layout(self, mask: Mask | int) -> Layout:
         """Which rank holds which token."""
@@ -225,7 +234,11 @@ class ContextParallelAttention:
             v_head_dim=v.shape[3],
         )
         shapes = shapes_of(q, k, v, kv_format and kv_format(q.shape[3], v.shape[3], q.dtype))
-        return self._bind(mask, request, shapes, keep)
+        kind, (expected, varied) = (request, shapes, keep), self._expected
+        if expected and kind not in self._warm:
+            self._warm.add(kind)
+            compile_kinds((self._bind(each, *kind) for each in expected), varied)
+        return self._bind(mask, *kind)
 
     def _bind(self, mask: Mask, request: KernelRequest, shapes: Shapes, keep: bool) -> Passes:
         """request: without what the mask says."""

@@ -13,6 +13,6 @@ To add a provider: one new file in `providers/` with a subclass of `AttentionKer
 `why_not`, `_forward`, `_backward`, and a `speed` if `auto` may take it).
 """
 
-from megatron_longctx.kernels.interface import PROVIDERS, AttentionKernel, KernelRequest, dense_call
+from megatron_longctx.kernels.interface import PROVIDERS, AttentionKernel, CallKind, KernelRequest, dense_call
 from megatron_longctx.kernels.partials import Partial, merge_partials, sum_partials
 from megatron_longctx.kernels.registry import auto_order, available, choose

@@ -74,6 +74,32 @@ class BlockInputs(NamedTuple):
     prepared: Any = None
 
 
+class CallKind(NamedTuple):
+    """What of a call a kernel may be compiled for, beside heads and dtype. packed: segments, and not one of all rows.
+    left, right: whether its window ends there."""
+
+    packed: bool
+    left: bool
+    right: bool
+
+    @classmethod
+    def of(cls, call: KernelCall, rows: tuple[int, int]) -> "CallKind":
+        """rows: queries and keys of its tensors."""
+        whole = call.segments == (Segment(0, rows[0], 0, rows[1]),)
+        return cls(not whole, call.left != FAR, call.right != FAR)
+
+    @property
+    def example(self) -> KernelCall:
+        """A small call of this kind, of as many queries as keys; longer than the tiles of kernels."""
+        ends = [(0, 512), (512, 1024)] if self.packed else [(0, 1024)]
+        segments = tuple(Segment(*each, *each) for each in ends)
+        return KernelCall(segments, 128 if self.left else FAR, 0 if self.right else FAR)
+
+    def __str__(self) -> str:
+        mask = "window" if self.left else "causal" if self.right else "full"
+        return f"{mask}, packed" if self.packed else mask
+
+
 def dense_call(queries: int, keys: int, causal: bool = False) -> KernelCall:
     """All queries against all keys; or causally, the last query facing the last key."""
     return KernelCall((Segment(0, queries, 0, keys),), FAR, 0 if causal else FAR)
@@ -91,6 +117,8 @@ class AttentionKernel(ABC):
     takes: ClassVar[Takes] = Takes()
     speed: ClassVar[dict[str, int]] = {}
     """By type of device, its place in the order of `auto`: the highest comes first; without one it is not taken."""
+    compiles: ClassVar[bool] = False
+    """Whether a kernel is compiled when the first call of a `CallKind` comes."""
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:

@@ -70,6 +70,14 @@ class ShardedSequence:
         for window in self.windows:
             self.attention.prepare(pack.mask(window=window))
 
+    def expect(self, packs: bool) -> None:
+        """What a run will bring, in the windows of all layers: plain sequences, or packs of any documents. Kernels that
+        are compiled for kinds of calls are compiled by the first step, and not by the first pack of another kind."""
+        count = min(4 * self.attention.world, self.length)
+        several = [len(range(i, self.length, count)) for i in range(count)]
+        found = [self.whole, *([Pack(self.attention, several)] if packs else [])]
+        self.attention.expect([each.mask(window=window) for each in found for window in self.windows], packs)
+
     def pack_of(self, params: PackedSeqParams | None) -> Pack:
         """What a model was given: a `pack`, Megatron's own parameters of packed (thd) documents, or None for a plain
         sequence.

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import BlockInputs, KernelRequest
+from megatron_longctx.kernels.interface import BlockInputs, CallKind, KernelRequest
 from megatron_longctx.kernels.limits import first_reason, on_rocm, too_old_gpu, wrong_device, wrong_dtype
 from megatron_longctx.kernels.packed import PackedKernel, Segments
 from megatron_longctx.schedules.calibration import cache_folder
@@ -36,6 +36,7 @@ class Fa4Kernel(PackedKernel):
 
     name: ClassVar[str] = "fa4"
     speed: ClassVar[dict[str, int]] = {"cuda": 40}
+    compiles: ClassVar[bool] = True
 
     def why_not(self, request: KernelRequest) -> str | None:
         return first_reason(
@@ -72,11 +73,11 @@ _announced: set[tuple[object, ...]] = set()
 def _announce(what: str, inputs: BlockInputs, packed: Segments | None) -> None:
     """Say, before the first call of a kind, why it takes seconds."""
     call, dims = inputs.call, (inputs.q.shape[-1], inputs.v.shape[-1])
-    mask = "causal" if call.causal else "full" if call.full else "window"
-    kind = what, inputs.q.dtype, dims, packed is not None, mask
+    found = CallKind(packed is not None, call.left != FAR, call.right != FAR)
+    kind = what, inputs.q.dtype, dims, found
     if kind not in _announced:
         _announced.add(kind)
-        of = f"{mask}{', packed' if packed else ''}, head dims {dims[0]} and {dims[1]}"
+        of = f"{found}, head dims {dims[0]} and {dims[1]}"
         logger.info("attention kernel fa4: %s (%s) is compiled, some seconds, or read from %s", what, of, _folder())
 
 

@@ -1,0 +1,93 @@
+"""Kernels that are compiled for kinds of calls are compiled by the first call of a run, for all that come later."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.attention.function import Passes, shapes_of
+from megatron_longctx.attention.warm_up import kinds
+from megatron_longctx.kernels import PROVIDERS, CallKind
+from megatron_longctx.kernels.interface import BlockInputs
+from megatron_longctx.kernels.packed import Segments
+from megatron_longctx.kernels.providers.fa4 import Fa4Kernel
+from megatron_longctx.mcore.sequence import ShardedSequence
+from megatron_longctx.schedules import MODES, ModeOptions, Target, build_plan, keeping
+from megatron_longctx.schedules.mask import Window, documents
+from megatron_longctx.testing.references import random_qkv
+from tests.kernels.packed_stand_ins import RowsKernel
+
+LENGTH, PLAIN, NEAR = 192, (None, None), (17, 0)
+Seen = set[tuple[str, CallKind, tuple[int, int]]]
+
+
+class Compiled(RowsKernel):
+    """Notes for what kinds of calls, passes and heads a kernel would have been compiled."""
+
+    compiles: ClassVar[bool] = True
+    seen: ClassVar[Seen] = set()
+
+    def _note(self, what: str, inputs: BlockInputs, packed: Segments | None) -> None:
+        alone = packed is None
+        kind = CallKind.of(inputs.call, (inputs.q.shape[alone], inputs.k.shape[alone]))
+        assert kind.packed is not alone
+        self.seen.add((what, kind, (inputs.q.shape[-2], inputs.k.shape[-2])))
+
+    def _forward_rows(self, inputs: BlockInputs, packed: Segments | None) -> tuple[torch.Tensor, torch.Tensor]:
+        self._note("forward", inputs, packed)
+        return super()._forward_rows(inputs, packed)
+
+    def _backward_rows(self, inputs: BlockInputs, packed: Segments | None, *given: Any) -> tuple[torch.Tensor, ...]:
+        self._note("backward", inputs, packed)
+        return super()._backward_rows(inputs, packed, *given)
+
+
+@pytest.mark.parametrize("windows", [{PLAIN}, {PLAIN, NEAR}])
+def test_no_pack_brings_a_kind_that_the_first_call_has_not_compiled(
+    windows: set[Window], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PROVIDERS, "compiled", Compiled)
+    monkeypatch.setattr(Compiled, "seen", set())
+    attention = ContextParallelAttention(kernel="compiled")
+    sequence = ShardedSequence(attention, LENGTH)
+    sequence.windows |= windows
+    sequence.expect(packs=True)
+    q, k, v, grad = random_qkv(LENGTH, 1, 4, 2, 8, torch.float32)
+    attention.forward(q, k, v, mask=documents([64] * 3))
+    first = set(Compiled.seen)
+    causal = {CallKind(packed, False, True) for packed in (False, True)}
+    near = {CallKind(packed, True, True) for packed in (False, True)} if NEAR in windows else set()
+    assert first == {(what, kind, (4, 2)) for what in ("forward", "backward") for kind in causal | near}
+    for lengths in ([LENGTH], [100, 92], [2] * (LENGTH // 2)):
+        for window in windows:
+            out = attention(q.requires_grad_(), k, v, mask=documents(lengths, window=window))
+            torch.autograd.grad(out, q, grad)
+    assert Compiled.seen == first
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("name", MODES)
+def test_packs_over_ranks_bring_no_other_kinds(name: str, keep: bool) -> None:
+    n, draw = 4, random.Random(0)
+    q, k, v, _ = random_qkv(LENGTH // n, 1, 8, 4, 32, torch.bfloat16)
+    shapes, engine = shapes_of(q, k, v), SimpleNamespace(kernel=Fa4Kernel())
+
+    def of(lengths: list[int], rank: int, window: Window, varied: bool) -> set[Any]:
+        plan = build_plan(name, n, documents(lengths, window=window), ModeOptions())
+        plan = keeping(plan) if keep else plan
+        return kinds(Passes(plan, Target(shapes.workload, Fa4Kernel.takes), rank, shapes, engine), varied)  # type: ignore[arg-type]
+
+    for window in (PLAIN, NEAR):
+        warm = of([LENGTH], 1, window, True) | of([LENGTH // 16] * 16, 1, window, True)
+        plain = of([LENGTH], 1, window, False)
+        assert plain <= warm and {each.backward for each in plain} == {False, True}
+        for _ in range(20):
+            cuts = sorted(draw.sample(range(1, LENGTH), draw.randrange(0, 12)))
+            lengths = [b - a for a, b in zip([0, *cuts], [*cuts, LENGTH], strict=True)]
+            for rank in range(n):
+                assert of(lengths, rank, window, False) <= warm, (lengths, rank, window)
