@@ -18,7 +18,8 @@ class Places:
     """The places of one rank's blocks.
 
     Args:
-        buffer_of: by live range, its buffer. ops: where copies are noted. joined: keys of a call that lie apart are always copied together.
+        buffer_of: by live range, its buffer. ops: where copies are noted. joined: keys of a call that lie apart are
+            always copied together.
 
     Attributes:
         buffers: of live ranges first, then of gathered rows.
