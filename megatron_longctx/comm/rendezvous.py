@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import ipaddress
 import os
 import socket
@@ -125,8 +126,8 @@ def meet(place: Placement, timeout_s: float) -> Store | None:
     """The store at `place.meeting`, which rank 0 hosts; under torchrun its own; None where there is no such place.
 
     Raises:
-        ValueError: other hosts cannot reach the address.
-        OSError: it is not rank 0's host's, or taken.
+        ValueError: other hosts cannot reach the address, or its port is taken.
+        OSError: it is not rank 0's host's.
         RuntimeError: the others did not find it in time.
     """
     if place.meeting is None:
@@ -139,7 +140,13 @@ def meet(place: Placement, timeout_s: float) -> Store | None:
     host, port = place.meeting
     if place.rank:
         return join_store(port, timeout_s, host)
-    listener = listen(host, port)
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        remedy = "Set it to another; on Linux ports below 32768 are not handed out by themselves."
+        raise refuse("MASTER_PORT", port, f"a port that nobody listens at on {host}", remedy) from None
     found = listener.getsockname()[0]
     if not place.one_host and ipaddress.ip_address(found).is_loopback:
         listener.close()

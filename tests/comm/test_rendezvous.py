@@ -94,11 +94,13 @@ def test_ranks_that_torchrun_starts_again_meet_in_a_place_of_their_own(monkeypat
     assert said == [1, 1, 2]
 
 
-def test_an_address_that_other_hosts_do_not_reach_is_refused() -> None:
+def test_an_address_that_others_do_not_reach_and_a_taken_port_are_refused() -> None:
     with pytest.raises(ValueError, match=r"MASTER_ADDR=localhost: expected an address that other hosts reach; on"):
         meet(Placement(0, 2, 0, meeting=("localhost", 0)), 20.0)
     with pytest.raises(OSError):
         meet(Placement(0, 2, 0, meeting=("203.0.113.7", 0)), 20.0)
+    with listen() as taken, pytest.raises(ValueError, match=r"MASTER_PORT=\d+: expected a port that nobody listens at"):
+        meet(Placement(0, 2, 0, meeting=("127.0.0.1", taken.getsockname()[1])), 20.0)
 
 
 def _interfaces(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
