@@ -9,6 +9,7 @@ import threading
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -116,6 +117,13 @@ def _tracker(rank: int) -> None:
     assert (collection.tp.size(), collection.cp.size(), collection.dp.size(), collection.dp_cp.size()) == (1, 2, 1, 2)
     limits = {timeout_of(group) for group in torch.distributed.distributed_c10d._world.pg_map}
     assert limits == {timedelta(seconds=PATIENCE_S)}, "a rank that hangs would hold others up for longer than it may"
+    del collection, limits
+    threads = []
+    for _ in range(3):
+        groups.destroy()
+        groups.initialize(context=2)
+        threads.append(psutil.Process().num_threads())
+    assert len(set(threads)) == 1, "what a model's groups leave behind slows the next"
     groups.destroy()
 
 

@@ -7,7 +7,6 @@ import json
 import statistics
 import time
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,26 +185,22 @@ class OneModel:
         return {"measured": statistics.median(measured), "predicted": found.num_bytes, "phase": found.name}
 
 
-def _run(rank: int, root: Path, saved: Sequence[str], peaks: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _run(rank: int, root: Path) -> dict[str, dict[str, Any]]:
     found = {}
-    for name in saved:
-        found[f"saved {name}"] = OneModel(root, SAVED[name]).saved_by_a_layer()
+    for name, settings in SAVED.items():
+        found[f"saved {name}"] = OneModel(root, settings).saved_by_a_layer()
         groups.destroy()
-    for name in peaks:
-        found[f"peak {name}"] = OneModel(root, PEAKS[name]).peak()
+    for name, settings in PEAKS.items():
+        found[f"peak {name}"] = OneModel(root, settings).peak()
         groups.destroy()
     return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By fresh ranks after every few models: what a model leaves behind (the threads of its groups) slows the next."""
-    root, few, seen = tmp_path_factory.mktemp("memory"), 4, {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        for at in range(0, max(len(SAVED), len(PEAKS)), few):
-            seen |= run_distributed(_run, 2, root, [*SAVED][at : at + few], [*PEAKS][at : at + few])[0]
-    return seen
+        return run_distributed(_run, 2, tmp_path_factory.mktemp("memory"))[0]
 
 
 @pytest.mark.parametrize("name", SAVED)
