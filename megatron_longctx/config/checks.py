@@ -9,6 +9,7 @@ from ..errors import refuse
 from ..schedules.mask import causal
 from .bounds import check, keys_of
 from .experts import check_expert_parallelism, check_experts
+from .latent import check_latent, check_latent_parallelism
 from .planned import configured_mode
 from .rope_scaling import check_rope_scaling
 from .tree import LEAST_WEIGHT, Config, ModelConfig
@@ -38,10 +39,11 @@ def _divisors(number: int) -> list[int]:
 
 
 def _check_whole_model(model: ModelConfig) -> None:
-    if model.head_dim is None:
+    check_latent(model)
+    if model.head_dim is None and not model.latent:
         _divides("model.num_attention_heads", model.num_attention_heads, "model.hidden_size", model.hidden_size)
     _divides("model.num_kv_heads", model.num_kv_heads, "model.num_attention_heads", model.num_attention_heads)
-    if model.position_embedding == "rope" and model.kv_channels % 2:
+    if model.position_embedding == "rope" and model.rope_channels % 2:
         raise refuse("model.head_dim", model.kv_channels, "an even head dimension with rope", "Set model.head_dim.")
     if model.qkv_bias and model.bias:
         raise refuse("model.qkv_bias", True, "false with model.bias=true, which it is a part of", "Leave it false.")
@@ -62,7 +64,7 @@ def _validate_rope(model: ModelConfig) -> None:
             if value != unset:
                 expected = f"{unset or 'null'} with model.position_embedding={model.position_embedding}"
                 raise refuse(f"model.{key}", value, expected, "Only RoPE turns tokens.")
-    check_rope_scaling(model.rope_scaling, model.kv_channels, model.rope_base)
+    check_rope_scaling(model.rope_scaling, model.rope_channels, model.rope_base)
 
 
 _OF_MODES = (
@@ -203,6 +205,7 @@ def validate(config: Config) -> None:
     _check_whole_model(config.model)
     _validate_parallelism(config)
     check_expert_parallelism(config)
+    check_latent_parallelism(config)
     if config.attention.kv_int8 and config.parallelism.context_parallel_size > 1 and config.model.kv_channels % 4:
         expected = f"false with model.head_dim={config.model.kv_channels}, which 4 does not divide"
         raise refuse("attention.kv_int8", True, expected, "Set it to false: an exact cache has no such condition.")

@@ -22,6 +22,7 @@ def workload_of(config: Config) -> Workload:
         head_dim=model.kv_channels,
         batch=config.train.micro_batch_size,
         element_bytes=2 if config.train.precision == "bf16" else 4,
+        v_head_dim=model.v_head_dim,
     )
 
 

@@ -14,6 +14,7 @@ from ..schedules.cache_modes import CACHE_MODES
 from ..schedules.save_remote import KEEP_RECEIVED
 from .bounds import choice, folder_name, number, path, text
 from .experts import ExpertKeys
+from .latent import LatentKeys
 from .logging import LoggingConfig
 from .parallelism import MOST_RANKS, YEAR_S, ParallelismConfig
 from .rope_scaling import RopeScaling
@@ -45,7 +46,7 @@ _BLEND = re.compile(rf"{_SHARE} +\S+( +{_SHARE} +\S+)+")
 
 
 @dataclass(frozen=True)
-class ModelConfig(ExpertKeys):
+class ModelConfig(ExpertKeys, LatentKeys):
     """Shape of a GPT. `vocab_size: null` takes the tokenizer's, rounded up to `vocab_multiple`."""
 
     name: str = text("tiny")
@@ -60,7 +61,7 @@ class ModelConfig(ExpertKeys):
     normalization: str = choice("rmsnorm", ("rmsnorm", "layernorm"))
     norm_epsilon: float = number(1e-5, 1e-20, 1)  # less is 0 in fp32, or near it
     zero_centered_norms: bool = False  # weights of norms are kept less 1
-    qk_norm: bool = False  # queries and keys are normed, each head by itself
+    qk_norm: bool = False  # queries and keys are normed, each head by itself; with latents, these are
     post_norms: bool = False  # what attention and the MLP give is normed, too, before it is added
     activation: str = choice("swiglu", ACTIVATIONS)  # geglu: gated by the tanh form of gelu
     # What scores are multiplied by; null: 1 / sqrt(head_dim).
@@ -82,10 +83,6 @@ class ModelConfig(ExpertKeys):
     init_std: float = number(0.02, 1e-6, 10)
     # Whose layers surround our attention: auto (TransformerEngine's on GPUs where installed, else Megatron's local)
     implementation: str = choice("auto", ("auto", "local", "transformer_engine"))
-
-    @property
-    def kv_channels(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def widest_window(self) -> tuple[int | None, int | None]:

@@ -54,7 +54,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        **head_sizes: Any,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         del cp_comm_type  # TransformerEngine's choice of mode; ours is the schedule of `sequence`
@@ -62,14 +62,6 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         _refuse_unless(attention_type == "self", "attention_type", attention_type, "self", "Use it for self-attention.")
         _refuse_unless(dropout == 0, "attention_dropout", dropout, "0", "Set attention_dropout to 0.")
         refuse_unless_served(config, sequence.attention.deterministic)
-        k_channels, v_channels = head_sizes.get("k_channels"), head_sizes.get("v_channels")
-        _refuse_unless(
-            k_channels == v_channels,
-            "v_channels",
-            v_channels,
-            f"k_channels={k_channels}",
-            "Heads of keys and values are of one size here.",
-        )
         world = pg_collection.cp.size() if pg_collection is not None else sequence.attention.world
         _refuse_unless(
             world == sequence.attention.world,
@@ -79,7 +71,7 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
             "Build the sequence over pg_collection.cp.",
         )
         tensor_parallel, heads = config.tensor_model_parallel_size, config.num_attention_heads
-        groups = config.num_query_groups or heads
+        groups = heads if config.multi_latent_attention else config.num_query_groups or heads
         sequence.attention.check_heads(heads // tensor_parallel, max(1, groups // tensor_parallel))
         self.layer_number = layer_number
         self.window = layer_window(config, layer_number)
@@ -148,14 +140,14 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
 
         Args:
             query: `[s, b, h/tp, d]`, or `[s, h/tp, d]` as Megatron's layers give packed (thd) documents.
-            key, value: `[s, b, g/tp, d]`, or without b.
+            key, value: `[s, b, g/tp, d]` and `[s, b, g/tp, e]`, or without b.
             attention_mask: must be None: masks need no tensor.
             packed_seq_params: a `ShardedSequence.pack`; Megatron's own, with `cu_seqlens_q` of the whole sequence, not
                 of a rank's share; or None for a plain sequence. Padding between documents attends its own padding
                 alone, and nothing attends it.
 
         Returns:
-            `[s, b, h/tp * d]`; b is 1 for packed documents.
+            `[s, b, h/tp * e]`; b is 1 for packed documents.
 
         Raises:
             ValueError: other tokens than this rank's, a mask tensor, a bias, packed documents that are not served, or a

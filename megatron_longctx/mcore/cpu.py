@@ -66,7 +66,7 @@ def apply() -> bool:
         _adjust_tensor_methods()
         _adjust_rng()
         _adjust_moe()
-        version.complete_moe()
+        version.complete_without_transformer_engine()
         _applied = True
     return True
 

@@ -189,6 +189,11 @@ def for_inference(config: Config) -> Config:
     """
     par = config.parallelism
     check_sizes(par)
+    if config.model.latent:
+        rank = config.model.kv_lora_rank
+        raise refuse(
+            "model.kv_lora_rank", rank, "null for inference", "MLA is trained and evaluated by `ppl`, not served."
+        )
     if config.train.device == "cpu" or not torch.cuda.is_available():
         if config.inference.transport == "peer":
             raise refuse("inference.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")

@@ -10,6 +10,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ..config import Config, RecomputeConfig
+from ..errors import refuse
 from ..evaluation.positions import Losses, edges
 from .data import TrainingData
 from .inference import check_sizes, load_model
@@ -28,6 +29,11 @@ def for_losses(config: Config) -> Config:
     """
     par, recompute = config.parallelism, config.recompute
     check_sizes(par)
+    if config.model.latent and par.tensor_parallel_size > 1:
+        expected = f"1 with model.kv_lora_rank={config.model.kv_lora_rank}"
+        raise refuse(
+            "parallelism.tensor_parallel_size", par.tensor_parallel_size, expected, "Take context parallelism."
+        )
     return replace(
         config,
         parallelism=replace(

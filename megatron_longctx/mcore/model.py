@@ -7,17 +7,17 @@ import importlib.util
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from ..config import Config, ModelConfig
+from ..config import Config, LatentKeys, ModelConfig
 from ..models.rope_scaling import frequencies_of
 from .experts import expert_settings
 from .head import ChunkedHeadGPT
@@ -82,7 +82,8 @@ def transformer_config(config: Config) -> TransformerConfig:
     recompute: dict[str, Any] = {}
     if config.recompute.mode == "layer":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
+    kind = MLATransformerConfig if model.latent else TransformerConfig
+    return kind(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -126,8 +127,24 @@ def transformer_config(config: Config) -> TransformerConfig:
         attention_softmax_in_fp32=True,
         deterministic_mode=False,
         **expert_settings(config),
+        **_latent_settings(config),
         **recompute,
     )
+
+
+def _latent_settings(config: Config) -> dict[str, Any]:
+    """Megatron's fields of MLA; none without. Frequencies and scale are our own, but YaRN's layers take a stretch."""
+    model = config.model
+    if not model.latent:
+        return {}
+    sizes = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    return {name: getattr(model, name) for name in sizes} | {
+        "rope_type": "yarn" if model.rope_scaling.kind == "yarn" else "rope",
+        "rotary_scaling_factor": 1.0,
+        # Of a table that is replaced, and that Megatron cuts in zigzag.
+        "original_max_position_embeddings": 2 * config.parallelism.context_parallel_size,
+        "rotary_base": model.rope_base,
+    }
 
 
 def build_model(
@@ -143,6 +160,7 @@ def build_model(
     if dist_rank_zero():
         logger.info("transformer layers: %s", "TransformerEngine" if use_te else "Megatron-Core (local)")
     chunk = config.recompute.head_chunk_tokens
+    turns = frequencies_of(model)
     gpt_class = GPTModel if chunk is None else functools.partial(ChunkedHeadGPT, chunk_tokens=chunk)
     gpt: GPTModel = gpt_class(
         config=megatron,
@@ -153,6 +171,7 @@ def build_model(
             recompute=config.recompute,
             reductions=RowReductions.of(config.reduction),
             post_norms=model.post_norms,
+            latent_frequencies=turns[0],
         ),
         vocab_size=vocab_size,
         max_sequence_length=config.data.seq_length,
@@ -163,8 +182,8 @@ def build_model(
         rotary_base=model.rope_base,
         pg_collection=groups,
     )
-    if model.position_embedding == "rope":
-        gpt.rotary_pos_emb = ShardedRotaryEmbedding(gpt.rotary_pos_emb, sequence, *frequencies_of(model))
+    if model.position_embedding == "rope" and not model.latent:
+        gpt.rotary_pos_emb = ShardedRotaryEmbedding(gpt.rotary_pos_emb, sequence, *turns)
     if model.scale_embedding and gpt.pre_process:
         gpt.embedding.register_forward_hook(_scaled)
     return gpt
@@ -188,6 +207,8 @@ def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
         *("zero_centered_norms", "qk_norm", "post_norms", "attention_scale", "scale_embedding"),
     )
     special = {key: getattr(model, key) for key in keys}
+    if model.latent:
+        special |= {field.name: getattr(model, field.name) for field in fields(LatentKeys)}
     if model.rope_scaling.kind != "none":
         special["rope_scaling"] = asdict(model.rope_scaling)
     if model.num_moe_experts is not None:

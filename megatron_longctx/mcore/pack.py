@@ -22,8 +22,8 @@ UNBOUNDED: Window = (None, None)
 class Turns(Protocol):
     """How tokens turn."""
 
-    def of(self, window: Window) -> Callable[[Tensor], Tensor]:
-        """What turns queries and keys in layers with this window."""
+    def of(self, window: Window) -> Callable[[Tensor], Tensor] | None:
+        """What turns queries and keys in layers with this window, where core attention does."""
 
 
 class Pack(PackedSeqParams):  # type: ignore[misc]

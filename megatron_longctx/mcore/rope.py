@@ -95,16 +95,17 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
         self._take(sequence)
 
     def _take(self, sequence: ShardedSequence) -> None:
-        before = sequence.rope
-        if isinstance(before, ShardedRotaryEmbedding) and not (
-            len(before._frequencies) == len(self._frequencies)
-            and all(x.equals(own) for x, own in zip(before._frequencies, self._frequencies, strict=True))
-            and before.rotary_interleaved == self.rotary_interleaved
-            and before.seq_len_interpolation_factor == self.seq_len_interpolation_factor
-        ):
-            remedy = "Build a ShardedSequence for each model; they may share their attention."
-            raise refuse("sequence", "of a model whose tokens turn otherwise", "one of this model's", remedy)
-        sequence.rope = self
+        sequence.turn_by(self)
+
+    def equals(self, other: Any) -> bool:
+        """Whether tokens turn alike by both."""
+        return (
+            isinstance(other, ShardedRotaryEmbedding)
+            and len(other._frequencies) == len(self._frequencies)
+            and all(x.equals(own) for x, own in zip(other._frequencies, self._frequencies, strict=True))
+            and other.rotary_interleaved == self.rotary_interleaved
+            and other.seq_len_interpolation_factor == self.seq_len_interpolation_factor
+        )
 
     def of_pack(self, pack: Pack) -> Rotations:
         """Of this rank's tokens, by where they lie in their documents."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..attention import ContextParallelAttention
 from ..attention.kv_format import int8_kv
 from ..config import Config, mode_options, token_unit
+from ..errors import refuse
 from ..schedules.mask import Window
 from .baseline import TransformerEngineAttention
 from .pack import UNBOUNDED, Pack, Turns, documents_of
@@ -23,6 +24,9 @@ Rotate = Callable[[Tensor], Tensor]
 
 class Rope(Protocol):
     """How tokens turn."""
+
+    def equals(self, other: Rope) -> bool:
+        """Whether the other turns them alike."""
 
     def of_pack(self, pack: Pack) -> Turns:
         """What turns the queries and keys of this rank's tokens."""
@@ -38,7 +42,6 @@ class ShardedSequence:
     def __init__(self, attention: ContextParallelAttention, length: int) -> None:
         self.attention = attention
         self.rope: Rope | None = None
-        """`rope.ShardedRotaryEmbedding` sets it."""
         self.windows: set[Window] = set()
         """Of the layers; they enter their own."""
         self._length = length
@@ -47,6 +50,17 @@ class ShardedSequence:
     def length(self) -> int:
         """Tokens of a plain sequence; one of another length is a `pack` of one document."""
         return self._length
+
+    def turn_by(self, rope: Rope) -> None:
+        """Take what a model's tokens turn by.
+
+        Raises:
+            ValueError: those of another model turn otherwise.
+        """
+        if self.rope is not None and not rope.equals(self.rope):
+            remedy = "Build a ShardedSequence for each model; they may share their attention."
+            raise refuse("sequence", "of a model whose tokens turn otherwise", "one of this model's", remedy)
+        self.rope = rope
 
     @cached_property
     def whole(self) -> Pack:

@@ -17,7 +17,6 @@ from ..schedules.mask import Window
 _NO_HANDLE = "Unset it; no kernel here gives the logits' maxima."
 _NEIGHBOURS = "Unset it: it shifts tokens as Megatron's own zigzag holds them."
 REFUSED: dict[str, tuple[Any, str]] = {
-    "multi_latent_attention": (False, "MLA rotates by Megatron's own zigzag; take a spec without it."),
     "experimental_attention_variant": (None, "These are other kinds of attention; unset it."),
     "mtp_num_layers": (None, _NEIGHBOURS),
     "is_hybrid_model": (False, "State-space layers exchange tokens as Megatron's own zigzag holds them."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -11,15 +10,17 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from ..config import RecomputeConfig
 from ..errors import refuse
+from ..models.rope_scaling import Frequencies
 from ..recompute import DeviceStore, HostStore
 from .core_attention import ContextParallelCoreAttention
 from .experts import experts_spec
+from .latent import LatentSelfAttention
 from .norms import norm_class
 from .post_norm import with_post_norms
 from .recompute import with_recompute
@@ -30,26 +31,36 @@ from .tiles import with_mlp_tiles
 KEEP_ALL = RecomputeConfig()
 
 
-def with_context_parallel(layer: ModuleSpec, sequence: ShardedSequence) -> ModuleSpec:
+def with_context_parallel(
+    layer: ModuleSpec, sequence: ShardedSequence, latent_frequencies: Frequencies | None = None
+) -> ModuleSpec:
     """A copy of a transformer layer's spec whose self-attention computes context-parallel attention.
 
     Works on every spec with a `self_attention` submodule: Megatron's local and TransformerEngine layers and specs made
-    from them.
+    from them, with multi-latent attention (MLA), too.
+
+    Args:
+        latent_frequencies: how fast tokens turn in MLA; None: as Megatron's configuration says.
 
     Raises:
-        ValueError: a spec without self-attention, or of multi-latent attention.
+        ValueError: a spec without self-attention, or of MLA whose projections are fused.
     """
     attention = getattr(layer.submodules, "self_attention", None)
     if not isinstance(attention, ModuleSpec) or not hasattr(attention.submodules, "core_attention"):
         raise ValueError(f"layer spec of {layer.module}: expected a self_attention with a core_attention to replace.")
-    if isinstance(attention.module, type) and issubclass(attention.module, MultiLatentAttention):
-        expected, remedy = "a self_attention without latents", "Context-parallel attention does not serve MLA yet."
-        raise refuse("self_attention", attention.module.__name__, expected, remedy)
     # What lies on the way is copied, and nothing else: other parts may hold what cannot be, or equals itself alone.
     layer, attention = copy.copy(layer), copy.copy(attention)
     layer.submodules, attention.submodules = copy.copy(layer.submodules), copy.copy(attention.submodules)
     layer.submodules.self_attention = attention
-    attention.submodules.core_attention = functools.partial(ContextParallelCoreAttention, sequence=sequence)
+    if isinstance(attention.module, type) and issubclass(attention.module, MultiLatentAttention):
+        if attention.module is not MLASelfAttention:
+            raise refuse(
+                "self_attention", attention.module.__name__, "MLASelfAttention", "Take Megatron's plain layer."
+            )
+        attention.module = LatentSelfAttention
+        attention.params = {**attention.params, "sequence": sequence, "frequencies": latent_frequencies}
+    core = ModuleSpec(module=ContextParallelCoreAttention, params={"sequence": sequence})
+    attention.submodules.core_attention = core
     return layer
 
 
@@ -72,6 +83,7 @@ def block_spec(
     recompute: RecomputeConfig = KEEP_ALL,
     reductions: RowReductions | None = None,
     post_norms: bool = False,
+    latent_frequencies: Frequencies | None = None,
 ) -> TransformerBlockSubmodules:
     """The spec of this pipeline stage's layers: Megatron's own, local or TransformerEngine's, with our attention and,
     where `reductions` says so, our sums over tensor-parallel ranks.
@@ -79,18 +91,23 @@ def block_spec(
     Args:
         recompute: the mode `layer` is `config`'s own business.
         post_norms: see `post_norm.PostNormAdd`.
+        latent_frequencies: see `with_context_parallel`.
 
     Raises:
         ValueError: TransformerEngine asked for and not importable.
     """
+    latent = config.multi_latent_attention
     if transformer_engine:
         require_transformer_engine()
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer, final_norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=config.qk_layernorm, multi_latent_attention=latent
+        )
+        final_norm = TENorm
     else:
         layer, final_norm = (
-            get_gpt_layer_local_spec(normalization=config.normalization),
+            get_gpt_layer_local_spec(normalization=config.normalization, multi_latent_attention=latent),
             norm_class(config.normalization),
         )
         # Megatron's torch norms refuse sequence parallelism; ours take it.
@@ -98,8 +115,9 @@ def block_spec(
         layer.submodules.pre_mlp_layernorm = final_norm
         if config.qk_layernorm:
             inner = layer.submodules.self_attention.submodules
-            inner.q_layernorm = inner.k_layernorm = final_norm
-    layer = with_context_parallel(layer, sequence)
+            inner.q_layernorm = final_norm
+            setattr(inner, "kv_layernorm" if latent else "k_layernorm", final_norm)
+    layer = with_context_parallel(layer, sequence, latent_frequencies)
     if post_norms:
         layer = with_post_norms(layer, config, final_norm)
     if recompute.mlp_tile_tokens is not None:

@@ -35,12 +35,16 @@ def take_common(sharded: dict[str, Any]) -> dict[str, Any] | None:
     return None if found is None else found.data
 
 
-def complete_moe() -> None:
-    """Without TransformerEngine 0.16's experts read a name that only it defines; 0.19 has it, as None."""
+def complete_without_transformer_engine() -> None:
+    """0.16's experts read a name that only TransformerEngine defines, and its MLA takes stand-ins for classes; 0.19 has
+    None for both."""
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     if not _NEW and not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
 
 
 @contextmanager

@@ -156,7 +156,7 @@ def _always(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ...]
     if attention.published:
         terms.append(Term(READ_BY_PEERS, attention.published, per_token=True))
     if model.position_embedding == "rope":
-        rope = 4 * job.tokens // job.config.train.micro_batch_size * model.kv_channels
+        rope = 4 * job.tokens // job.config.train.micro_batch_size * model.rope_channels
         terms.append(Term("RoPE table (fp32)", rope, per_token=True))
     if job.config.parallelism.uses_sequence_parallel:  # Megatron's buffer for what tensor-parallel ranks gather
         gathered = job.element_bytes * job.tokens * model.hidden_size

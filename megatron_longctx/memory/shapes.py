@@ -173,10 +173,9 @@ def layer_parameters(job: Job, experts: bool = False) -> int:
     """Parameters of one transformer layer, a dense one or one of experts, on one rank."""
     model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
     heads = (model.num_attention_heads + 2 * model.num_kv_heads) * model.kv_channels
-    out = model.num_attention_heads * model.kv_channels
     width = 0 if experts else model.ffn_hidden_size
     fc1 = FC1_COLUMNS[model.activation] * width
-    sharded = model.hidden_size * (heads + out + fc1 + width)
+    sharded = model.attention_weights + model.hidden_size * (fc1 + width)
     whole = 2 * model.hidden_size * (2 if model.normalization == "layernorm" else 1)
     if model.bias or model.qkv_bias:
         sharded += heads
@@ -186,7 +185,10 @@ def layer_parameters(job: Job, experts: bool = False) -> int:
     if model.sinks == "learnable":
         sharded += model.num_attention_heads
     norm = 2 if model.normalization == "layernorm" else 1
-    whole += norm * (2 * model.kv_channels * model.qk_norm + 2 * model.hidden_size * model.post_norms)
+    normed = 2 * model.kv_channels if model.kv_lora_rank is None else model.kv_lora_rank + (model.q_lora_rank or 0)
+    whole += norm * (normed * model.qk_norm + 2 * model.hidden_size * model.post_norms)
+    if model.implementation == "transformer_engine":  # whose ranks each have these products whole
+        sharded, whole = sharded - model.down_weights, whole + model.down_weights
     return sharded // tp + whole + (expert_parameters(job) + router_parameters(job) if experts else 0)
 
 
@@ -245,9 +247,14 @@ def layer_bytes(job: Job, experts: bool = False) -> LayerBytes:
         return size + 4 * rows * (1 if rms else 2) + (0 if job.fused or not rms else size)
 
     norm = normed(hidden, job.hidden_tokens)
-    seen += sum(
-        size + normed(size, size // (e * model.kv_channels)) for size in ((q, kv // 2) if model.qk_norm else ())
-    )
+    if model.latent:  # and what cosines and sines queries and keys have been multiplied by
+        seen += 4 * e * per_sequence * model.rope_channels + e * job.hidden_tokens * model.rope_channels
+        for rank, rows in ((model.kv_lora_rank, job.hidden_tokens), (model.q_lora_rank, tokens)):
+            if rank is not None:  # of queries Megatron keeps the rows of all tensor-parallel ranks
+                seen += e * rows * rank
+                seen += normed(e * job.hidden_tokens * rank, job.hidden_tokens) if model.qk_norm else 0
+    elif model.qk_norm:
+        seen += sum(size + normed(size, size // (e * model.kv_channels)) for size in (q, kv // 2))
     behind = 2 * norm if model.post_norms else 0  # and the norm's input is in the place of its output
     fused = job.fused and model.activation == "swiglu"
     between = 2 * act if FC1_COLUMNS[model.activation] == 2 and not fused else 0

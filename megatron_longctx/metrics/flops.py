@@ -1,13 +1,15 @@
 """Training FLOPs of a GPT, and what they make of a measured step time.
 
 Forward pass of one step, with T tokens in sequences of S (with packed documents, S is the length of a pack), L layers,
-hidden size H, h query heads, g key/value heads, head dimension d, MLP width F in M matrices (SwiGLU 3, GELU 2),
-vocabulary V, and P visible pairs of a query and a key, summed over layers:
+hidden size H, h query heads, g key/value heads, head dimension d of queries and keys and e of values (d but with
+latents), MLP width F in M matrices (SwiGLU 3, GELU 2), vocabulary V, and P visible pairs of a query and a key, summed
+over layers:
 
-    projections  L · 2·T·H·d·(h + 2g)      query, key and value
-                 L · 2·T·h·d·H             attention output
-    attention    L · 4·T·S·h·d             dense convention: every query times every key (QKᵀ and PV)
-                 4·(P - L·T/2)·h·d         causal convention: visible pairs, a query's own key counted half, so that
+    projections  L · 2·T·A                 A = H·d·h + H·d·2g of queries, keys and values, and h·e·H of the output; with
+                                           latents of c and q elements, r of d turned by RoPE and n not turned,
+                                           A = H·(c + r + q) + q·h·d + c·h·(n + e) + h·e·H, and H·h·d where q is none
+    attention    L · 2·T·S·h·(d + e)       dense convention: every query times every key (QKᵀ and PV)
+                 (2·P - L·T)·h·(d + e)     causal convention: visible pairs, a query's own key counted half, so that
                                            a whole causal sequence has S²/2; documents and windows have fewer
     MLP          2·T·M·H·F in a dense layer; in one of E experts 2·T·H·(M·(k·W + U) + E), of width W each, of which a
                  token goes through k, and of shared ones of width U
@@ -26,10 +28,11 @@ from megatron_longctx import names
 from megatron_longctx.config import ModelConfig
 
 FORMULA = (
-    "3 * (L*(2*T*H*d*(h + 2*g) + 2*T*h*d*H) + 2*T*H*(D*M*F + X*(M*(k*W + U) + E)) + A + 2*T*H*V), "
+    "3 * (2*T*L*A + 2*T*H*(D*M*F + X*(M*(k*W + U) + E)) + C + 2*T*H*V), "
+    "A = H*d*(h + 2*g) + h*e*H (latents: H*(c + r + q) + (q or H)*h*d + c*h*(n + e) + h*e*H), "
     "D dense layers, X of E experts of width W, k of them active, and U of shared ones, "
-    "A = 4*(P - L*T/2)*h*d (causal; P visible pairs of all layers, L*T*(S + 1)/2 without documents and windows) "
-    "or 4*L*T*S*h*d (dense), M = 3 (swiglu, geglu) or 2 (gelu); recomputation not counted"
+    "C = (2*P - L*T)*h*(d + e) (causal; P visible pairs of all layers, L*T*(S + 1)/2 without documents and windows) "
+    "or 2*L*T*S*h*(d + e) (dense), M = 3 (swiglu, geglu) or 2 (gelu); recomputation not counted"
 )
 _MLP_MATRICES = {"swiglu": 3, "geglu": 3, "gelu": 2}
 
@@ -72,15 +75,14 @@ def training_flops(model: ModelConfig, vocab_size: int, work: Work) -> StepFlops
     if model.activation not in _MLP_MATRICES:
         known = ", ".join(_MLP_MATRICES)
         raise ValueError(f"model.activation={model.activation}: expected one of {known}. Set model.activation.")
-    tokens, hidden, dim, layers = work.tokens, model.hidden_size, model.kv_channels, model.num_layers
-    heads, kv_heads = model.num_attention_heads, model.num_kv_heads
-    projections = 2 * tokens * hidden * dim * (heads + 2 * kv_heads) + 2 * tokens * heads * dim * hidden
+    tokens, hidden, layers = work.tokens, model.hidden_size, model.num_layers
+    channels = model.num_attention_heads * (model.kv_channels + model.value_channels)
     mlps = 2 * tokens * hidden * sum(_mlp_width(model, experts) for experts in model.expert_layers)
     head = 2 * tokens * hidden * vocab_size
-    linear = layers * projections + mlps + head
+    linear = 2 * tokens * layers * model.attention_weights + mlps + head
     return StepFlops(
-        causal=3 * (linear + 2 * (2 * work.pairs - layers * tokens) * heads * dim),
-        dense=3 * (linear + 4 * layers * work.dense_pairs * heads * dim),
+        causal=3 * (linear + (2 * work.pairs - layers * tokens) * channels),
+        dense=3 * (linear + 2 * layers * work.dense_pairs * channels),
     )
 
 

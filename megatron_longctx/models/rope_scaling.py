@@ -47,10 +47,10 @@ def frequencies(scaling: RopeScaling, base: float, dim: int) -> Frequencies:
 
 def frequencies_of(model: ModelConfig) -> tuple[Frequencies, Frequencies]:
     """Of the layers that see everything, and of those with a window, whose own base is not scaled."""
-    everywhere = frequencies(model.rope_scaling, model.rope_base, model.kv_channels)
+    everywhere = frequencies(model.rope_scaling, model.rope_base, model.rope_channels)
     if model.window_rope_base is None:
         return everywhere, everywhere
-    return everywhere, frequencies(RopeScaling(), model.window_rope_base, model.kv_channels)
+    return everywhere, frequencies(RopeScaling(), model.window_rope_base, model.rope_channels)
 
 
 def _original_length(scaling: RopeScaling) -> int:

@@ -37,7 +37,7 @@ def cache_folder() -> Path:
 def calibration_path(device: str, ranks: int, workload: Workload, transport: str, folder: Path | None = None) -> Path:
     """The file for so many ranks of a device and how blocks travel (peer or p2p); the batch is no part of it."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")
-    shape = f"{workload.num_heads}x{workload.num_kv_heads}x{workload.head_dim}-{workload.element_bytes}bytes"
+    shape = f"{workload.num_heads}x{workload.num_kv_heads}x{workload.head_sizes}-{workload.element_bytes}bytes"
     return (folder or cache_folder()) / f"{name}-{ranks}ranks-{transport}-{shape}.json"
 
 

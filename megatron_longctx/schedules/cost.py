@@ -51,6 +51,11 @@ class Workload:
     def value_dim(self) -> int:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
+    @property
+    def head_sizes(self) -> str:
+        """In words: 128, or where values have another size 192v128."""
+        return str(self.head_dim) if self.value_dim == self.head_dim else f"{self.head_dim}v{self.value_dim}"
+
     def head_range(self, kind: Kind, heads: Heads) -> range:
         """The heads that a part of them is; where parts outnumber heads, neighbours share one."""
         found = self._ranges.get((kind, heads))

@@ -177,6 +177,7 @@ def check_kernel(config: Config, device: str) -> None:
         num_kv_heads=model.num_kv_heads // tp,
         deterministic=config.attention.deterministic,
         windows=model.window is not None,
+        v_head_dim=model.v_head_dim,
     )
     # Not by `choose`, which also says what it took: that is for rank 0 and the run's log.
     reasons = dict(available(request))

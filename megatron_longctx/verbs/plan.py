@@ -92,7 +92,7 @@ def compare(config: Config, *, causal: bool, picture: Path | None) -> None:
     heads = target.workload
     title = (
         f"{config.model.name}: {length:,} tokens, {problem.n} ranks of {cluster.name}, "
-        f"heads {heads.num_heads}:{heads.num_kv_heads} x {heads.head_dim}, {'causal' if causal else 'full'}"
+        f"heads {heads.num_heads}:{heads.num_kv_heads} x {heads.head_sizes}, {'causal' if causal else 'full'}"
     )
     print(f"{title}; one attention layer, simulated\n{table(ranking)}")
     if picture:

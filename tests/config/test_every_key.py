@@ -36,6 +36,8 @@ TEXTS = (
 )
 LLAMA3 = {"model.rope_scaling.kind": "llama3", "model.rope_scaling.original_length": 64}
 YARN = {"model.rope_scaling.kind": "yarn", "model.rope_scaling.original_length": 64}
+SIZES = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+LATENTS = {"model.num_kv_heads": 4, "model.kv_lora_rank": 8, **{f"model.{size}": 4 for size in SIZES}}
 # Fields of keys that mean something only beside another.
 BESIDE: dict[str, dict[str, Any]] = {
     "parallelism.inner_size": {"parallelism.schedule": "usp"},
@@ -66,6 +68,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "model.num_kv_heads": {"model.num_attention_heads": 100_000, "model.head_dim": 2},
     "model.hidden_size": {"model.num_attention_heads": 1, "model.num_kv_heads": 1, "model.head_dim": 2},
     "data.tokenizer": {"data.tokenizer_path": "x"},
+    **{f"model.{name}": LATENTS for name in ("kv_lora_rank", "q_lora_rank", *SIZES)},
 }
 
 

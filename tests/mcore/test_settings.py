@@ -41,9 +41,9 @@ OTHER: dict[str, Any] = {
 """Values that are refused, where that is not True."""
 
 SERVED = """
-attention_dropout context_parallel_size deterministic_mode kv_channels no_rope_freq num_attention_heads
-num_query_groups rotary_interleaved softmax_scale softmax_type tensor_model_parallel_size window_attn_skip_freq
-window_size
+attention_dropout context_parallel_size deterministic_mode kv_channels multi_latent_attention no_rope_freq
+num_attention_heads num_query_groups rotary_interleaved softmax_scale softmax_type tensor_model_parallel_size
+window_attn_skip_freq window_size
 """
 """Core attention, or RoPE, does what they say, or refuses the values that it cannot serve."""
 HARMLESS = {
@@ -180,11 +180,6 @@ def test_other_kinds_of_rope_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     other_frequencies = type("Other", (RotaryEmbedding,), {"__doc__": "of other frequencies"})
     once = ShardedRotaryEmbedding(other_frequencies(16, 1.0, use_cpu_initialization=True), sequence_of())
     ShardedRotaryEmbedding(once, sequence_of())  # as the cache's does
-
-
-def test_a_spec_of_multi_latent_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match="self_attention=MLASelfAttention: expected a self_attention without latents"):
-        with_context_parallel(get_gpt_layer_local_spec(multi_latent_attention=True), sequence_of())
 
 
 @pytest.mark.parametrize(("of_model", "of_cache"), [(4, None), (None, 4), (4, 3)])

@@ -23,7 +23,7 @@ from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.memory import Job, predict
 from megatron_longctx.memory.shapes import layer_bytes, stage_parameters
 from megatron_longctx.testing.distributed import run_distributed
-from tests.shared.training import tiny_config
+from tests.shared.training import LATENTS, tiny_config
 
 CP, TP, EP, ETP = (
     f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "expert_model", "expert_tensor")
@@ -57,6 +57,8 @@ SAVED: dict[str, dict[str, Any]] = {
     },
     "experts": {CP: 2, **EXPERTS}, "experts tp2": {TP: 2, **EXPERTS}, "experts ep2": {CP: 2, EP: 2, **EXPERTS},
     "experts tp2 ep2": {TP: 2, EP: 2, ETP: 1, **EXPERTS},
+    "latents": {CP: 2, **LATENTS},
+    "latents of queries": {CP: 2, **LATENTS, "model.q_lora_rank": 48, "model.qk_norm": False},
 }  # fmt: skip
 PEAKS: dict[str, dict[str, Any]] = {
     **{
@@ -144,7 +146,8 @@ class OneModel:
         hidden = torch.randn(self.job.hidden_tokens, 1, self.config.model.hidden_size, requires_grad=True)
         if self.config.model.position_embedding == "rope":
             rotation = self.sequence.rotation(self.sequence.whole)
-            known |= {x.untyped_storage().data_ptr() for x in (rotation.cos, rotation.sin)}
+            tables = () if rotation is None else (rotation.cos, rotation.sin)  # MLA makes its own in every layer
+            known |= {x.untyped_storage().data_ptr() for x in tables}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             output = self.gpt.decoder.layers[0](hidden, attention_mask=None)
         found = sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in known)

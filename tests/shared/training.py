@@ -49,6 +49,16 @@ TINY: Mapping[str, Any] = {
     "logging.wandb": "disabled",
 }
 
+# As DeepSeek: what makes attention of `TINY` multi-latent.
+LATENTS: Mapping[str, Any] = {
+    "model.kv_lora_rank": 24,
+    "model.qk_head_dim": 12,
+    "model.qk_pos_emb_head_dim": 8,
+    "model.v_head_dim": 16,
+    "model.num_kv_heads": 4,
+    "model.qk_norm": True,
+}
+
 
 def tiny_corpus(prefix: Path, documents: int = 40, seed: int = 0) -> Corpus:
     """Write a learnable byte-level corpus: short documents of made-up words."""

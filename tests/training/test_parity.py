@@ -15,7 +15,7 @@ import torch
 from megatron_longctx.schedules import MODES
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.recorded import relative_error
-from tests.shared.training import Job, Record, run_jobs, tiny_config, tiny_corpus
+from tests.shared.training import LATENTS, Job, Record, run_jobs, tiny_config, tiny_corpus
 
 FP32 = 1e-5
 BF16_TIMES_SINGLE = 2.0
@@ -32,6 +32,7 @@ ONE_AFTER_THE_OTHER = {"parallelism.overlap_grad_reduce": False}
 # What the single rank trains; every case names one of these and adds its parallel sizes. Masked losses (one token
 # after each end of document) make the ranks' shares of the loss unequal even where their lengths are equal.
 SHORT = {"train.steps": 6}
+YARN = {"model.rope_scaling.kind": "yarn", "model.rope_scaling.factor": 4.0, "model.rope_scaling.original_length": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "gqa": {"data.mask_eod_loss": True, "train.steps": 8},
     "bf16": {"data.mask_eod_loss": True, "train.steps": 20, "train.precision": "bf16"},
@@ -47,11 +48,15 @@ MODELS: dict[str, dict[str, Any]] = {
             "train.micro_batch_size": 2, "train.global_batch_size": 8},
     # As gpt-oss and Gemma. Sharded sinks are in checkpoints, by which gradients are merged, and in the gradients' norm.
     "windows": {**SHORT, "data.seq_length": 102, "model.window": 9, "model.window_pattern": 2,
-                "model.sinks": "learnable", "model.window_rope_base": 100.0, "model.rope_scaling.kind": "yarn",
-                "model.rope_scaling.factor": 4.0, "model.rope_scaling.original_length": 32, "model.activation": "geglu",
+                "model.sinks": "learnable", "model.window_rope_base": 100.0, **YARN, "model.activation": "geglu",
                 "model.zero_centered_norms": True, "model.qk_norm": True, "model.post_norms": True,
                 "model.scale_embedding": True, "model.attention_scale": 0.3,
                 "train.micro_batch_size": 2, "train.global_batch_size": 4},
+    # As DeepSeek; packs have one sequence of several documents, of which Megatron's MLA drops the batch's dimension.
+    "latents": {**SHORT, **LATENTS, **YARN, "model.attention_scale": 0.3, "data.seq_length": 102,
+                "model.q_lora_rank": 20, "train.micro_batch_size": 2, "train.global_batch_size": 4},
+    "latents packed": {**SHORT, **LATENTS, **YARN, "data.seq_length": 102, "data.packing": "best_fit",
+                       "recompute.mode": "layer", "train.global_batch_size": 4},
     # The end of document lies in a few ranks' shares, and some ranks hold one or two tokens.
     "few tokens": {**SHORT, "data.seq_length": 19, "train.global_batch_size": 2, "data.mask_eod_loss": True},
 }  # fmt: skip
@@ -92,6 +97,12 @@ CASES = [
     Case("dp2 cp2 attention_output", "mix", 4, {CP: 2, **SHARDED, **KEPT, SCHEDULE: "helper"}),
     Case("gpt2 tp2 cp2 attention_output", "gpt2", 4, {TP: 2, CP: 2, **KEPT}),
     Case("windows tp2 cp2", "windows", 4, {TP: 2, CP: 2, **SHARDED, **KEPT}),
+    Case("latents cp2 all_gather", "latents", 2, {CP: 2, SCHEDULE: "all_gather"}),
+    Case("latents cp3 striped", "latents", 3, {CP: 3, SCHEDULE: "ring", "parallelism.layout": "striped", **KEPT}),
+    Case("latents cp4 ulysses", "latents", 4, {CP: 4, SCHEDULE: "ulysses"}),
+    Case("latents tp2 cp2", "latents", 4, {TP: 2, CP: 2, **OFFLOADED}),
+    Case("latents packed cp2", "latents packed", 2, {CP: 2}),
+    Case("latents packed tp2 cp2", "latents packed", 4, {TP: 2, CP: 2}),
     Case("few tokens cp8", "few tokens", 8, {CP: 8}),
     Case("tp2 dp2 cp2 unsharded", "mix", 8, {TP: 2, CP: 2, SCHEDULE: "ring", **UNSHARDED}),
     Case("tp2 pp2 cp2", "mix", 8, {TP: 2, PP: 2, CP: 2, **SHARDED}),

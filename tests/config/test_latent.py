@@ -1,0 +1,70 @@
+"""Keys of multi-latent attention: what they cannot be, what does not serve it, and the sizes that they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_longctx.compose import compose_config
+from megatron_longctx.config import Config
+from megatron_longctx.mcore.inference import for_inference
+from megatron_longctx.mcore.losses import for_losses
+from megatron_longctx.memory.shapes import Job, stage_parameters
+from megatron_longctx.metrics.flops import Work, training_flops
+from megatron_longctx.models import family_of_model
+from tests.shared.training import LATENTS, tiny_config
+
+TP2 = {"parallelism.tensor_parallel_size": 2}
+
+
+def _config(settings: dict[str, Any]) -> Config:
+    return tiny_config(Path(), "latents", {**LATENTS, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model.kv_lora_rank": None}, "model.qk_head_dim=12: expected null with model.kv_lora_rank=null"),
+        ({"model.v_head_dim": None}, "model.v_head_dim=None: expected a number with model.kv_lora_rank=24"),
+        ({"model.qk_pos_emb_head_dim": 7}, "model.qk_pos_emb_head_dim=7: expected an even number"),
+        ({"model.num_kv_heads": 2}, "model.num_kv_heads=2: expected 4 with"),
+        ({"model.head_dim": 20}, "model.head_dim=20: expected null with"),
+        ({"model.position_embedding": "learned"}, "model.position_embedding=learned: expected rope with"),
+        ({"model.bias": True}, "model.bias=True: expected false with"),
+        ({"attention.baseline": "te_a2a"}, "attention.baseline=te_a2a: expected null with"),
+        ({**TP2, "parallelism.sequence_parallel": False}, "parallelism.sequence_parallel=False: expected true with"),
+        ({**TP2, "model.q_lora_rank": 5}, "tensor_parallel_size=2: expected a divisor of model.q_lora_rank = 5"),
+    ],
+)
+def test_what_latents_cannot_be_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        _config(settings)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("take", "settings", "said"),
+    [
+        (for_inference, {}, "model.kv_lora_rank=24: expected null for inference"),
+        (for_losses, TP2, "parallelism.tensor_parallel_size=2: expected 1 with model.kv_lora_rank=24"),
+        (lambda config: family_of_model(config.model), {}, "model.kv_lora_rank=24: expected None in a published model"),
+    ],
+)
+def test_what_does_not_serve_latents_says_so(take: Callable[[Config], Any], settings: Any, said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        take(_config(settings))
+    assert said in str(error.value)
+
+
+def test_deepseek_v2_lite_has_the_published_parameters_and_their_flops() -> None:
+    config = compose_config(["model=deepseek_v2_lite"])
+    model, embeddings = config.model, 2 * 102_400 * 2048
+    assert stage_parameters(Job(config, 102_400), 0) == 15_706_484_224
+    # Of every token: all but the look-up of its embedding, the norms, and 58 of 64 experts in 26 layers.
+    idle = embeddings // 2 + 27 * (512 + 2 * 2048) + 2048 + 26 * 58 * 3 * 2048 * 1408
+    flops = training_flops(model, 102_400, Work(10, 27 * 55, 100))
+    assert flops.dense == 10 * 6 * (15_706_484_224 - idle) + 3 * 27 * 2 * 100 * 16 * (192 + 128)
+    assert flops.causal == flops.dense - 3 * 27 * 100 * 16 * (192 + 128)

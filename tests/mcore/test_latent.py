@@ -1,0 +1,141 @@
+"""Megatron's multi-latent attention in a script of one's own: sharded, it gives Megatron's numbers of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import MLATransformerConfig
+from torch import Tensor
+
+from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.mcore import groups
+from megatron_longctx.mcore.sequence import ShardedSequence
+from megatron_longctx.mcore.spec import with_context_parallel
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.training.recorded import relative_error
+from tests.mcore.tiny_gpt import DenseAttention
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+VOCABULARY, DOCUMENTS = 64, (9, 14)
+LENGTH = sum(DOCUMENTS)
+KINDS: dict[str, dict[str, Any]] = {
+    "rope": {"rope_type": "rope", "q_lora_rank": 20},
+    "yarn": {"rope_type": "yarn", "q_lora_rank": None, "mscale": 0.7, "mscale_all_dim": 0.5},
+}
+
+
+def _config(context: int, kind: str, **settings: Any) -> MLATransformerConfig:
+    return MLATransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=64,
+        kv_lora_rank=24,
+        qk_head_dim=12,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=16,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        context_parallel_size=context,
+        use_cpu_initialization=True,
+        init_method_std=0.1,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        **KINDS[kind],
+        **settings,
+    )
+
+
+def _gpt(config: MLATransformerConfig, sequence: ShardedSequence | None, collection: Any) -> GPTModel:
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
+    if sequence is None:
+        spec.submodules.self_attention.submodules.core_attention = DenseAttention
+    else:
+        spec = with_context_parallel(spec, sequence)
+    return GPTModel(config, spec, VOCABULARY, LENGTH, position_embedding_type="rope", pg_collection=collection)
+
+
+def _learned(gpt: GPTModel, parts: list[tuple[dict[str, Tensor], Any]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Losses of these batches with their packs, and gradients of their sum."""
+    gpt.zero_grad()
+    losses = torch.cat(
+        [gpt(x["tokens"], None, None, labels=x["labels"], packed_seq_params=pack) for x, pack in parts], 1
+    )
+    losses.sum().backward()
+    return losses.detach(), {name: p.grad.clone() for name, p in gpt.named_parameters()}
+
+
+def _batch() -> dict[str, Tensor]:
+    text = torch.arange(LENGTH + 1)[None] ** 2 % VOCABULARY
+    return {"tokens": text[:, :-1], "labels": text[:, 1:]}
+
+
+def _megatrons_own(rank: int, path: Path) -> None:
+    found = {}
+    for kind in KINDS:
+        gpt = _gpt(_config(1, kind), None, groups.initialize(seed=7))
+        documents = zip(*(x.split(DOCUMENTS, 1) for x in _batch().values()), strict=True)
+        apart = [({"tokens": tokens, "labels": labels}, None) for tokens, labels in documents]
+        found[kind] = gpt.state_dict(), _learned(gpt, [(_batch(), None)]), _learned(gpt, apart)
+        groups.destroy()
+    torch.save(found, path)
+
+
+def _ours(rank: int, path: Path) -> None:
+    world = dist.get_world_size()
+    for kind, (state, *expected) in torch.load(path, weights_only=False).items():
+        collection = groups.initialize(context=world, seed=7)
+        sequence = ShardedSequence(ContextParallelAttention(collection.cp), LENGTH)
+        gpt = _gpt(_config(world, kind), sequence, collection)
+        gpt.load_state_dict(state)
+        stops = torch.tensor([0, DOCUMENTS[0], LENGTH], dtype=torch.int32)
+        theirs = PackedSeqParams(qkv_format="thd", cu_seqlens_q=stops, cu_seqlens_kv=stops, max_seqlen_q=14)
+        for packed, (losses, gradients) in (
+            (None, expected[0]),
+            (sequence.pack(DOCUMENTS), expected[1]),
+            (theirs, expected[1]),
+        ):
+            found, grads = _learned(gpt, [(sequence.shard_batch(_batch(), packed), packed)])
+            mine = sequence.pack_of(packed).tokens(torch.device("cpu"))
+            torch.testing.assert_close(found, losses[:, mine], rtol=1e-5, atol=1e-5)
+            for name, grad in grads.items():
+                dist.all_reduce(grad)
+                assert relative_error(grad, gradients[name]) < 1e-5, (kind, name)
+        groups.destroy()
+
+
+def test_it_is_megatrons(tmp_path: Path) -> None:
+    run_distributed(_megatrons_own, 1, tmp_path / "own")
+    for world in (1, 2):
+        run_distributed(_ours, world, tmp_path / "own")
+
+
+def _refused(rank: int) -> None:
+    collection = groups.initialize(seed=7)
+    with pytest.raises(ValueError, match="cache_mla_latents=True: expected False"):
+        _gpt(_config(1, "rope", cache_mla_latents=True), _sequence(), collection)
+    sequence = _sequence()
+    layer = _gpt(_config(1, "rope"), sequence, collection).decoder.layers[0]
+    with pytest.raises(ValueError, match="inference_context=given: expected None with MLA"):
+        layer(torch.zeros(LENGTH, 1, 32), attention_mask=None, inference_context=object())
+    with pytest.raises(ValueError, match="sequence=of a model whose tokens turn otherwise"):
+        _gpt(_config(1, "rope", rotary_base=77.0), sequence, collection)
+    groups.destroy()
+
+
+def _sequence() -> ShardedSequence:
+    return ShardedSequence(ContextParallelAttention(), LENGTH)
+
+
+def test_what_is_not_served_is_refused() -> None:
+    run_distributed(_refused, 1)
