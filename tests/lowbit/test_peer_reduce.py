@@ -55,7 +55,7 @@ def compare_step_by_step() -> int:
 
     compared = 0
     for number, (bits, group_size, symmetric, dtype) in enumerate(FORMS):
-        n, numel = (2, 3, 4)[number % 3], (5, 1000, 3000, 12 * 128)[number % 4]
+        n, numel = (2, 3, 4)[number % 3], (5, 500, 1100, 4 * 128)[number % 4]
         forms = formats(dtype, bits or 8, group_size, symmetric)
         wires = tuple(Wire(form if bits else None, dtype.itemsize) for form in forms)
         group = wires[0].group_size
