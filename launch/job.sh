@@ -16,7 +16,7 @@
 
 STOPPED=75
 script="${script:-job.sh}"
-limit_near=0
+limit_near="${limit_near:-0}" # a signal may come before this file is read
 child=0
 nagger=0
 folder=""

@@ -23,7 +23,7 @@ TRANSPORTS = ("auto", "peer", "p2p")
 RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
 REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
 REDUCTION_TRANSPORTS = ("auto", "peer", "collective")
-ACTIVATIONS = ("swiglu", "gelu", "geglu")
+ACTIVATIONS = ("swiglu", "gelu", "geglu", "swiglu_oai")
 SINKS = ("none", "off_by_one", "learnable")
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -63,7 +63,7 @@ class ModelConfig(ExpertKeys, LatentKeys):
     zero_centered_norms: bool = False  # weights of norms are kept less 1
     qk_norm: bool = False  # queries and keys are normed, each head by itself; with latents, these are
     post_norms: bool = False  # what attention and the MLP give is normed, too, before it is added
-    activation: str = choice("swiglu", ACTIVATIONS)  # geglu: gated by the tanh form of gelu
+    activation: str = choice("swiglu", ACTIVATIONS)  # geglu: gated by the tanh form of gelu; swiglu_oai: gpt-oss's
     # What scores are multiplied by; null: 1 / sqrt(head_dim).
     attention_scale: float | None = number(None, 0, 1e6, above=True)
     scale_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size), rounded to the model's precision

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -112,6 +113,15 @@ class SeededExperts(torch.nn.Module):
                 if weight.ndim == 2:
                     torch.manual_seed(seed + int(numbered(name, first).split(".")[1]) * 2 + ("linear_fc2" in name))
                     _draw(weight, name, config, pg_collection.expt_tp)
+        if config.add_bias_linear:
+            for module in self.modules():
+                if isinstance(module, RowParallelLinear):
+                    module.register_forward_hook(_own)
+
+
+def _own(module: torch.nn.Module, given: Any, found: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """Megatron adds the bias to the product in place, which autograd forbids where one rank's sum is its input."""
+    return found[0].clone(), found[1]
 
 
 def _draw(weight: Tensor, name: str, config: Any, group: Any) -> None:

@@ -199,10 +199,13 @@ def for_inference(config: Config) -> Config:
             raise refuse("inference.transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
         if config.inference.cuda_graphs == "true":
             raise refuse("inference.cuda_graphs", "true", "auto or false on CPUs", "Only GPUs have them.")
+    # Megatron shards no biases of experts: every rank then holds all experts whole.
+    whole_experts = config.model.num_moe_experts is not None and config.model.bias
     plain = ParallelismConfig(
         context_parallel_size=par.context_parallel_size,
         tensor_parallel_size=par.tensor_parallel_size,
         data_parallel_size=1,
+        expert_tensor_parallel_size=1 if whole_experts else None,
         sequence_parallel=False,  # ranks hold any number of rows
         cluster=par.cluster,
         timeout_s=par.timeout_s,

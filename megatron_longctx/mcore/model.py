@@ -11,6 +11,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -36,7 +37,10 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "swiglu": (functional.silu, True),
     "gelu": (functional.gelu, False),
     "geglu": (functools.partial(functional.gelu, approximate="tanh"), True),
+    "swiglu_oai": (quick_gelu, True),
 }
+# gpt-oss's: x * sigmoid(1.702 x) * (y + 1), of x at most 7 and y between -7 and 7.
+_OAI = {"glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
 _SOFTMAX = {"none": "vanilla", "off_by_one": "off-by-one", "learnable": "learnable"}
 
 
@@ -126,6 +130,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         gradient_accumulation_fusion=fused_accumulation,
         attention_softmax_in_fp32=True,
         deterministic_mode=False,
+        **(_OAI if model.activation == "swiglu_oai" else {}),
         **expert_settings(config),
         **_latent_settings(config),
         **recompute,

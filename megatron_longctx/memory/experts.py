@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .shapes import Job
 
-FC1_COLUMNS = {"swiglu": 2, "geglu": 2, "gelu": 1}
+FC1_COLUMNS = {"swiglu": 2, "geglu": 2, "swiglu_oai": 2, "gelu": 1}
 """Columns of an MLP's first matrix, in units of its width."""
 
 

@@ -32,9 +32,9 @@ FORMULA = (
     "A = H*d*(h + 2*g) + h*e*H (latents: H*(c + r + q) + (q or H)*h*d + c*h*(n + e) + h*e*H), "
     "D dense layers, X of E experts of width W, k of them active, and U of shared ones, "
     "C = (2*P - L*T)*h*(d + e) (causal; P visible pairs of all layers, L*T*(S + 1)/2 without documents and windows) "
-    "or 2*L*T*S*h*(d + e) (dense), M = 3 (swiglu, geglu) or 2 (gelu); recomputation not counted"
+    "or 2*L*T*S*h*(d + e) (dense), M = 3 (gated MLPs) or 2 (gelu); recomputation not counted"
 )
-_MLP_MATRICES = {"swiglu": 3, "geglu": 3, "gelu": 2}
+_MLP_MATRICES = {"swiglu": 3, "geglu": 3, "swiglu_oai": 3, "gelu": 2}
 
 
 @dataclass(frozen=True)

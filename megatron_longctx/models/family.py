@@ -14,7 +14,10 @@ from .fields import Fields
 from .forms import PLAIN, Form
 
 # Keys of `ModelConfig` that are no part of the function that a model computes.
-_NOT_OF_THE_FUNCTION = ("name", "vocab_multiple", "init_std", "implementation", "head_dim", "vocab_size")
+_NOT_OF_THE_FUNCTION = (
+    *("name", "vocab_multiple", "init_std", "implementation", "head_dim", "vocab_size"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_dtype"),
+)
 _LAYER = "{layer}"
 
 
@@ -71,6 +74,18 @@ class Dims:
     def gate_up(self) -> int:
         return 2 * self.model.ffn_hidden_size
 
+    @property
+    def experts(self) -> int:
+        return self.model.num_moe_experts or 0
+
+    @property
+    def expert_ffn(self) -> int:
+        return self.model.expert_width
+
+    @property
+    def expert_gate_up(self) -> int:
+        return 2 * self.model.expert_width
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -93,6 +108,15 @@ class Weight:
     @property
     def of_layers(self) -> bool:
         return _LAYER in self.ours
+
+    def place(self, layer: int, dims: Dims) -> tuple[str, int | None]:
+        """Its name in a checkpoint, and the layer where the layers are slices of one tensor.
+
+        With experts they are not: layers may differ, and Megatron saves each under its number.
+        """
+        if dims.model.num_moe_experts is not None:
+            return self.ours.replace(_LAYER, str(layer)), None
+        return self.ours, layer if self.of_layers else None
 
     def names(self, layer: int) -> tuple[str, ...]:
         """`theirs` of a layer, counted from 0."""
@@ -164,6 +188,14 @@ class Family:
                 expected = f"{_function(back)[key]} in a published model of the family {self.name}"
                 raise refuse(f"model.{key}", value, expected, "Its config.json has no field for it.")
         return written
+
+
+def every(weights: Sequence[Weight], num_layers: int) -> list[tuple[Weight, int]]:
+    """All weights of a model, each with its layer: what is outside of layers with 0, then layer by layer, as files
+    mostly have them."""
+    return [(weight, 0) for weight in weights if not weight.of_layers] + [
+        (weight, layer) for layer in range(num_layers) for weight in weights if weight.of_layers
+    ]
 
 
 def require_same_function(model: ModelConfig, published: ModelConfig, whose: str) -> None:

@@ -71,8 +71,56 @@ class Vocabulary:
         return (whole[: dims.vocab],)
 
 
+class PerExpert:
+    """Of every expert the same parts, those of one after those of another. The parameter has all: `[E, ...]`.
+
+    Args:
+        form: of one expert.
+        count: of its parts.
+    """
+
+    def __init__(self, form: Form, count: int) -> None:
+        self._form, self._count = form, count
+
+    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        firsts = range(0, len(parts), self._count)
+        return torch.stack([self._form.join(parts[first : first + self._count], dims) for first in firsts])
+
+    def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+        return [part for one in whole for part in self._form.split(one, dims)]
+
+
+class Columns:
+    """All experts in one tensor: of weights `[E, in, out]`, of biases `[E, out]`.
+
+    Args:
+        alternate: along `out`, a column of the gate and one of what it gates take turns.
+    """
+
+    def __init__(self, alternate: bool = False) -> None:
+        self._alternate = alternate
+
+    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        found = parts[0]
+        if self._alternate:
+            found = torch.cat([found[..., ::2], found[..., 1::2]], dim=-1)
+        return _transposed(found)
+
+    def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+        found = _transposed(whole)
+        if self._alternate:
+            found = torch.stack(found.chunk(2, dim=-1), dim=-1).flatten(-2)
+        return (found,)
+
+
+def _transposed(found: Tensor) -> Tensor:
+    return found.transpose(1, 2).contiguous() if found.ndim == 3 else found
+
+
 def _by_kv_heads(rows: Tensor, dims: Dims) -> Tensor:
     return rows.view(dims.num_kv_heads, rows.shape[0] // dims.num_kv_heads, *rows.shape[1:])
 
 
 PLAIN, QKV, GATE_UP, VOCAB = Plain(), Qkv(), Rows(2), Vocabulary()
+EXPERTS, EXPERTS_GATE_UP = PerExpert(PLAIN, 1), PerExpert(GATE_UP, 2)
+EXPERT_COLUMNS, EXPERT_PAIRS = Columns(), Columns(alternate=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import mxfp4
 from .source import BESIDE, FLOATS, TOKENIZER_FILES, Stored, matching, need_package, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,12 +29,15 @@ class HuggingFaceFolder:
     def __init__(self, folder: Path) -> None:
         need_package("safetensors", str(folder))
         self._folder = folder
-        self.config: Mapping[str, Any] = read_json(folder / "config.json")
+        self.config: Mapping[str, Any] = _without_mxfp4(read_json(folder / "config.json"))
         self._shard_of: dict[str, str] = {}
         self.tensors: dict[str, Stored] = {}
         placed = self._placed()
         for shard in sorted(set(placed.values())) if placed else [SINGLE]:
             self._list(shard)
+        for name in self._shard_of:
+            if name.endswith(mxfp4.BLOCKS) and name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES not in self._shard_of:
+                raise ValueError(f"{folder}: expected the exponents of {name} beside it. Fetch all files of the model.")
         for name, shard in placed.items():
             if self._shard_of.get(name) != shard:
                 raise ValueError(
@@ -41,6 +45,11 @@ class HuggingFaceFolder:
                 )
 
     def read(self, name: str) -> Tensor:
+        if name + mxfp4.BLOCKS in self._shard_of:
+            return mxfp4.dequantized(self._read(name + mxfp4.BLOCKS), self._read(name + mxfp4.SCALES))
+        return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
         from safetensors import safe_open
 
         # Opened for every tensor: pages of a mapped file that have been read count as memory until it is closed.
@@ -79,6 +88,12 @@ class HuggingFaceFolder:
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 (no mapping)
                     view = file.get_slice(name)
+                    if view.get_dtype() == "U8" and name.endswith((mxfp4.BLOCKS, mxfp4.SCALES)):
+                        self._shard_of[name] = shard
+                        if name.endswith(mxfp4.BLOCKS):
+                            shape = mxfp4.shape_of(view.get_shape())
+                            self.tensors[name.removesuffix(mxfp4.BLOCKS)] = Stored(shape, torch.bfloat16)
+                        continue
                     if (dtype := FLOATS.get(view.get_dtype())) is None:
                         expected = ", ".join(FLOATS)
                         raise ValueError(f"{path}: {name} is of {view.get_dtype()}, expected one of {expected}.")
@@ -88,6 +103,14 @@ class HuggingFaceFolder:
                     self.tensors[name] = Stored(tuple(view.get_shape()), dtype)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: damaged, or no safetensors file ({error}). Fetch it again.") from None
+
+
+def _without_mxfp4(config: dict[str, Any]) -> dict[str, Any]:
+    """Its weights are read as if they were bf16."""
+    of = config.get("quantization_config")
+    if isinstance(of, dict) and of.get("quant_method") == "mxfp4":
+        return {key: value for key, value in config.items() if key != "quantization_config"}
+    return config
 
 
 class ShardWriter:

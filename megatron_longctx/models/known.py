@@ -12,10 +12,8 @@ from .family import Family
 from .fields import refused
 
 _OTHERS = "Models of other architectures are not served yet."
-_EXPERTS = "Weights of experts are not imported yet; model.num_moe_experts trains them from the start."
 _CAPPED = "They cap logits, which no kernel here does."
 _NOT_SERVED = {
-    **dict.fromkeys(("GptOssForCausalLM", "gpt_oss", "MixtralForCausalLM", "Qwen3MoeForCausalLM"), _EXPERTS),
     **dict.fromkeys(("Gemma2ForCausalLM", "gemma2"), _CAPPED),
     "Gemma3ForConditionalGeneration": "Its images are not served; take a model of text alone.",
 }

@@ -31,13 +31,15 @@ def read_rope(given: Fields, default_base: float = _DEFAULT_BASE) -> dict[str, A
     them, of `rope_parameters`.
 
     Raises:
-        ValueError: a scaling that is not served.
+        ValueError: a scaling that is not served, or two that differ.
     """
     base = given.take("rope_theta", None, float)
     scaling: dict[str, Any] = {}
     name = "rope_parameters"
     for source in ("rope_parameters", "rope_scaling"):
         if said := given.take(source, {}):
+            if any(scaling[key] != said[key] for key in scaling.keys() & said.keys()):
+                raise refused(name, scaling, f"what {source} says, {said}", "Set both alike, or delete one.")
             name = source
             scaling |= said
     inner = scaling.pop("rope_theta", None)

@@ -241,7 +241,11 @@ def _other_rank(index: int, job: InferenceJob, work: RankWork, port: int) -> Non
 
 def _work(job: InferenceJob, work: RankWork) -> None:
     par = job.config.parallelism
-    collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size)
+    collection = groups.initialize(
+        tensor=par.tensor_parallel_size,
+        context=par.context_parallel_size,
+        expert_tensor=par.expert_tensor_parallel_size,
+    )
     try:
         work(job, collection)
     finally:

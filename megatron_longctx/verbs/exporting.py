@@ -23,6 +23,7 @@ from ..mcore.checkpoint_folder import iteration_directory
 from ..mcore.model import padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 from ..models import Dims, Weight, family_of_model
+from ..models.family import every
 from ..models.huggingface import ShardWriter
 from ..models.source import BESIDE, TOKENIZER_FILES, Stored, matching, read_json
 from ..serving.inference_job import checkpoint_of, split_words
@@ -59,11 +60,12 @@ def export_model(words: Sequence[str]) -> None:
     dims = Dims(model, before.get("vocab_size") or model.vocab_size or 0)
     weights = family.weights(model)
     reader = checkpoint_weights.Reader(iteration_directory(run / "checkpoints", saved.iteration))
-    for key in reader.unread(weight.ours for weight in weights):
+    places = [weight.place(layer, dims)[0] for weight, layer in every(weights, model.num_layers)]
+    for key in reader.unread(places):
         raise refuse("checkpoint", key, f"the weights of the family {family.name}", "It has no place for this one.")
     with new_folder("out", own.get("out")) as (folder, final):
         _write_weights(folder, reader, weights, dims)
-        dtype = _DTYPES[reader.dtype(weights[0].ours)]
+        dtype = _DTYPES[reader.dtype(places[0])]
         written = family.config_of(model, dims.vocab, config.data.seq_length)
         harmless = {key: value for key, value in before.items() if key.endswith("_token_id")}
         _write_json(folder / "config.json", written | harmless | {"torch_dtype": dtype})
@@ -83,18 +85,17 @@ def _config_before(config: Config, tokens: int, rows: int) -> Mapping[str, Any]:
 
 
 def _write_weights(folder: Path, reader: checkpoint_weights.Reader, weights: Sequence[Weight], dims: Dims) -> None:
-    def value(weight: Weight, layer: int | None) -> dict[str, Tensor]:
-        whole = reader.read(weight.ours, layer, weight.our_shape(dims))
-        return dict(zip(weight.names(layer or 0), weight.form.split(whole, dims), strict=True))
+    def value(weight: Weight, layer: int) -> dict[str, Tensor]:
+        whole = reader.read(*weight.place(layer, dims), weight.our_shape(dims))
+        return dict(zip(weight.names(layer), weight.form.split(whole, dims), strict=True))
 
-    places: list[tuple[Weight, int | None]] = [(weight, None) for weight in weights if not weight.of_layers]
-    places += [(w, layer) for layer in range(dims.model.num_layers) for w in weights if w.of_layers]
+    all_of_them = every(weights, dims.model.num_layers)
     groups = []
-    for weight, layer in places:
-        dtype = reader.dtype(weight.ours)
-        names = zip(weight.names(layer or 0), weight.their_shapes(dims), strict=True)
+    for weight, layer in all_of_them:
+        dtype = reader.dtype(weight.place(layer, dims)[0])
+        names = zip(weight.names(layer), weight.their_shapes(dims), strict=True)
         groups.append({name: Stored(shape, dtype) for name, shape in names})
-    ShardWriter(folder, groups).write(partial(value, *place) for place in places)
+    ShardWriter(folder, groups).write(partial(value, *each) for each in all_of_them)
 
 
 def _copy_tokenizer(config: Config, folder: Path) -> None:

@@ -26,7 +26,7 @@ from ..mcore.identity import tokenizer_identity
 from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 from ..models import Dims, Weight, family_of_source
-from ..models.family import require_same_function
+from ..models.family import every, require_same_function
 from ..models.gguf_file import GgufFile
 from ..models.huggingface import HuggingFaceFolder
 from ..models.source import Source
@@ -119,9 +119,8 @@ def check_tensors(source: Source, weights: Sequence[Weight], dims: Dims) -> None
         ValueError: names the first that has not.
     """
     expected: dict[str, tuple[int, ...]] = {}
-    for weight in weights:
-        for layer in range(dims.model.num_layers) if weight.of_layers else (0,):
-            expected |= zip(weight.names(layer), weight.their_shapes(dims), strict=True)
+    for weight, layer in every(weights, dims.model.num_layers):
+        expected |= zip(weight.names(layer), weight.their_shapes(dims), strict=True)
     for name, shape in expected.items():
         if name not in source.tensors:
             raise refuse("tensors", name, "it in the files, of which none has it", "Fetch all files of the model.")
@@ -140,19 +139,12 @@ def _is_tied_copy(source: Source, name: str, dims: Dims) -> bool:
 
 
 def _parameters(source: Source, weights: Sequence[Weight], dims: Dims, dtype: torch.dtype) -> Iterator[Parameter]:
-    """Layer by layer, as files mostly have them."""
-
     def value(weight: Weight, layer: int) -> Tensor:
         parts = [source.read(name).to(dtype) for name in weight.names(layer)]
         return weight.form.join(parts, dims)
 
-    for weight in weights:
-        if not weight.of_layers:
-            yield Parameter(weight.ours, None, weight.our_shape(dims), partial(value, weight, 0))
-    for layer in range(dims.model.num_layers):
-        for weight in weights:
-            if weight.of_layers:
-                yield Parameter(weight.ours, layer, weight.our_shape(dims), partial(value, weight, layer))
+    for weight, layer in every(weights, dims.model.num_layers):
+        yield Parameter(*weight.place(layer, dims), weight.our_shape(dims), partial(value, weight, layer))
 
 
 def _tokenizer_of(config: Config, folder: Path, final: Path, vocab: int) -> Mapping[str, object]:

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_longctx.config import ModelConfig, RopeScaling
 from megatron_longctx.models import FAMILIES, Dims, Family, family_of_model, family_of_source
@@ -33,6 +42,12 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "activation": "geglu", "zero_centered_norms": True, "qk_norm": True, "post_norms": True,
         "scale_embedding": True, "attention_scale": 48**-0.5, "window": 7, "window_pattern": 2, "window_rope_base": 1e3,
         "rope_scaling": RopeScaling("linear", 8.0),
+    },
+    "mixtral": {"num_moe_experts": 3},
+    "qwen3_moe": {"qk_norm": True, "num_moe_experts": 3, "moe_ffn_hidden_size": 20, "moe_aux_loss_coeff": 0.1},
+    "gpt_oss": {
+        "activation": "swiglu_oai", "bias": True, "sinks": "learnable", "num_moe_experts": 3, "moe_router_topk": 3,
+        "window": 7, "window_pattern": 2,
     },
 }  # fmt: skip
 CHANGES: tuple[dict[str, Any], ...] = (
@@ -79,7 +94,7 @@ def test_what_would_change_numbers_is_refused_by_name(family: Family, fields: di
 
 
 @pytest.mark.parametrize(
-    "family", [BY_NAME[name] for name in ("llama", "mistral", "qwen2", "qwen3")], ids=lambda each: each.name
+    "family", [BY_NAME[name] for name in OF_FAMILY if name != "gemma3_text"], ids=lambda each: each.name
 )
 @pytest.mark.parametrize(
     ("fields", "said"),
@@ -129,6 +144,10 @@ def test_fields_of_single_families_are_refused() -> None:
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             "rope_parameters.sliding_attention=.*: expected rope_type default",
         ),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]: expected \[\]. Models with dense MLPs"),
+        ("mixtral", {"num_local_experts": None}, "num_local_experts=None: expected an integer"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0: expected 7.0"),
+        ("gpt_oss", {"layer_types": None}, "layer_types=None: expected 3, as num_hidden_layers"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True: expected False"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* expected .*full"),
     ):
@@ -143,12 +162,18 @@ PUBLISHED = {
     "qwen3": Qwen3Config,
     "mistral": MistralConfig,
     "gemma3_text": Gemma3TextConfig,
+    "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "gpt_oss": GptOssConfig,
 }
 # Fields that say nothing beside the others of a default configuration.
 WITHOUT_MEANING = {
     "qwen2": {"max_window_layers", "sliding_window"},
     "qwen3": {"max_window_layers", "sliding_window"},
     "gemma3_text": {"_sliding_window_pattern"},
+    "mixtral": {"output_router_logits"},
+    "qwen3_moe": {"output_router_logits", "max_window_layers", "sliding_window"},
+    "gpt_oss": {"output_router_logits"},
 }
 
 
@@ -174,20 +199,20 @@ def _another(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _another(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_another(value[0]), *value[1:]]
+        return [_another(value[0]), *value[1:]] if value else [0]
     return value + "x" if isinstance(value, str) else 2 * value + 2
 
 
 def test_unknown_architectures_are_refused_by_name() -> None:
     for config in ({"architectures": ["FooForCausalLM"]}, {"model_type": "foo"}, {}):
-        with pytest.raises(ValueError, match=r"architectures=.*: expected one of Gemma3ForCausalLM, LlamaForCausalLM"):
+        with pytest.raises(
+            ValueError, match=r"architectures=.*: expected one of Gemma3ForCausalLM, GptOssFor.*LlamaFor"
+        ):
             family_of_source(config)
 
 
 def test_families_that_are_known_and_not_served_are_refused_with_the_reason() -> None:
     for config, said in (
-        ({"architectures": ["GptOssForCausalLM"]}, "Weights of experts are not imported yet"),
-        ({"model_type": "gpt_oss"}, "Weights of experts are not imported yet"),
         ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "They cap logits"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Its images are not served"),
     ):

@@ -22,7 +22,7 @@ from tests.shared.published import ours, theirs, write_model
 from tests.shared.training import changed
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
-LENGTH = 97
+LENGTH = 98
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "max_position_embeddings": 512}
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
@@ -41,6 +41,11 @@ MODELS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_local_experts": 6, "moe_intermediate_size": 40, "num_experts_per_tok": 3,
+                  "norm_topk_prob": False, "head_dim": 32},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "head_dim": 32,
+                "rope_parameters": YARN | {"truncate": False}},
 }  # fmt: skip
 CASES: dict[int, tuple[dict[str, int], ...]] = {
     1: ({},),
@@ -67,9 +72,13 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, 
 def whole_logits(run: str, sizes: dict[str, int]) -> Tensor:
     """Of this rank's tokens, with their places in front: `[s, 1 + vocabulary]`; by the model as it is trained."""
     config: Config = load_config(Path(run, RESOLVED))
+    experts = config.model.num_moe_experts is not None  # which need equal shares of a sequence with tensor parallelism
     parallel = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()}
-    config = changed(config, {**parallel, "data.seq_length": LENGTH, "parallelism.sequence_parallel": False})
-    collection = groups.initialize(tensor=sizes.get("tensor", 1), context=sizes.get("context", 1))
+    config = changed(
+        config,
+        {**parallel, "data.seq_length": LENGTH, "parallelism.sequence_parallel": experts and "tensor" in sizes},
+    )
+    collection = groups.initialize(**{"expert" if axis == "expert_model" else axis: n for axis, n in sizes.items()})
     sequence = build_sequence(config, collection.cp)
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
@@ -85,12 +94,18 @@ def whole_logits(run: str, sizes: dict[str, int]) -> Tensor:
     return torch.cat([mine["positions"][0, :, None].float(), *shards], dim=1)
 
 
+def sizes_of(family: str, sizes: dict[str, int]) -> dict[str, int]:
+    """Experts with biases are whole on every rank."""
+    return sizes | ({"expert_model": 2, "expert_tensor": 1} if family == "gpt_oss" and "tensor" in sizes else {})
+
+
 def run_all(rank: int, runs: dict[str, str], world: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for family, run in runs.items():
-        found[family] = [whole_logits(run, sizes) for sizes in CASES[world]]
+        cases = [sizes_of(family, sizes) for sizes in CASES[world]]
+        found[family] = [whole_logits(run, sizes) for sizes in cases]
         if world in GENERATED:
-            found[f"{family} generates"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], CASES[world][-1])
+            found[f"{family} generates"] = ours(rank, run, TOKENS[0].tolist(), GENERATED[world], cases[-1])
     return found
 
 

@@ -97,8 +97,14 @@ def ours(
     """The same by this project's engine, as this rank of a joined group; `others`: settings over the run's."""
     config: Config = load_config(Path(run, RESOLVED))
     settings = {f"parallelism.{axis}_parallel_size": size for axis, size in sizes.items()} | (others or {})
-    collection = groups.initialize(tensor=sizes.get("tensor", 1), context=sizes.get("context", 1))
-    engine, tokenizer = build_engine(for_inference(changed(config, settings)), collection, Path(run, "checkpoints"))
+    config = for_inference(changed(config, settings))
+    par = config.parallelism
+    collection = groups.initialize(
+        tensor=par.tensor_parallel_size,
+        context=par.context_parallel_size,
+        expert_tensor=par.expert_tensor_parallel_size,
+    )
+    engine, tokenizer = build_engine(config, collection, Path(run, "checkpoints"))
     session = engine.open()
     session.append(prompt)
     logits = engine.next_logits([session])[0][: tokenizer.vocab_size].clone()

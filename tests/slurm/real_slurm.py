@@ -205,7 +205,7 @@ class _Task(Run):
 def test_a_refusal_is_one_line_and_exit_code_2_and_too_short_a_limit_ends_the_job(slurm: Cluster) -> None:
     refused = Run(slurm, "refused", "--nodes=2", "--ntasks-per-node=2", "parallelism=cp8")
     short = Run(slurm, "short", *ONE)
-    short.wait_for(lambda: short.state == "RUNNING" and short.log.exists(), "start")
+    short.wait_for(lambda: short.state == "RUNNING" and short.log.exists() and short.log.stat().st_size > 0, "start")
     slurm.command("scancel", "--batch", "--signal=USR1", short.job)
     assert refused.ended() == "FAILED 2:0", refused.said()
     assert refused.log.read_text().count("expected") == 1 and "srun --kill" not in refused.said()

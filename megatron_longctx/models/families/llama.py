@@ -16,8 +16,13 @@ THEIR_ATTENTION, THEIR_MLP = "model.layers.{layer}.self_attn.", "model.layers.{l
 _GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
 
-def read_common(given: Fields, hidden_act: str = "silu") -> dict[str, Any]:
-    """Keys of `ModelConfig` that decoders of Llama's form share: all but biases and RoPE. hidden_act: the family's."""
+def read_common(given: Fields, hidden_act: str = "silu", norm_epsilon: float = 1e-6) -> dict[str, Any]:
+    """Keys of `ModelConfig` that decoders of Llama's form share: all but biases and RoPE.
+
+    Args:
+        hidden_act: the family's.
+        norm_epsilon: where the file does not say.
+    """
     hidden, heads = given.need("hidden_size"), given.need("num_attention_heads")
     given.only("hidden_act", hidden_act)
     given.only("pretraining_tp", 1)
@@ -31,7 +36,7 @@ def read_common(given: Fields, hidden_act: str = "silu") -> dict[str, Any]:
         "head_dim": None if head_dim is None or head_dim * heads == hidden else head_dim,
         "ffn_hidden_size": given.need("intermediate_size"),
         "normalization": "rmsnorm",
-        "norm_epsilon": given.take("rms_norm_eps", 1e-6),
+        "norm_epsilon": given.take("rms_norm_eps", norm_epsilon),
         "activation": _GATED[hidden_act],
         "tie_embeddings": given.take("tie_word_embeddings", False),
     }
