@@ -18,8 +18,8 @@ sha256sum -c - <<< "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e244
 site=$(python3 -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])')
 tokenizer=(--tokenizer huggingface --tokenizer-path runs/smollm2/tokenizer)
 [[ -f data/stdlib.idx ]] || longctx data --source stdlib --out data/stdlib "${tokenizer[@]}"
-[[ -f data/packages.idx ]] || longctx data --source "$site" --glob '[mn]*/**/*.py' --out data/packages "${tokenizer[@]}"
-[[ -f data/sympy.idx ]] || longctx data --source "$site" --glob 'sympy/[f-m]*/**/*.py' --out data/sympy "${tokenizer[@]}"
+[[ -f data/packages.idx ]] || longctx data --source "$site" --join --glob '[mn]*/**/*.py' --out data/packages "${tokenizer[@]}"
+[[ -f data/sympy.idx ]] || longctx data --source "$site" --join --glob 'sympy/[f-m]*/**/*.py' --out data/sympy "${tokenizer[@]}"
 
 yarn=(model.rope_scaling.kind=yarn model.rope_scaling.factor=8.0 model.rope_scaling.original_length=8192)
 one=(parallelism=single train.device=cuda data.packing=none)

@@ -37,6 +37,7 @@ from megatron_longctx.mcore.model import padded_vocab_size
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.training.preflight import check
 from megatron_longctx.training.run_folder import RunFolder
+from megatron_longctx.training.sources import Source
 from megatron_longctx.training.text import prepare, prepare_missing
 
 
@@ -78,7 +79,7 @@ def make_documents(prefix: Path, kind: str, tokens: int) -> None:
         with source.open("w") as file:
             for text in _cut(lengths):
                 file.write(json.dumps({"text": text}) + "\n")
-        prepare(str(source), prefix, "", "byte-level", None)
+        prepare(Source(str(source)), prefix, "byte-level")
 
 
 def _cut(lengths: Sequence[int]) -> Iterator[str]:

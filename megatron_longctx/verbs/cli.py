@@ -252,17 +252,20 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(run=_eval)
 
     data = verbs.add_parser("data", help="turn text into Megatron's indexed dataset")
-    data.add_argument("--source", required=True, help="stdlib, a folder, or a .jsonl file with a `text` in each line")
+    data.add_argument(
+        "--source", required=True,
+        help="stdlib, pydoc, a text file, a folder of them, or a .jsonl file whose lines have a `text`, `messages`, or a "
+        "`prompt` and its `completion` (of conversations only the assistant's answers are learned)",
+    )  # fmt: skip
     data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
-    data.add_argument("--glob", default="**/*.py", help="which files of a folder (default: %(default)s)")
+    data.add_argument("--glob", help="which files of a folder (default: those that end as text does)")
+    data.add_argument(
+        "--join", action="store_true", help="the files of each of the folder's folders are one document, tests left out"
+    )
     data.add_argument(
         "--tokenizer", default="byte-level", choices=TOKENIZERS, help="of Megatron-Core (default: %(default)s)"
     )
     data.add_argument("--tokenizer-path", help="its files, for all but byte-level")
-    data.add_argument(
-        "--chat", action="store_true",
-        help="the lines have `messages`, or a `prompt` and its `completion`; only the assistant's answers are learned",
-    )  # fmt: skip
     data.add_argument("--chat-template", help="a file with a Jinja template (default: the tokenizer's own)")
     data.set_defaults(run=_data)
 
@@ -370,12 +373,11 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
 
 def _data(arguments: argparse.Namespace) -> None:
-    from ..training.text import Chats, prepare
+    from ..training.sources import Source
+    from ..training.text import prepare
 
-    if arguments.chat_template and not arguments.chat:
-        raise ValueError("--chat-template: expected --chat beside it, which it lays out. Add --chat, or leave it out.")
-    chats = Chats(arguments.chat_template) if arguments.chat else None
-    prepare(arguments.source, arguments.out, arguments.glob, arguments.tokenizer, arguments.tokenizer_path, chats)
+    source = Source(arguments.source, arguments.glob, arguments.join)
+    prepare(source, arguments.out, arguments.tokenizer, arguments.tokenizer_path, arguments.chat_template)
 
 
 def _compare(arguments: argparse.Namespace) -> None:

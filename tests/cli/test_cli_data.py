@@ -70,9 +70,9 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def test_a_folder_gives_one_document_a_package(source: Path, tmp_path: Path, say: Say) -> None:
+def test_joined_folders_give_one_document_a_package(source: Path, tmp_path: Path, say: Say) -> None:
     prefix = tmp_path / "deep/out/corpus"
-    out = say(source, prefix)
+    out = say(source, prefix, "--join", "--glob", "**/*.py")
     expected = [[b"alone"], [b"first", b"second", "third: naïve ☃".encode()]]
     assert documents(prefix) == expected
     tokens = sum(len(text) + 1 for texts in expected for text in texts)
@@ -83,9 +83,34 @@ def test_a_folder_gives_one_document_a_package(source: Path, tmp_path: Path, say
     assert sorted(path.name for path in prefix.parent.iterdir()) == ["corpus.bin", "corpus.idx", "corpus.json"]
 
 
-def test_the_glob_chooses_files(source: Path, tmp_path: Path, say: Say) -> None:
-    say(source, tmp_path / "corpus", "--glob", "**/*.txt")
-    assert documents(tmp_path / "corpus") == [[b"notes"]]
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ["b", "c", "a", "d", "e"]),  # in the order of their paths, whatever wrote them first
+        (["--glob", "*/*.html"], ["f"]),
+        (["--join"], ["b", "ca", "e"]),  # without its tests
+    ],
+)
+def test_the_files_of_a_folder(words: list[str], expected: list[str], tmp_path: Path, say: Say) -> None:
+    names = {"z.md": "e", "y/n.txt": "a", "y/m/n.rst": "c", "y/tests/n.py": "d", "a.tex": "b", "y/n.html": "f"}
+    for name, text in {**names, ".git/n.txt": "no", "y/.n.md": "no", "y/empty.txt": ""}.items():
+        path = tmp_path / "text" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    say(tmp_path / "text", tmp_path / "corpus", *words)
+    assert ["".join(map(bytes.decode, texts)) for texts in documents(tmp_path / "corpus")] == expected
+
+
+def test_a_text_file_is_a_document(tmp_path: Path, say: Say) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    say(tmp_path / "a.txt", tmp_path / "corpus")
+    assert documents(tmp_path / "corpus") == [[b"one\n\ntwo\n"]]
+
+
+def test_the_reference_of_python_is_a_source(tmp_path: Path, say: Say) -> None:
+    assert "(pydoc), the byte-level tokenizer" in say("pydoc", tmp_path / "corpus")
+    found = documents(tmp_path / "corpus")
+    assert len(found) > 50 and b'"assert" statement' in found[0][0]
 
 
 def test_bytes_that_are_not_utf8_are_replaced(tmp_path: Path, say: Say) -> None:
@@ -114,7 +139,7 @@ def test_the_standard_library_is_a_source(
 
 
 BAD_LINES = (
-    *(b"", b"not json", b'{"txt": "x"}', b'["text"]', b'"text"', b'{"text": 3}', b'{"text": null}', b'{"text": ["a"]}'),
+    *(b"", b"not json", b'["text"]', b'"text"', b'{"text": 3}', b'{"text": null}', b'{"text": ["a"]}'),
     *(b'{"text": "caf\xe9"}', b'{"text": "\\ud800"}', b'{"text": ' + b"[" * 100_000, b'{"a":' * 100_000),
 )
 
@@ -137,20 +162,54 @@ def test_a_failed_source_leaves_the_earlier_corpus(tmp_path: Path, say: Say) -> 
     assert documents(tmp_path / "corpus") == [[b"kept"]]
 
 
-@pytest.mark.parametrize("name", ["gone", "gone.jsonl", "text.txt"])
-def test_a_source_that_is_none(name: str, tmp_path: Path, say: Say) -> None:
-    (tmp_path / "text.txt").write_text("text")
-    said = say(tmp_path / name, tmp_path / "out/corpus", code=2)
-    assert said == (
-        f"megatron-longctx data: --source={tmp_path / name}: expected `stdlib`, a folder or a .jsonl file. "
-        "Check the path.\n"
-    )
+NAMED = "`stdlib`, `pydoc`, a folder, or a file that ends in .jsonl, .md, .py, .rst, .tex, .txt. Check the path, or"
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "words", "expected"),
+    [
+        ({}, "gone", [], f"--source=AT/gone: expected {NAMED} name a folder and its files by --glob."),
+        ({"a.jsonl/b": ""}, "gone.jsonl", [], f"--source=AT/gone.jsonl: expected {NAMED}"),
+        ({"a.pdf": "%PDF"}, "a.pdf", [], f"--source=AT/a.pdf: expected {NAMED}"),
+        ({"a.txt": ""}, "a.txt", [], "--source=AT/a.txt: expected text; the file is empty. Check what wrote it."),
+        ({"a.jsonl": ""}, "a.jsonl", [], "--source=AT/a.jsonl: expected text; the file is empty."),
+        ({"x/y/.gitkeep": ""}, "x", [], "--source=AT/x: expected files in the folder; it has none. Check the path."),
+        (
+            {"x/a.pdf": "p", "x/y/b.pdf": "p", "x/c": "c"}, "x", [],
+            "--source=AT/x: expected files that end in .md, .py, .rst, .tex, .txt; its 3 files have .pdf, no ending. "
+            "Choose others by --glob, for example --glob '**/*.html'.",
+        ),
+        ({"x/a.md": "", "x/b.md": ""}, "x", [], "--source=AT/x: expected text; all 2 files are empty."),
+        (
+            {"x/a.md": "a"}, "x", ["--glob", "*.txt"],
+            "--glob=*.txt: expected a pattern that files in AT/x match; none does. For example '**/*.txt'.",
+        ),
+        ({"x/tests/a.md": "a"}, "x", ["--join"], "--source=AT/x: expected text outside of tests; all 1 files are tests."),
+        (
+            {"a.jsonl": '{"text": "a"}\n{"id": 1, "content": "b"}\n'}, "a.jsonl", [],
+            "AT/a.jsonl:2: expected `text` (or `messages`, or `prompt` and `completion`, from the first line on); it has "
+            "id, content. Rename the key.",
+        ),
+        ({"a.jsonl": "{}\n"}, "a.jsonl", [], "AT/a.jsonl:1: expected `text` (or `messages`, or `prompt` and"),
+        ({"a.jsonl": '{"prompt": "a"}\n'}, "a.jsonl", ["--chat-template", "AT/a.jsonl"], 'AT/a.jsonl:1: expected {"mess'),
+    ],
+)  # fmt: skip
+def test_what_a_source_lacks_is_named(
+    files: dict[str, str], source: str, words: list[str], expected: str, tmp_path: Path, say: Say
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    words = [word.replace("AT/", f"{tmp_path}/") for word in words]
+    said = say(tmp_path / source, tmp_path / "out/corpus", *words, code=2)
+    assert said.startswith(f"megatron-longctx data: {expected.replace('AT/', f'{tmp_path}/')}")
+    assert said.count("\n") == 1 and not list(tmp_path.glob("out/*"))
 
 
 def test_no_source_is_not_the_current_folder(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "secret.py").write_text("text")
     monkeypatch.chdir(tmp_path)
-    assert "--source=: expected `stdlib`, a folder" in say("", tmp_path / "out/corpus", code=2)
+    assert "--source=: expected `stdlib`, `pydoc`, a folder" in say("", tmp_path / "out/corpus", code=2)
     assert not (tmp_path / "out").exists()
 
 
@@ -171,15 +230,6 @@ def test_an_output_without_a_name(out: str, source: Path, say: Say, monkeypatch:
     assert sorted(source.rglob("*")) == before
 
 
-def test_a_source_without_text(tmp_path: Path, say: Say) -> None:
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text/a.md").write_text("not python")
-    (tmp_path / "text/b.py").write_text("")
-    said = say(tmp_path / "text", tmp_path / "out/corpus", code=2)
-    assert "expected at least one document that is not empty. Check the source" in said
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("words", "given"),
     [
@@ -198,13 +248,13 @@ def test_chats_are_laid_out_and_only_their_answers_are_learned(tmp_path: Path, s
     (tmp_path / "template").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     path = tmp_path / "chats.jsonl"
     path.write_text('{"prompt": "why?", "completion": "so"}\n{"prompt": "and?", "completion": "no"}\n')
-    said = say(path, tmp_path / "chats", "--chat", "--chat-template", str(tmp_path / "template"))
+    said = say(path, tmp_path / "chats", "--chat-template", str(tmp_path / "template"))
     assert ": 2 documents, 20 tokens, 8 of them answers (" in said
     tokens, mask = IndexedDataset(str(tmp_path / "chats")), IndexedDataset(str(tmp_path / "chats.mask"))
     assert [bytes(tokens[i].tolist()) for i in range(2)] == [b"[why?][so]", b"[and?][no]"]
     assert [mask[i].tolist() for i in range(2)] == [[0] * 6 + [1] * 4] * 2
     path.write_text('{"prompt": "why?", "completion": "so"}\n{"prompt": "why?"}\n')
-    said = say(path, tmp_path / "chats", "--chat", "--chat-template", str(tmp_path / "template"), code=2)
+    said = say(path, tmp_path / "chats", "--chat-template", str(tmp_path / "template"), code=2)
     assert said.startswith(f"megatron-longctx data: {path}:2: expected ") and said.count("\n") == 1
     assert len(IndexedDataset(str(tmp_path / "chats"))) == 2, "the earlier one is still there"
     assert not list(tmp_path.glob("*.partial*"))
@@ -213,9 +263,8 @@ def test_chats_are_laid_out_and_only_their_answers_are_learned(tmp_path: Path, s
 @pytest.mark.parametrize(
     ("words", "given"),
     [
-        (["--chat"], "--chat-template=None: expected a file: this tokenizer has no chat template"),
-        (["--chat", "--chat-template", "gone"], "--chat-template=gone: expected a file with a Jinja template"),
-        (["--chat-template", "gone"], "--chat-template: expected --chat beside it"),
+        ([], "--chat-template=None: expected a file: the lines are conversations, and this tokenizer has no chat"),
+        (["--chat-template", "gone"], "--chat-template=gone: expected a file with a Jinja template"),
     ],
 )
 def test_chats_without_a_template(words: list[str], given: str, tmp_path: Path, say: Say) -> None:
@@ -225,10 +274,9 @@ def test_chats_without_a_template(words: list[str], given: str, tmp_path: Path, 
     assert not (tmp_path / "out").exists()
 
 
-def test_chats_are_a_file_of_lines(tmp_path: Path, say: Say) -> None:
-    (tmp_path / "template").write_text("{{ messages | length }}")
-    said = say("stdlib", tmp_path / "out/x", "--chat", "--chat-template", str(tmp_path / "template"), code=2)
-    assert "--source=stdlib: expected a .jsonl file of conversations with --chat" in said
+def test_texts_have_no_template(source: Path, tmp_path: Path, say: Say) -> None:
+    said = say(source, tmp_path / "out/x", "--chat-template", "template", code=2)
+    assert f"--chat-template=template: expected conversations to lay out; the first line of {source} is none" in said
 
 
 def test_an_empty_text_is_named(tmp_path: Path, say: Say) -> None:

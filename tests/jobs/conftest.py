@@ -15,6 +15,7 @@ TINY = (
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with `tiny.bin`, `tiny.idx` and `tiny.json`."""
+    from megatron_longctx.training.sources import Source
     from megatron_longctx.training.text import prepare
 
     folder = tmp_path_factory.mktemp("corpus")
@@ -22,7 +23,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(4):
         text = "".join(f"line {i} of file {number}: {i * i + number}\n" for i in range(400))
         (folder / "text" / f"{number}.txt").write_text(text)
-    prepare(str(folder / "text"), folder / "tiny", "*.txt", "byte-level", None)
+    prepare(Source(str(folder / "text")), folder / "tiny", "byte-level")
     return folder
 
 

@@ -15,6 +15,7 @@ from megatron_longctx.config import Config
 from megatron_longctx.mcore import checkpoint_folder, checkpoint_weights
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import preflight
+from megatron_longctx.training.sources import Source
 from megatron_longctx.training.text import prepare
 from megatron_longctx.verbs import cli
 from megatron_longctx.verbs.exporting import export_model
@@ -39,7 +40,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     import_model(str(root / "source"), [f"out={root / 'run'}"])
     (root / "text").mkdir()
     (root / "text/a.txt").write_text("\n".join(TEXTS * 40))
-    prepare(str(root / "text"), root / "corpus", "*.txt", "huggingface", str(root / "run/tokenizer"))
+    prepare(Source(str(root / "text/a.txt")), root / "corpus", "huggingface", str(root / "run/tokenizer"))
     return root, model
 
 
