@@ -68,7 +68,7 @@ class Source:
 
 
 def _files(root: Path, glob: str | None) -> list[Path]:
-    found = _matching(root, glob or "**/*")
+    found = _matching(root, "**/*" if glob is None else glob)
     if glob is None:
         seen = [path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts)]
         found = [path for path in seen if path.suffix in _TEXT]

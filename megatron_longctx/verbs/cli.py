@@ -252,16 +252,10 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(run=_eval)
 
     data = verbs.add_parser("data", help="turn text into Megatron's indexed dataset")
-    data.add_argument(
-        "--source", required=True,
-        help="stdlib, pydoc, a text file, a folder of them, or a .jsonl file whose lines have a `text`, `messages`, or a "
-        "`prompt` and its `completion` (of conversations only the assistant's answers are learned)",
-    )  # fmt: skip
+    data.add_argument("--source", required=True, help="stdlib, pydoc, a text or .jsonl file, or a folder")
     data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
     data.add_argument("--glob", help="which files of a folder (default: those that end as text does)")
-    data.add_argument(
-        "--join", action="store_true", help="the files of each of the folder's folders are one document, tests left out"
-    )
+    data.add_argument("--join", action="store_true", help="make one document of each folder in the folder")
     data.add_argument(
         "--tokenizer", default="byte-level", choices=TOKENIZERS, help="of Megatron-Core (default: %(default)s)"
     )

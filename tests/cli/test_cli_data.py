@@ -184,14 +184,14 @@ NAMED = "`stdlib`, `pydoc`, a folder, or a file that ends in .jsonl, .md, .py, .
             {"x/a.md": "a"}, "x", ["--glob", "*.txt"],
             "--glob=*.txt: expected a pattern that files in AT/x match; none does. For example '**/*.txt'.",
         ),
-        ({"x/tests/a.md": "a"}, "x", ["--join"], "--source=AT/x: expected text outside of tests; all 1 files are tests."),
+        ({"x/tests/a.md": "a"}, "x", ["--join"], "--source=AT/x: expected text outside of tests; all 1 files"),
         (
             {"a.jsonl": '{"text": "a"}\n{"id": 1, "content": "b"}\n'}, "a.jsonl", [],
-            "AT/a.jsonl:2: expected `text` (or `messages`, or `prompt` and `completion`, from the first line on); it has "
-            "id, content. Rename the key.",
+            "AT/a.jsonl:2: expected `text` (or `messages`, or `prompt` and `completion`, from the first line on); it "
+            "has id, content. Rename the key.",
         ),
         ({"a.jsonl": "{}\n"}, "a.jsonl", [], "AT/a.jsonl:1: expected `text` (or `messages`, or `prompt` and"),
-        ({"a.jsonl": '{"prompt": "a"}\n'}, "a.jsonl", ["--chat-template", "AT/a.jsonl"], 'AT/a.jsonl:1: expected {"mess'),
+        ({"a.jsonl": '{"prompt": "a"}\n'}, "a.jsonl", ["--chat-template", "AT/a.jsonl"], "AT/a.jsonl:1: expected {"),
     ],
 )  # fmt: skip
 def test_what_a_source_lacks_is_named(
