@@ -34,7 +34,9 @@ WHOLE_MESSAGES = {
     "train.steps=abc": "train.steps=abc: expected an integer. For example train.steps=20.",
     "data.prefix=???": "data.prefix=???: expected text. For example data.prefix=data/stdlib.",
     "run.name=a\nb": "run.name=a\\nb: expected a plain folder name of at most 200 bytes. default is the default.",
-    "model=tin": f"model=tin: expected one of {', '.join(compose.recipes()['model'])}. Nearest: tiny, tiny_moe.",
+    "model=tin": (
+        f"model=tin: expected one of {', '.join(compose.recipes()['model'])}. Nearest: tiny, tiny_moe, tiny_mla."
+    ),
     "~train.steps": (
         "~train.steps: expected key=value; keys cannot be removed. Leave train.steps out to have its default."
     ),
@@ -143,7 +145,17 @@ def test_every_key_answers_a_wrong_type(key: str) -> None:
         assert refusal(f"{key}=null").startswith(f"{key}=null: expected {word}")
 
 
+LATENT = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 NEEDED_WITH = {
+    **{
+        f"model.{key}": " ".join(
+            [
+                "model.num_attention_heads=4 model.num_kv_heads=4",
+                *(f"model.{other}=8" for other in LATENT if other != key),
+            ]
+        )
+        for key in (*LATENT, "q_lora_rank")
+    },
     "parallelism.max_buffer_tokens": "parallelism.schedule=all_gather",
     "parallelism.max_attention_gib": "parallelism.schedule=auto",
     "parallelism.inner_size": "parallelism.schedule=usp",

@@ -92,7 +92,7 @@ def check_labels(run: Path, about: dict[str, Any]) -> None:
     assert {key: config[key] for key in load_config(run / "resolved.yaml").as_dict()} == json.loads(
         json.dumps(load_config(run / "resolved.yaml").as_dict())
     )
-    assert config["peak_tflops_per_gpu"] == 0.5 and config["flop_formula"].startswith("3 * (L*")
+    assert config["peak_tflops_per_gpu"] == 0.5 and config["flop_formula"].startswith("3 * (2*T*L*A")
     assert config["facts"]["parallelism"] == "cp2" and config["environment"]["ranks"] == 2
 
 
