@@ -115,7 +115,8 @@ def block_spec(
         layer.submodules.pre_mlp_layernorm = final_norm
         if config.qk_layernorm:
             inner = layer.submodules.self_attention.submodules
-            inner.q_layernorm = final_norm
+            if not latent or config.q_lora_rank is not None:  # the norm is of the latent
+                inner.q_layernorm = final_norm
             setattr(inner, "kv_layernorm" if latent else "k_layernorm", final_norm)
     layer = with_context_parallel(layer, sequence, latent_frequencies)
     if post_norms:
