@@ -131,10 +131,14 @@ def _whose_worker_dies(pipe: Connection) -> None:
     loader = Loader(Numbers(), SHARES, 1, CPU)
     next(loader)
     (worker,) = multiprocessing.active_children()
+    said = "nothing"
     try:
-        worker.kill()
-        said = f"{len(list(loader))} batches more"
-    except (RuntimeError, OSError, EOFError) as error:  # in the main thread, or where its batch is awaited
+        try:
+            worker.kill()
+            said = f"{len(list(loader))} batches more"
+        finally:  # the batch that is awaited may fail first; torch's own error is then raised by SIGCHLD, anywhere
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    except (RuntimeError, OSError, EOFError) as error:
         said = repr(error)
     pipe.send(said)
     os._exit(0)
