@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .collector import collector_paused
 from .plan import Attend, Plan, Step
 from .transpose import transpose
 
@@ -11,6 +12,7 @@ LEAST_TOKENS = 2048
 """Tokens of a rank below which its own block is one call: smaller ones take as long as their launch."""
 
 
+@collector_paused()
 def backward_plan(plan: Plan) -> Plan:
     """The backward plan that is run: `transpose`, ordered so that the first and the last messages are hidden.
 

@@ -11,6 +11,7 @@ its home it is merged with the rest.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -201,13 +202,16 @@ class Plan:
         return self._moves[1][rank]
 
     @cached_property
-    def _moves(self) -> tuple[list[list[list[Move]]], list[list[list[Move]]]]:
-        sends: list[list[list[Move]]] = [[[] for _ in self.steps] for _ in range(self.n)]
-        receives: list[list[list[Move]]] = [[[] for _ in self.steps] for _ in range(self.n)]
+    def _moves(self) -> tuple[dict[int, list[list[Move]]], dict[int, list[list[Move]]]]:
+        def none() -> list[list[Move]]:
+            return [[] for _ in self.steps]
+
+        sends: dict[int, list[list[Move]]] = defaultdict(none)
+        receives: dict[int, list[list[Move]]] = defaultdict(none)
         for t, step in enumerate(self.steps):
             for move in step.moves:
-                sends[move.source][t].append(move)
-                receives[move.destination][t].append(move)
+                sends[move[1]][t].append(move)
+                receives[move[2]][t].append(move)
         return sends, receives
 
     def kept_of(self, rank: int, kind: Kind, home: int) -> tuple[Block, ...]:

@@ -7,8 +7,6 @@ message starts when both of its ranks are ready; messages of one step that share
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +18,7 @@ from .footprint import footprint, row_bytes
 from .lower import Lowering
 from .plan import Move, Plan
 from .program import Acquire, Compute, Copy, Mark, Merge, Op, Program, Release, Send, Wait
+from .repeats import Repeats, Short
 from .target import Target
 
 
@@ -94,12 +93,23 @@ def simulate(
 
 
 class _Item(NamedTuple):
-    """What a lane does next: work of so many seconds, or an operation on messages or marks."""
+    """What a rank does next: work of so many seconds, or, where `op` is given, waiting for messages (Wait), noting that
+    all before is done (Mark), or being ready for messages: now (Acquire), or as of `marks` marks ago (Send)."""
 
-    op: Send | Wait | Acquire | Mark | None
+    op: type[Op] | None
     seconds: float = 0.0
     label: str = ""
     home: int = -1
+    marks: int = 0
+
+
+class _Steps(NamedTuple):
+    """What a rank does until it starts each step's messages, and behind the last of them; how many operations a host
+    issues of these; peak_bytes of all."""
+
+    items: list[list[_Item]]
+    operations: list[int]
+    peak_bytes: int
 
 
 class _Sized(NamedTuple):
@@ -126,21 +136,33 @@ class _Simulated:
         self._rates: dict[str, float] = {}
         self._calls: dict[object, float] = {}
         self.operations = self.peak_bytes = 0
-        lowering = Lowering(plan, target)
-        self._items = [list(self._priced(lowering.program(rank))) for rank in range(n)]
-        self._at = [0] * n
-        self._marks: list[dict[int, float]] = [{} for _ in range(n)]
+        lowering, repeats, found = Lowering(plan, target), Repeats(plan), dict[object, _Steps]()
+        # A time line says whose keys a call attends, and peers read each other's memory.
+        whole = timeline or target.hosts is not None or bool(plan.kept)
+        self._items: list[list[list[_Item]]] = []
+        for rank in range(n):
+            short = Short((rank,), plan, ()) if whole else repeats.short(rank)
+            of_short = found.get(short.key)
+            if of_short is None:
+                program = (lowering if short.plan is plan else Lowering(short.plan, target)).program(rank)
+                of_short = found[short.key] = self._priced(program)
+            if not all(cut.repeats(of_short.items) for cut in short.cuts):
+                of_short, short = self._priced(lowering.program(rank)), Short((rank,), plan, ())
+            self._items.append(short.all_of(of_short.items))
+            self.operations = max(self.operations, sum(short.all_of(of_short.operations)))
+            self.peak_bytes = max(self.peak_bytes, of_short.peak_bytes)
+        self._marks: list[list[float]] = [[] for _ in range(n)]
 
     def result(self) -> Simulation:
         n = self.plan.n
         arrived: list[float] = [0.0] * n
         for t, step in enumerate(self.plan.steps):
-            ready = [self._until_messages(rank, t, arrived) for rank in range(n)]
+            ready = [self._until_messages(rank, t, arrived[rank]) for rank in range(n)]
             done = self._exchange(step.moves, ready, t)
             self.blocked = [late if late > early else 0.0 for early, late in zip(self.transfer, done, strict=True)]
             self.transfer = arrived = done
         for rank in range(n):
-            self._until_messages(rank, len(self.plan.steps), arrived)
+            self._until_messages(rank, len(self.plan.steps), arrived[rank])
         end = max(self.compute, default=0.0)
         idle = tuple(end - busy - exposed for busy, exposed in zip(self.busy, self.exposed, strict=True))
         return Simulation(
@@ -155,26 +177,41 @@ class _Simulated:
             spans=tuple(self.spans or ()),
         )
 
-    def _priced(self, program: Program) -> Iterator[_Item]:
+    def _priced(self, program: Program) -> _Steps:
         """A rank's operations with their times; only sums of them where no time line is wanted."""
-        self.peak_bytes = max(self.peak_bytes, footprint(program, self.workload).total)
-        counts = Counter(map(type, program.ops))
-        self.operations = max(self.operations, sum(counts[kind] for kind in (Compute, Merge, Send, Acquire)))
         sum_up = self.spans is None and not self.costs.blocking
-        seconds = 0.0
+        steps: list[list[_Item]] = [[] for _ in range(program.num_steps + 1)]
+        operations = [0] * len(steps)
+        t, seconds, marks, after = 0, 0.0, dict[int, int](), -1
         for op in program.ops:
             item = self._item(op, program)
             if item is None:
                 continue
+            operations[t] += not isinstance(op, Copy | Wait | Mark)
             if sum_up and item.op is None:
                 seconds += item.seconds
                 continue
             if seconds:
-                yield _Item(None, seconds)
+                steps[t].append(_Item(None, seconds))
                 seconds = 0.0
-            yield item
+            if isinstance(op, Wait):
+                t = max(t, op.step + 1)
+            elif isinstance(op, Mark):
+                marks[op.number] = len(marks)
+            elif isinstance(op, Send | Acquire):
+                t = max(t, op.step)
+            if isinstance(op, Send) and op.after > after:
+                item = item._replace(marks=len(marks) - marks[op.after])
+                if program.sends.messages[op.step] or program.receives[op.step]:
+                    after = op.after  # later messages start after these, and so after their mark
+            steps[t].append(item)
+            if isinstance(op, Send | Acquire):
+                t += 1
+            if isinstance(op, Acquire):
+                steps[t].append(_Item(Wait))
         if seconds:
-            yield _Item(None, seconds)
+            steps[t].append(_Item(None, seconds))
+        return _Steps(steps, operations, footprint(program, self.workload).total)
 
     def _item(self, op: Op, program: Program) -> _Item | None:
         if isinstance(op, Compute):
@@ -185,7 +222,7 @@ class _Simulated:
         if isinstance(op, Merge):
             size = sum(row_bytes(rows, self.workload) for rows in (op.into, *(part.rows for part in op.parts)))
             return _Item(None, size / (self.costs.merge_gibps * GIB), "merge")
-        return None if isinstance(op, Release) else _Item(op)
+        return None if isinstance(op, Release) else _Item(type(op))
 
     def _kernel_call(self, op: Compute, program: Program) -> _Item:
         key = op.call, op.queries.heads.parts
@@ -198,35 +235,20 @@ class _Simulated:
             label = str(homes[0]) if len(homes) == 1 else f"{homes[0]}…{homes[-1]}"
         return _Item(None, self._calls[key], label, min(op.homes))
 
-    def _until_messages(self, rank: int, t: int, arrived: Sequence[float]) -> float:
-        """Follow a rank until it starts the messages of step `t`, or needs something that comes later; gives when its
-        messages may start."""
-        items = self._items[rank]
-        ready = self.transfer[rank]
-        while self._at[rank] < len(items):
-            item = items[self._at[rank]]
-            op = item.op
-            if op is None:
+    def _until_messages(self, rank: int, t: int, arrived: float) -> float:
+        """Follow a rank until it starts the messages of step `t`; gives when these may start."""
+        ready, marks = self.transfer[rank], self._marks[rank]
+        for item in self._items[rank][t]:
+            if item.op is None:
                 self._work(rank, item, t)
-            elif isinstance(op, Mark):
-                self._marks[rank][op.number] = self.compute[rank]
-            elif isinstance(op, Wait):
-                if op.step >= t:
-                    break
-                self._wait(rank, arrived[rank])
-            elif op.step > t:
-                break
-            elif isinstance(op, Acquire):
-                if op.step < t:
-                    self._wait(rank, arrived[rank])
-                else:
-                    ready = max(ready, self.compute[rank])
-                    break
-            else:
-                ready = max(ready, self._marks[rank].get(op.after, 0.0))
-                self._at[rank] += 1
-                break
-            self._at[rank] += 1
+            elif item.op is Mark:
+                marks.append(self.compute[rank])
+            elif item.op is Wait:
+                self._wait(rank, arrived)
+            elif item.op is Acquire:
+                ready = max(ready, self.compute[rank])
+            elif item.marks:
+                ready = max(ready, marks[-item.marks])
         return ready
 
     def _wait(self, rank: int, until: float) -> None:

@@ -9,6 +9,7 @@ from fractions import Fraction
 from itertools import accumulate
 
 from ..layout import Layout
+from .collector import collector_paused
 from .mask import Slice, band_between
 from .plan import RESULTS, Attend, Block, Heads, Kind, Move, Plan
 from .save_remote import calls_by_home
@@ -18,6 +19,7 @@ class PlanError(ValueError):
     """A plan that does not compute attention, with what is wrong and where."""
 
 
+@collector_paused()
 def verify(plan: Plan, forward: Plan | None = None) -> None:
     """Check a forward or backward plan.
 

@@ -27,11 +27,14 @@ from megatron_longctx.schedules import (
     build_plan,
     kernel_calls,
     lower,
+    repeats,
     visibility,
 )
 from megatron_longctx.schedules.cost import GIB
 from megatron_longctx.schedules.footprint import footprint
+from megatron_longctx.schedules.lower import Lowering
 from megatron_longctx.schedules.mask import band_between, causal, documents, full
+from megatron_longctx.schedules.program import Program
 from megatron_longctx.schedules.simulate import simulate
 from megatron_longctx.topology import Cluster, Device, Mesh, Network, Switch, load_cluster
 
@@ -244,6 +247,30 @@ def test_a_thousand_ranks_are_planned_and_simulated(monkeypatch: pytest.MonkeyPa
     for each in (plan, backward_plan(plan)):
         found = simulate(each, cluster, target)
         assert found.seconds > 0 and min(found.compute_s) > 0
+
+
+@pytest.mark.parametrize("schedule", ["ring", "zigzag"])
+def test_steps_that_repeat_are_lowered_once(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same to the bit as of all steps, with a fraction of the operations."""
+    n, lowered = 96, [0]
+    program = Lowering.program
+
+    def counted(self: Lowering, rank: int) -> Program:
+        found = program(self, rank)
+        lowered[0] += len(found.ops)
+        return found
+
+    monkeypatch.setattr(Lowering, "program", counted)
+    cluster, target = mesh(n, 1e-3), Target(WORK, Takes(packed=True, rectangles=True, windows=True))
+    forward = build_plan(schedule, n, n * TOKENS)
+    for plan, share in ((forward, 4), (backward_plan(forward), 2)):
+        lowered[0] = 0
+        short = simulate(plan, cluster, target, costs(2e-3))
+        of_short, lowered[0] = lowered[0], 0
+        with monkeypatch.context() as patch:
+            patch.setattr(repeats, "_kept", lambda names: (list(range(len(names))), ()))
+            assert simulate(plan, cluster, target, costs(2e-3)) == short
+        assert lowered[0] > share * of_short
 
 
 def test_bytes_of_a_token_are_those_that_travel() -> None:
