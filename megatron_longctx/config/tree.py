@@ -120,8 +120,8 @@ class RecomputeConfig:
     """What is kept between forward and backward, the rest being computed again.
 
     none: all activations. layer: each layer's input (Megatron's full recompute). attention_output: each layer's input
-    and what attention gave, so that attention runs once. attention_output+offload: what attention gave waits in host
-    memory.
+    and what attention gave, so that attention runs once. attention_output+offload: both wait in pinned host
+    memory, but of two layers (docs/memory.md).
     """
 
     mode: str = choice("none", RECOMPUTES)

@@ -57,7 +57,8 @@ class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
             tape.rewind()
             return output  # type: ignore[no-any-return]
 
-        return tensor_parallel.checkpoint(taped, False, hidden_states), None
+        with tape.keeping(hidden_states):
+            return tensor_parallel.checkpoint(taped, False, hidden_states), None
 
     def _output_unread(self) -> AbstractContextManager[None]:
         """Nobody reads the repetition's output: tiles of the MLP are computed once more in backward only, and of a
@@ -74,7 +75,7 @@ def with_recompute(layer: ModuleSpec, store: Store) -> ModuleSpec:
 
     Args:
         layer: its core attention is ours (`spec.with_context_parallel`).
-        store: where attention's results wait for backward; shared by all layers of a model.
+        store: where layers' inputs and attention's results wait for backward; shared by all layers of a model.
 
     Raises:
         ValueError: a spec of something that is no TransformerLayer.

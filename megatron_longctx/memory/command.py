@@ -93,7 +93,16 @@ def show_max_length(config: Config, device_gib: float | None) -> None:
         own = _with_mode(job, mode)
         length = max_length(own, capacity)
         mark = "*" if mode == config.recompute.mode else " "
-        print(f" {mark} {mode:25}{length:>14,} tokens" if length else f" {mark} {mode:25}{'none':>14}")
+        print(
+            f" {mark} {mode:25}{length:>14,} tokens{_host(own, length)}" if length else f" {mark} {mode:25}{'none':>14}"
+        )
+
+
+def _host(job: Job, length: int) -> str:
+    """What a step of that length takes on the host."""
+    config = replace(job.config, data=replace(job.config.data, seq_length=length))
+    pinned = predict(replace(job, config=config)).host_bytes
+    return f", {pinned / GIB:.1f} GiB a rank pinned on the host" if pinned else ""
 
 
 def _with_mode(job: Job, mode: str) -> Job:

@@ -8,7 +8,7 @@ of live tensors and kernels' workspaces: the caching allocator reserves more. Wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .shapes import (
     AttentionBytes,
@@ -22,6 +22,7 @@ from .shapes import (
 )
 
 READ_BY_PEERS = "what peers read"
+OFFLOAD = "attention_output+offload"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of the pipeline stage that needs most. `host_bytes`: of pinned memory a rank holds on its host (CUDA)."""
+    """Of the pipeline stage that needs most. `host_bytes`: of pinned memory (CUDA) that a rank of the stage that needs
+    most of it holds on its host."""
 
     stage: int
     tokens: int
@@ -88,7 +90,9 @@ def predict(job: Job) -> Prediction:
     """
     attention = attention_bytes(job)
     stages = range(job.config.parallelism.pipeline_parallel_size)
-    return max((_stage(job, stage, attention) for stage in stages), key=lambda found: found.num_bytes)
+    found = [_stage(job, stage, attention) for stage in stages]
+    most = max(found, key=lambda each: each.num_bytes)
+    return replace(most, host_bytes=max(each.host_bytes for each in found))
 
 
 def saved_bytes(job: Job) -> int:
@@ -113,7 +117,10 @@ def _stage(job: Job, stage: int, attention: AttentionBytes) -> Prediction:
     kept = _kept(job, stage, layer, mlps)
     phases = [Phase("backward of a layer", (*kept, *_layer_backward(job, layer, attention)))]
     if stage == job.config.parallelism.pipeline_parallel_size - 1:
-        phases.append(Phase("loss", (*kept, *_loss(job, layer))))
+        loss = (*kept, *_loss(job, layer))
+        if job.config.recompute.mode == OFFLOAD and stage == 0:  # Megatron's forward holds them to its end
+            loss = (*loss, Term("embeddings", layer.input, per_token=True))
+        phases.append(Phase("loss", loss))
     phases.append(Phase("optimizer step", _optimizer_step(job, stage)))
     return Prediction(stage, job.tokens, _always(job, stage, attention), tuple(phases), _host_bytes(job, stage, layer))
 
@@ -167,6 +174,13 @@ def _always(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ...]
 def _kept(job: Job, stage: int, layer: LayerBytes, mlps: int) -> tuple[Term, ...]:
     """What lies there between forward and backward, of all layers and micro-batches in flight. mlps: of all layers."""
     count, mode = job.num_layers * job.in_flight(stage), job.config.recompute.mode
+    if mode == OFFLOAD:
+        # The run of a layer in use and the one fetched ahead. Pipelines hold what a stage was sent for its gradient.
+        here, sent = min(count, 2), job.in_flight(stage) if stage else 0
+        return (
+            Term("layer inputs not on the host", (here + sent) * layer.input, per_token=True),
+            Term("attention results not on the host", here * layer.result, per_token=True),
+        )
     terms = [Term("layer inputs", count * layer.input, per_token=True)]
     if mode == "none":
         terms += [
@@ -176,8 +190,6 @@ def _kept(job: Job, stage: int, layer: LayerBytes, mlps: int) -> tuple[Term, ...
         ]
     elif mode == "attention_output":
         terms.append(Term("attention results", count * layer.result, per_token=True))
-    elif mode == "attention_output+offload":  # the one in use and the one fetched ahead
-        terms.append(Term("attention results not on the host", min(count, 2) * layer.result, per_token=True))
     return tuple(terms)
 
 
@@ -233,9 +245,9 @@ def _loss(job: Job, layer: LayerBytes) -> tuple[Term, ...]:
 
 
 def _host_bytes(job: Job, stage: int, layer: LayerBytes) -> int:
-    """Pinned memory comes in powers of two."""
-    if job.config.recompute.mode != "attention_output+offload":
+    """Of layers' inputs and attention's results: buffers of `recompute.HostStore`, whose sizes are powers of two."""
+    if job.config.recompute.mode != OFFLOAD:
         return 0
     lse = 4 * job.tokens * job.config.model.num_attention_heads // job.config.parallelism.tensor_parallel_size
-    pinned = sum(1 << max(0, size - 1).bit_length() for size in (layer.result - lse, lse))
+    pinned = sum(1 << max(0, size - 1).bit_length() for size in (layer.input, layer.result - lse, lse))
     return job.num_layers * job.in_flight(stage) * pinned

@@ -11,8 +11,9 @@ def summary(job: Job) -> str:
     """One line."""
     found = predict(job)
     fixed = sum(term.num_bytes for term in found.always if not term.per_token)
+    host = f", and {_size(found.host_bytes)} pinned on the host" if found.host_bytes else ""
     return (
-        f"memory of a training step: {_size(found.num_bytes)} a rank, most in {found.peak.name} "
+        f"memory of a training step: {_size(found.num_bytes)} a rank, most in {found.peak.name}{host} "
         f"(recompute={job.config.recompute.mode}; {_size(fixed)} whatever the length)"
     )
 

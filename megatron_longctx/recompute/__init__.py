@@ -1,4 +1,4 @@
-"""What a layer keeps of attention when it is recomputed in backward: the results, on the device or on the host.
+"""What a layer keeps when it is recomputed in backward: its input and attention's results, on the device or the host.
 
 `AttentionTape` records what one run of a layer got from attention and plays it back when the layer is run again, so
 that attention and its communication run once per step, as in DistFlashAttn.

@@ -150,7 +150,6 @@ def _reserved() -> list[float]:
 COMPUTED = {
     "memory_runs": lambda: len(_over(RECORDED)),
     "memory_most_off": lambda: max(map(abs, _over(RECORDED))),
-    "memory_next_most_off": lambda: sorted(map(abs, _over(RECORDED)))[-2],
     "memory_earlier_least": lambda: min(_over(EARLIER)),
     "memory_earlier_most": lambda: max(_over(EARLIER)),
     "memory_reserved_least": lambda: min(_reserved()),

@@ -1,10 +1,13 @@
-"""Layers that keep attention's result: the same gradients to the bit, attention and its messages once per step."""
+"""Layers that keep attention's result: the same gradients to the bit, attention and its messages once per step, and
+what waits on the host not on the device."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,7 @@ class Seen:
     backward: int
     messages: int
     products: int  # of row-parallel layers: two a layer
+    inputs: int  # of layers, whose own storages are there between forward and backward
 
 
 def _counted(owner: Any, name: str, counts: dict[str, int], what: Callable[[Any], str]) -> Any:
@@ -90,7 +94,14 @@ def _see(root: Path, mode: str, settings: dict[str, Any]) -> Seen:
         gpt.bfloat16()
     counts = {"forward": 0, "backward": 0, "messages": 0, "products": 0}
     groups.seed_everything(5)
-    losses = []
+    losses: list[torch.Tensor] = []
+    storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def see(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        storages.append(weakref.ref(kwargs["hidden_states"].untyped_storage()))
+
+    for layer in gpt.decoder.layers:
+        layer.register_forward_pre_hook(see, with_kwargs=True)
     with (
         _counted(Run, "__call__", counts, lambda run: "backward" if run._program.backward else "forward"),
         _counted(P2PTransport, "start", counts, lambda _: "messages"),
@@ -101,6 +112,8 @@ def _see(root: Path, mode: str, settings: dict[str, Any]) -> Seen:
             batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": torch.arange(38).expand(2, -1)}
             mine = sequence.shard_batch(batch)
             losses.append(gpt(mine["tokens"], mine["positions"], None, labels=mine["labels"]))
+        gc.collect()
+        counts["inputs"] = sum(storage() is not None for storage in storages)
         for loss in losses:
             loss.float().sum().backward()
     groups.destroy()
@@ -145,6 +158,8 @@ def test_attention_runs_once_and_gradients_are_equal_to_the_bit(world: int, root
                 assert all(map(torch.equal, found.losses, plain.losses)), where
                 wrong = [key for key, value in plain.gradients.items() if not torch.equal(found.gradients[key], value)]
                 assert not wrong, f"{where}: {wrong}"
+                if mode != "none":  # of both micro-batches; with offload of the last two runs of layers
+                    assert found.inputs == (2 if mode.endswith("offload") else calls), where
                 if mode != "layer":
                     assert (found.forward, found.messages) == (calls, seen[name, "none"].messages), where
             if case.get(CP, 1) > 1:

@@ -50,14 +50,16 @@ def test_static_terms_by_hand() -> None:
 
 def test_modes_keep_less_and_less() -> None:
     chunk = "recompute.head_chunk_tokens=4096"
-    modes = ("none", "attention_output", "attention_output+offload", "layer")
+    modes = ("none", "attention_output", "layer", "attention_output+offload")
     sizes = [predict(_job(chunk, f"recompute.mode={mode}")).num_bytes for mode in modes]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
     offloaded = predict(_job("recompute=attention_output+offload"))
-    assert offloaded.host_bytes == 32 * 131072 * (4096 * 2 + 32 * 4), "sizes are powers of two already"
+    assert offloaded.host_bytes == 32 * 131072 * (2 * 4096 * 2 + 32 * 4), "sizes are powers of two already"
     assert predict(_job()).host_bytes == 0
     uneven = predict(_job("recompute=attention_output+offload", "data.seq_length=1100000"))
-    assert uneven.host_bytes == 32 * 2 * 131072 * (4096 * 2 + 32 * 4)
+    assert uneven.host_bytes == 32 * 2 * 131072 * (2 * 4096 * 2 + 32 * 4)
+    inputs = {term.name: term.num_bytes for term in offloaded.peak.terms}["layer inputs not on the host"]
+    assert inputs == 2 * 131072 * 4096 * 2, "two of 32 layers"
 
 
 def test_pipeline_stages_hold_micro_batches_in_flight() -> None:
@@ -71,6 +73,10 @@ def test_pipeline_stages_hold_micro_batches_in_flight() -> None:
     assert first.stage == 0 and first.peak.name == "backward of a layer"
     inputs = {term.name: term.num_bytes for term in first.peak.terms}["layer inputs"]
     assert inputs == 4 * 8 * 8192 * 4096 * 2, "four micro-batches of eight layers"
+    offloaded = predict(_job(*stages, short, "recompute=attention_output+offload"))
+    inputs = {term.name: term.num_bytes for term in offloaded.peak.terms}["layer inputs not on the host"]
+    assert offloaded.stage == 3 and inputs == (2 + 1) * 8192 * 4096 * 2, "and what the stage before has sent"
+    assert offloaded.host_bytes == 4 * 8 * 8192 * (2 * 4096 * 2 + 32 * 4), "of the first stage"
     last = predict(_job(*stages, short, "recompute=layer"))
     assert last.stage == 3 and last.peak.name == "loss"
 
@@ -83,10 +89,10 @@ def test_check_refuses_warns_and_says_what_to_change() -> None:
     ) as no:
         check(job, device)
     assert f"Set recompute.mode=layer {chunk} (118.1 GiB)" in str(no.value)
-    with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} \(119.2 GiB"):
-        check(job, device, 64 * GIB)
-    with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} {tile} \(111.5 GiB"):
-        check(job, 125 * GIB, 64 * GIB)
+    with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} \(89.2 GiB"):
+        check(job, device, 65 * GIB)
+    with pytest.raises(ValueError, match=rf"Set recompute.mode=attention_output\+offload {chunk} {tile} \(81.5 GiB"):
+        check(job, 95 * GIB, 65 * GIB)
     advised = _job("recompute=layer", chunk)
     assert check(advised, device) is None
     close = check(advised, int(predict(advised).num_bytes / (COMFORT + 0.05)))
@@ -153,7 +159,8 @@ def test_reports() -> None:
     job = _job("recompute=attention_output+offload")
     text = report(job)
     assert text.startswith(summary(job)) and "rank with the most tokens: 131,072" in text
-    assert "attention results not on the host" in text and "on the host, pinned: 32.50 GiB a rank" in text
+    assert ", and 64.50 GiB pinned on the host (" in summary(job)
+    assert "attention results not on the host" in text and "on the host, pinned: 64.50 GiB a rank" in text
     found = predict(job)
     assert f"{found.num_bytes / GIB:.2f} GiB" in text.split("sum", 1)[1]
 
@@ -163,10 +170,12 @@ def test_the_plan_verb_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert cli.main(["plan", *LLAMA, "--memory", str(picture), "--device-gib", "1000"]) == 0
     assert "\ndrawn to " in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
     assert cli.main(["plan", *LLAMA, "attention.transport=p2p", "--max-length"]) == 0
+    said = capsys.readouterr().out
     rows = {
-        line.split()[-3]: int(line.split()[-2].replace(",", "")) for line in capsys.readouterr().out.splitlines()[1:]
+        mode: int(n.replace(",", "")) for mode, n in re.findall(r"^ [* ] (\S+) +([\d,]+) tokens", said, re.MULTILINE)
     }
-    assert rows["none"] < rows["attention_output"] < rows["attention_output+offload"] < rows["layer"]
+    assert rows["none"] < rows["attention_output"] < rows["layer"] < rows["attention_output+offload"]
+    assert said.count("GiB a rank pinned on the host") == 1
     assert rows["none"] == max_length(_job(), int(COMFORT * 139 * GIB))
     assert cli.main(["plan", *LLAMA[:3], "--max-length"]) == 2
     assert "--device-gib N" in capsys.readouterr().err

@@ -1,15 +1,16 @@
-"""Results of attention between forward and backward: what is kept where, for how long."""
+"""Layers' inputs and results of attention between forward and backward: what is kept where, for how long."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterable
 
 import pytest
 import torch
 
 from megatron_longctx.attention import AttentionResult, ContextParallelAttention
-from megatron_longctx.recompute import AttentionTape, DeviceStore, HostStore
+from megatron_longctx.recompute import AttentionTape, DeviceStore, HostStore, Kept
 from megatron_longctx.schedules.mask import full
 from megatron_longctx.testing.references import random_qkv
 
@@ -27,44 +28,91 @@ def _same(found: AttentionResult, expected: AttentionResult) -> bool:
 
 def test_the_device_store_hands_back_the_same_tensors() -> None:
     result = _result(0)
-    kept = DeviceStore().keep(result)
-    assert kept.take() is result
-    with pytest.raises(AssertionError, match="once"):
+    kept = DeviceStore().keep(*result)
+    assert all(x is y for x, y in zip(kept.take(), result, strict=True))
+    with pytest.raises(RuntimeError, match="expected one backward per forward"):
         kept.take()
 
 
+def _runs(store: HostStore, seeds: Iterable[int], device: str = "cpu") -> list[tuple[Kept, Kept]]:
+    """As many runs of layers, each of which keeps its input and a result."""
+    runs = []
+    for seed in seeds:
+        store.begin()
+        result = _result(seed, device)
+        runs.append((store.keep(result.out[:, :1] + 1), store.keep(*result)))
+    return runs
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_host_store_gives_back_equal_results_in_any_order(device: str) -> None:
+def test_the_host_store_gives_back_equal_tensors_in_any_order(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    for order in (range(4), reversed(range(4)), (2, 0, 3, 1)):
-        store = HostStore()
-        kept = [store.keep(_result(i, device)) for i in range(4)]
+    store, layers = HostStore(), 4
+    # Two micro-batches of so many layers: the first of a pipeline goes back first, or last, or layers come at random.
+    for order in ((3, 2, 1, 0, 7, 6, 5, 4), range(7, -1, -1), (2, 0, 7, 3, 1, 5, 6, 4)):
+        kept = _runs(store, range(2 * layers), device)
         for i in order:
-            found = kept[i].take()
-            assert found.out.device.type == device and _same(found, _result(i, device))
+            (layer_input,), found = kept[i][0].take(), AttentionResult(*kept[i][1].take())
+            assert found.out.device.type == layer_input.device.type == device and _same(found, _result(i, device))
+            assert torch.equal(layer_input, found.out[:, :1] + 1)
+    with pytest.raises(RuntimeError, match="expected one backward per forward"):
+        kept[0][1].take()
 
 
-def _held(references: list[weakref.ref[torch.Tensor]]) -> list[bool]:
-    gc.collect()
-    return [reference() is not None for reference in references]
+def _on_device(runs: list[tuple[Kept, Kept]]) -> list[int]:
+    """Which runs have all of what they keep on the device; none has a part of it."""
+    here = [tuple(kept._here is not None for kept in run) for run in runs]
+    assert set(here) <= {(True, True), (False, False)}
+    return [i for i, run in enumerate(here) if all(run)]
 
 
-def test_only_the_latest_result_stays_on_the_device() -> None:
+def test_two_runs_at_most_are_on_the_device_and_one_is_fetched_ahead() -> None:
     store = HostStore()
-    kept, references = [], []
-    for i in range(3):
+    runs = _runs(store, range(4))
+    assert _on_device(runs) == [2, 3], "with which backward begins"
+    latest = runs[3][1]._here
+    runs[3][0].take()
+    assert runs[3][1].take() == latest, "no copy"
+    runs.pop()
+    assert _on_device(runs) == [2]
+    for i in (2, 1):
+        runs[i][0].take()
+        assert runs[i - 1][0]._here is not None and runs[i - 1][1]._here is not None, "both come one layer ahead"
+        runs[i][1].take()
+        runs.pop()
+        assert _on_device(runs) == [i - 1]
+    runs += _runs(store, range(4))  # another micro-batch goes forward before the last layer of this one has come back
+    assert _on_device(runs) == [3, 4]
+    runs[0][0].take()
+    assert not _on_device(runs[1:]), "backward of one leaves no place for the other's"
+
+
+def test_tensors_that_have_left_are_freed() -> None:
+    store, references, kept = HostStore(), [], []
+    for i in range(4):
+        store.begin()
         result = _result(i)
         references.append(weakref.ref(result.out))
-        kept.append(store.keep(result))
+        kept.append(store.keep(*result))
         del result
-    assert _held(references) == [False, False, True]
-    latest = kept.pop().take()
-    assert latest.out is references[2](), "backward begins with it: no copy"
-    fetched_ahead = kept[1]._here  # type: ignore[attr-defined]
-    assert fetched_ahead is not None and kept[0]._here is None  # type: ignore[attr-defined]
-    assert kept.pop().take() is fetched_ahead
-    assert kept[0]._here is not None  # type: ignore[attr-defined]
+    gc.collect()
+    assert [reference() is not None for reference in references] == [False, False, True, True]
+
+
+def test_host_memory_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    store, empty = HostStore(), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a) or empty(*a, **k))
+    for step in range(3):
+        runs = _runs(store, range(3))
+        if step == 1:
+            runs.clear()  # a forward without a backward
+        for run in reversed(runs):
+            for kept in run:
+                kept.take()
+        del runs
+        assert len(made) == 3 * 3, "an input, an out and an lse of each of three runs"
 
 
 def test_a_tape_computes_once_and_is_played_back_once() -> None:
