@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
+import random
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import gguf
 import numpy
 import pytest
+import sentencepiece
 import torch
 from safetensors.torch import load_file
 
@@ -37,6 +40,8 @@ def _pairs(rows: torch.Tensor, heads: int) -> torch.Tensor:
 def write_gguf(path: Path, folder: Path, arch: str, change: Callable[[Any], object] = lambda writer: None) -> None:
     """What llama.cpp's converter makes of a folder of Hugging Face's."""
     writer = gguf.GGUFWriter(path, arch)
+    real = writer.add_key_value  # a later value takes the place of an earlier one
+    writer.add_key_value = lambda key, *rest, **how: (writer.kv_data[0].pop(key, None), real(key, *rest, **how))
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"] | {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
@@ -113,6 +118,64 @@ def test_the_tokenizer_is_that_of_the_folder(both: tuple[Path, Path], tmp_path: 
     assert found.chat_template == expected.chat_template
 
 
+# As Llama's and Gemma's were trained: a space before every text, or symbols of their own, runs of spaces among them.
+@pytest.mark.parametrize(("prefix", "symbols"), [(True, []), (False, ["<turn>", "▁▁", "▁▁▁"])])
+def test_a_tokenizer_of_sentencepiece_gives_its_ids(prefix: bool, symbols: list[str], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    trained, size = io.BytesIO(), 350
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*TEXTS, "1984 or 2026"] * 20), model_writer=trained, model_type="bpe", vocab_size=size,
+        byte_fallback=True, split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        add_dummy_prefix=prefix, control_symbols=["<|im|>"], user_defined_symbols=symbols, minloglevel=2,
+    )  # fmt: skip
+    expected = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+    # The file's ids: bytes and special tokens first, then from the last merge to the first, so that scores alone order.
+    plain = [n for n in range(size) if not (expected.is_control(n) or expected.is_byte(n) or expected.is_unknown(n))]
+    order = [n for n in range(size) if n not in plain] + plain[::-1]
+    pieces = [expected.id_to_piece(n) for n in order]
+
+    def kind(n: int) -> int:
+        if expected.is_unknown(n) or expected.is_control(n):
+            return 2 if expected.is_unknown(n) else 3
+        return 6 if expected.is_byte(n) else 4 if expected.id_to_piece(n) in symbols else 1
+
+    def change(writer: Any) -> None:
+        writer.add_vocab_size(size)
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        # llama.cpp's converter writes such symbols with the spaces that they stand for.
+        writer.add_token_list([each.replace("▁", " ") if each in symbols else each for each in pieces])
+        writer.add_token_scores([expected.get_score(n) for n in order])
+        writer.add_token_types([kind(n) for n in order])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+        if not prefix:
+            writer.add_add_space_prefix(False)
+
+    write_model(tmp_path / "folder", "llama", torch.float32, vocab_size=size)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "folder", "llama", change)
+    import_model(str(tmp_path / "model.gguf"), [f"out={tmp_path / 'run'}"])
+    found = AutoTokenizer.from_pretrained(tmp_path / "run/tokenizer")
+    assert (len(found), found.bos_token, found.eos_token, found.unk_token) == (size, "<s>", "</s>", "<unk>")
+    texts = (
+        *TEXTS,
+        " the  fox   jumps ",
+        "a\nb\n\n\tx 1234's",
+        "naïve ☃ 😀 <0x0A>",
+        "",
+        "   ",
+        "a <turn>fox<turn> to be",
+    )
+    mixed = "".join(random.Random(0).choices("theoisnl ", k=400))  # where it matters what merges first
+    for text in (*texts, mixed):
+        ids = [order.index(n) for n in expected.encode(text)]
+        assert found(text).input_ids == [1, *ids], text
+        assert found.decode(ids) == text
+    assert found("<|im|>gold</s>", add_special_tokens=False).input_ids == [3, *found("gold").input_ids[1:], 2]
+
+
 def test_a_file_becomes_a_run(both: tuple[Path, Path], tmp_path: Path) -> None:
     import_model(str(both[1]), [f"out={tmp_path / 'run'}"])
     config = load_config(tmp_path / "run/resolved.yaml")
@@ -136,8 +199,12 @@ def test_a_file_becomes_a_run(both: tuple[Path, Path], tmp_path: Path) -> None:
         ),
         (lambda w: w.add_string("tokenizer.ggml.pre", "other"), r"tokenizer\.ggml\.pre=other: expected one of gpt-2"),
         (
-            lambda w: w.add_string("tokenizer.ggml.model", "llama"),
-            r"tokenizer\.ggml\.model=llama: expected gpt2, a byte",
+            lambda w: w.add_string("tokenizer.ggml.model", "t5"),
+            r"tokenizer\.ggml\.model=t5: expected gpt2 \(a byte-level BPE\) or llama",
+        ),
+        (
+            lambda w: (w.add_tokenizer_model("llama"), w.add_remove_extra_whitespaces(True)),
+            r"tokenizer\.ggml\.remove_extra_whitespaces=set: expected text that is taken as it is",
         ),
         (
             lambda w: w.add_tensor("rope_freqs.weight", numpy.ones(4, "f4")),
@@ -150,14 +217,7 @@ def test_what_a_file_says_and_is_not_served_is_refused_by_name(
     change: Callable[[Any], object], said: str, tmp_path: Path
 ) -> None:
     write_model(tmp_path / "folder", "llama", torch.float32)
-
-    def changed(writer: Any) -> None:
-        # A later value takes the place of an earlier one.
-        real = writer.add_key_value
-        writer.add_key_value = lambda key, *rest, **how: (writer.kv_data[0].pop(key, None), real(key, *rest, **how))
-        change(writer)
-
-    write_gguf(tmp_path / "model.gguf", tmp_path / "folder", "llama", changed)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "folder", "llama", change)
     (tmp_path / "out").mkdir()
     with pytest.raises(ValueError, match=said):
         import_model(str(tmp_path / "model.gguf"), [f"out={tmp_path / 'out/run'}"])
