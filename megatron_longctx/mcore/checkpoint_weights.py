@@ -7,7 +7,7 @@ which ``checkpoint.load`` reads at any parallel sizes: every layer's parameter i
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from . import checkpoint_folder, checkpoint_reader
 from .checkpoint_check import Damaged
+from .checkpoint_journal import Journal
 
 _LAYER = ".{layer}"
 _MOST_FILE_BYTES = 4 * 2**30  # after which another begins: ranks and threads share the files when they check them
@@ -68,8 +69,9 @@ def write(
     dtype: torch.dtype,
     fingerprint: Mapping[str, Any],
     extra: Mapping[str, Any],
+    journal: Journal,
 ) -> None:
-    """Write iteration 0 of a checkpoint directory.
+    """Write iteration 0 of a checkpoint directory, or go on with it where `journal` ends.
 
     Args:
         parameters: taken one by one; each is forgotten before the next is made.
@@ -80,8 +82,7 @@ def write(
     """
     final = checkpoint_folder.iteration_directory(directory, 0)
     partial = final.with_name(final.name + ".partial")
-    checkpoint_folder.start(partial)
-    metadata = _write_tensors(partial, parameters, num_layers, dtype)
+    metadata = _write_tensors(partial, list(parameters), num_layers, dtype, journal)
     with (partial / ".metadata").open("wb") as stream:
         pickle.dump(metadata, stream)
     # No parallel sizes: there are no random states, and no state of layers.
@@ -92,29 +93,45 @@ def write(
     checkpoint_folder.publish(partial, final, {}, checkpoint_folder.Kept())
 
 
-def _write_tensors(partial: Path, parameters: Iterable[Parameter], num_layers: int, dtype: torch.dtype) -> Metadata:
+def _write_tensors(
+    partial: Path, parameters: Sequence[Parameter], num_layers: int, dtype: torch.dtype, journal: Journal
+) -> Metadata:
     tensors: dict[str, Any] = {}  # of TensorStorageMetadata
     places: dict[MetadataIndex, _StorageInfo] = {}
-    number, waiting = 0, iter(parameters)
-    parameter = next(waiting, None)
-    while parameter is not None:
-        name = f"__0_{number}.distcp"
-        with (partial / name).open("wb") as stream:
-            while parameter is not None and stream.tell() < _MOST_FILE_BYTES:
-                begin = stream.tell()
-                value = parameter.value()
-                assert value.dtype == dtype and tuple(value.shape) == parameter.shape, parameter.name
-                torch.save(value.reshape(parameter.sizes).clone(), stream)  # a view would bring all that it is of
-                del value
-                index = MetadataIndex(parameter.key, parameter.offsets)
-                places[index] = _StorageInfo(name, begin, stream.tell() - begin)
-                whole = torch.Size((num_layers, *parameter.shape) if parameter.layer is not None else parameter.shape)
-                found = TensorStorageMetadata(TensorProperties(dtype), whole, [])
-                chunk = ChunkStorageMetadata(parameter.offsets, parameter.sizes)
-                tensors.setdefault(parameter.key, found).chunks.append(chunk)
-                parameter = next(waiting, None)
-        number += 1
+    kept = journal.kept(partial, [_unique(parameter) for parameter in parameters])
+    if not kept:
+        checkpoint_folder.start(partial)
+    number = end = 0
+    name = "__0_0.distcp"  # one object, so that the pickle is the same whichever process wrote what
+    for at, parameter in enumerate(parameters):
+        if end >= _MOST_FILE_BYTES:
+            number += 1
+            name = f"__0_{number}.distcp"
+        begin, end = kept[at] if at < len(kept) else _append(partial / name, parameter, dtype, journal)
+        places[MetadataIndex(parameter.key, parameter.offsets)] = _StorageInfo(name, begin, end - begin)
+        whole = torch.Size((num_layers, *parameter.shape) if parameter.layer is not None else parameter.shape)
+        found = TensorStorageMetadata(TensorProperties(dtype), whole, [])
+        chunk = ChunkStorageMetadata(parameter.offsets, parameter.sizes)
+        tensors.setdefault(parameter.key, found).chunks.append(chunk)
     return Metadata(tensors, storage_data=places)
+
+
+def _append(path: Path, parameter: Parameter, dtype: torch.dtype, journal: Journal) -> tuple[int, int]:
+    """Where it begins and ends in the file."""
+    with path.open("ab+") as stream:
+        begin = stream.tell()
+        value = parameter.value()
+        assert value.dtype == dtype and tuple(value.shape) == parameter.shape, parameter.name
+        torch.save(value.reshape(parameter.sizes).clone(), stream)  # a view would bring all that it is of
+        del value
+        end = stream.tell()
+        stream.seek(begin)
+        journal.add(_unique(parameter), path.name, begin, stream.read())
+    return begin, end
+
+
+def _unique(parameter: Parameter) -> str:
+    return f"{parameter.key} {parameter.layer}"
 
 
 class Reader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import logging
 import os
 import re
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from ..compose import RESOLVED, override_config, save_config
 from ..config import Config
 from ..errors import refuse
 from ..mcore import checkpoint_weights
+from ..mcore.checkpoint_journal import Journal
 from ..mcore.checkpoint_weights import Parameter
 from ..mcore.identity import tokenizer_identity
 from ..mcore.model import fingerprint, padded_vocab_size
@@ -34,7 +37,7 @@ from ..serving.inference_job import split_words
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER = "tokenizer"  # folder of a run
+TOKENIZER, CHECKPOINTS = "tokenizer", "checkpoints"  # folders of a run
 # Buffers that older versions of `transformers` saved with a model, and work out anew.
 _WORKED_OUT = re.compile(r".*\.rotary_emb\.inv_freq")
 
@@ -83,19 +86,29 @@ def import_model(source: str, words: Sequence[str]) -> None:
         extra = _tokenizer_of(config, folder, final, vocab)
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         save_config(config, folder / RESOLVED)
+        journal = Journal(folder, _left(folder, final), CHECKPOINTS, _identity(Path(source), folder))
         checkpoint_weights.write(
-            folder / "checkpoints",
+            folder / CHECKPOINTS,
             _parameters(published, weights, dims, dtype),
             config.model.num_layers,
             dtype,
             fingerprint(config, rows),
             extra,
+            journal,
         )
+        journal.remove()
     rounded = {each.dtype for each in published.tensors.values()} - {dtype, torch.float16}
     if dtype == torch.bfloat16 and rounded:
         logger.info("fp32 weights were rounded to bf16, as train.precision=bf16 says")
     took = time.perf_counter() - begin
     logger.info("imported %s (%s, %s) into %s in %.1f s", source, family.name, config.train.precision, final, took)
+
+
+def _identity(source: Path, folder: Path) -> str:
+    """What decides the weights: files, by size and time of change, the settings in `folder`, and who writes."""
+    files = [each for each in sorted(source.iterdir()) if each.is_file()] if source.is_dir() else [source]
+    of_files = [(str(each.absolute()), (stat := each.stat()).st_size, stat.st_mtime_ns) for each in files]
+    return json.dumps([version("megatron-longctx"), torch.__version__, of_files, (folder / RESOLVED).read_text()])
 
 
 def open_source(path: Path) -> Source:
@@ -178,13 +191,18 @@ def new_folder(key: str, name: str | None) -> Iterator[tuple[Path, Path]]:
     final = Path(os.path.abspath(name))
     if final.exists():
         raise refuse(key, name, "a new folder; this is there already", "Give another name, or delete it.")
-    for left in final.parent.glob(f"{glob.escape(final.name)}.*.partial"):
-        logger.warning("%s is of another import or export into %s: delete it if that was killed", left, final.name)
     partial_folder = final.with_name(f"{final.name}.{os.getpid()}.partial")
     partial_folder.mkdir(parents=True)
     try:
         yield partial_folder, final
         partial_folder.rename(final)
+        for left in _left(partial_folder, final):
+            logger.warning("%s is of another import or export into %s: delete it if that was killed", left, final.name)
     except BaseException:
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
+
+
+def _left(folder: Path, final: Path) -> list[Path]:
+    """What others than `folder` have begun to write to where `final` is to be."""
+    return [each for each in sorted(final.parent.glob(f"{glob.escape(final.name)}.*.partial")) if each != folder]
