@@ -18,6 +18,12 @@ _SIZES = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 class LatentKeys:
     """Megatron's fields, under its names."""
 
+    if TYPE_CHECKING:  # ModelConfig has them
+        hidden_size: int
+        num_attention_heads: int
+        num_kv_heads: int
+        head_dim: int | None
+
     # Elements of the latent that all keys and values of a token are made of (MLA, as DeepSeek has it). null: none.
     kv_lora_rank: int | None = number(None, 1, 10**6)
     q_lora_rank: int | None = number(None, 1, 10**6)  # with kv_lora_rank: of the queries' latent; null: none
@@ -36,7 +42,7 @@ class LatentKeys:
         """Elements of a head's query or key."""
         if self.latent:
             return (self.qk_head_dim or 0) + (self.qk_pos_emb_head_dim or 0)
-        return self.head_dim or self.hidden_size // self.num_attention_heads  # type: ignore[attr-defined, no-any-return]
+        return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def value_channels(self) -> int:
@@ -47,17 +53,17 @@ class LatentKeys:
     def down_weights(self) -> int:
         """Elements of a layer's products that make latents."""
         shared = self.kv_lora_rank + (self.qk_pos_emb_head_dim or 0) if self.kv_lora_rank is not None else 0
-        return self.hidden_size * (shared + (self.q_lora_rank or 0))  # type: ignore[attr-defined, no-any-return]
+        return self.hidden_size * (shared + (self.q_lora_rank or 0))
 
     @property
     def attention_weights(self) -> int:
         """Elements of a layer's projections of queries, keys, values and the output."""
-        hidden, heads = self.hidden_size, self.num_attention_heads  # type: ignore[attr-defined]
+        hidden, heads = self.hidden_size, self.num_attention_heads
         out = heads * self.value_channels * hidden
         if self.kv_lora_rank is None:
-            return hidden * self.kv_channels * (heads + 2 * self.num_kv_heads) + out  # type: ignore[attr-defined, no-any-return]
+            return hidden * self.kv_channels * (heads + 2 * self.num_kv_heads) + out
         up = self.kv_lora_rank * heads * ((self.qk_head_dim or 0) + self.value_channels)
-        return self.down_weights + (self.q_lora_rank or hidden) * heads * self.kv_channels + up + out  # type: ignore[no-any-return]
+        return self.down_weights + (self.q_lora_rank or hidden) * heads * self.kv_channels + up + out
 
     @property
     def rope_channels(self) -> int:

@@ -21,6 +21,7 @@ from ..models.rope_scaling import Frequencies
 from ..schedules.mask import Window
 from .pack import Pack
 from .sequence import Rope, ShardedSequence
+from .version import norms_of_latents
 
 _REFUSED = {
     "apply_rope_fusion": "Its kernel turns tokens as Megatron's own zigzag holds them.",
@@ -74,6 +75,9 @@ class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
             # Megatron would lay the documents of its own parameters out itself.
             kwargs["packed_seq_params"] = self._sequence.pack_of(packed)
         return super().forward(hidden_states, attention_mask, **kwargs)  # type: ignore[no-any-return]
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return norms_of_latents(self.config, submodules)
 
     def _whole(self, module: torch.nn.Module, given: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         """All columns of the latent and of the keys' turned part, for the rows that this tensor-parallel rank has.

@@ -47,6 +47,22 @@ def complete_without_transformer_engine() -> None:
         multi_latent_attention.HAVE_TE = False
 
 
+def norms_of_latents(config: Any, submodules: Any) -> dict[str, Any]:
+    """Of 0.19 alone, which asks for it: the norms and projections of MLA.
+
+    Queries without a latent keep the projection of the spec. 0.19 puts a norm of the layer's input before it, which
+    0.16 and published models do not have.
+    """
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
+    class Resolver(QKNormConfigResolver):  # type: ignore[misc]
+        def _mla_fused_linear_or_default(self, spec: Any, name: str) -> Any:
+            given = name == "linear_q_proj" and spec is not None
+            return spec if given else super()._mla_fused_linear_or_default(spec, name)
+
+    return Resolver(config, submodules).resolve()  # type: ignore[no-any-return]
+
+
 @contextmanager
 def groups_by_kind() -> Iterator[None]:
     """Optimizers load parameter groups by their kind alone: 0.19 also compares the rates, which a run may change."""

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_longctx import compose
 from megatron_longctx.compose import load_config, save_config
 from megatron_longctx.config import Config, keys_of, validate
 from megatron_longctx.config.bounds import Choice, Key, Number, choice, number
@@ -38,6 +39,10 @@ LLAMA3 = {"model.rope_scaling.kind": "llama3", "model.rope_scaling.original_leng
 YARN = {"model.rope_scaling.kind": "yarn", "model.rope_scaling.original_length": 64}
 SIZES = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 LATENTS = {"model.num_kv_heads": 4, "model.kv_lora_rank": 8, **{f"model.{size}": 4 for size in SIZES}}
+OF_EXPERTS = (
+    *(f"model.moe_{name}" for name in ("ffn_hidden_size", "shared_expert_intermediate_size", "z_loss_coeff")),
+    *("model.moe_router_topk_scaling_factor", "model.moe_router_dtype", "parallelism.expert_tensor_parallel_size"),
+)
 # Fields of keys that mean something only beside another.
 BESIDE: dict[str, dict[str, Any]] = {
     "parallelism.inner_size": {"parallelism.schedule": "usp"},
@@ -68,7 +73,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "model.num_kv_heads": {"model.num_attention_heads": 100_000, "model.head_dim": 2},
     "model.hidden_size": {"model.num_attention_heads": 1, "model.num_kv_heads": 1, "model.head_dim": 2},
     "data.tokenizer": {"data.tokenizer_path": "x"},
+    "model.head_dim": {"model.position_embedding": "learned"},
     **{f"model.{name}": LATENTS for name in ("kv_lora_rank", "q_lora_rank", *SIZES)},
+    **{key: {"model.num_moe_experts": 4} for key in OF_EXPERTS},
 }
 
 
@@ -144,6 +151,11 @@ def test_the_ends_of_a_range_are_in_it_and_what_lies_beyond_is_not(name: str) ->
         for value, is_out in ((at, out), (beyond, True)):
             said = refusal(with_values({**beside, name: value})) or ""
             assert (f"{name}={value}: expected " in said and key.bounds.expected in said) == is_out, (value, said)
+
+
+def test_the_examples_in_messages_are_accepted() -> None:
+    for key, (_, example) in compose._fields().items():
+        compose.override_config(with_values(BESIDE.get(key, {})), [f"{key}={example}"])
 
 
 # Those that decide what a plan and its memory are.

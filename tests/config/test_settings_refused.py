@@ -145,46 +145,6 @@ def test_every_key_answers_a_wrong_type(key: str) -> None:
         assert refusal(f"{key}=null").startswith(f"{key}=null: expected {word}")
 
 
-LATENT = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-NEEDED_WITH = {
-    **{
-        f"model.{key}": " ".join(
-            [
-                "model.num_attention_heads=4 model.num_kv_heads=4",
-                *(f"model.{other}=8" for other in LATENT if other != key),
-            ]
-        )
-        for key in (*LATENT, "q_lora_rank")
-    },
-    "parallelism.max_buffer_tokens": "parallelism.schedule=all_gather",
-    "parallelism.max_attention_gib": "parallelism.schedule=auto",
-    "parallelism.inner_size": "parallelism.schedule=usp",
-    "train.eval_interval": "data.split=90,10",
-    "optim.wsd_decay_steps": "optim.decay_style=WSD",
-    "parallelism.outer_schedule": "parallelism.schedule=usp",
-    "optim.decay_steps": "optim.warmup_steps=0",
-    "train.steps": "optim.warmup_steps=0",
-    "model.head_dim": "model.position_embedding=learned",
-    "model.window_pattern": "model.window=4",
-    "model.window_rope_base": "model.window=4",
-    "model.rope_scaling.original_length": "model.rope_scaling.kind=yarn",
-    "model.rope_scaling.attention_factor": "model.rope_scaling.kind=yarn model.rope_scaling.original_length=8",
-    **dict.fromkeys(
-        (
-            *("model.moe_ffn_hidden_size", "model.moe_shared_expert_intermediate_size", "model.moe_z_loss_coeff"),
-            *("model.moe_router_topk_scaling_factor", "model.moe_router_dtype"),
-            "parallelism.expert_tensor_parallel_size",
-        ),
-        "model.num_moe_experts=4",
-    ),
-}
-
-
-def test_the_examples_in_messages_are_accepted() -> None:
-    for key, (_, example) in compose._fields().items():
-        override_config(Config(), [f"{key}={example}", *NEEDED_WITH.get(key, "").split()])
-
-
 @pytest.mark.parametrize(
     "word",
     [

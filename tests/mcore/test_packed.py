@@ -63,7 +63,7 @@ CASES: dict[int, dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]] = {
         "tp2 cp2": ("windows", EVEN, {TP: 2, CP: 2}),
         "pp2 cp2": ("plain", ODD, {PP: 2, CP: 2}),
         "pp2 cp2 layer": ("windows", ODD, {PP: 2, CP: 2, RECOMPUTE: "layer"}),
-        "pp2 cp2 attention_output": ("windows", ODD, {PP: 2, CP: 2, RECOMPUTE: "attention_output"}),
+        "pp2 cp2 offload": ("windows", ODD, {PP: 2, CP: 2, RECOMPUTE: "attention_output+offload"}),
         "tp2 pp2": ("windows", EVEN, {TP: 2, PP: 2, RECOMPUTE: "attention_output"}),
     },
 }
@@ -196,7 +196,8 @@ def _steps(root: Path, model: str, steps: tuple[Any, ...], settings: dict[str, A
     for documents, (loss, gradients) in zip(steps, whole[steps], strict=True):
         models[0].zero_grad_buffer()
         mine = documents[dp.rank() :: dp.size()]
-        seen.append((step.run(iter([_batch(each) for each in mine])), loss, parts.errors(gradients)))
+        found = step.run(iter([_batch(each) for each in mine]))
+        seen.append((found, loss, parts.errors(gradients), [p.main_grad.clone() for p in gpt.parameters()]))
     groups.destroy()
     return seen
 
@@ -231,11 +232,17 @@ def _work(model: str, step: tuple[tuple[int, ...], ...]) -> Work:
 def test_packs_train_as_their_documents_alone(world: int, root: Path) -> None:
     for rank, seen in enumerate(results(world, root)):
         for name, (model, steps, _) in CASES[world].items():
-            for number, (found, loss, errors) in enumerate(seen[name]):
+            for number, (found, loss, errors, _) in enumerate(seen[name]):
                 where = f"{name}, step {number}, rank {rank}"
                 assert found.mean == pytest.approx(loss, rel=1e-5), where
                 assert max(errors.values()) < 1e-5, f"{where}: {errors}"
                 assert found.work == _work(model, steps[number]), f"{where}: padding, or pairs that are not seen"
+
+
+def test_offload_of_packs_in_pipelines_gives_the_bits_of_layer(root: Path) -> None:
+    for seen in results(4, root):
+        for layer, offload in zip(seen["pp2 cp2 layer"], seen["pp2 cp2 offload"], strict=True):
+            assert len(layer[-1]) > 10 and all(map(torch.equal, layer[-1], offload[-1]))
 
 
 def test_megatrons_own_parameters_give_what_a_pack_gives(root: Path) -> None:
