@@ -35,6 +35,8 @@ def read(folders: Sequence[Path]) -> dict[str, Any]:
             found = json.loads((folder / "eval.json").read_text())
         except (OSError, ValueError) as error:
             raise refuse("folder", folder, "one with an eval.json", str(error)) from error
+        if not found.get("complete", True):
+            raise refuse("folder", folder, "one of an evaluation that came to its end", "Run `eval` again.")
         about = {"run": found["run"], "iteration": found["iteration"], "model": found["config"]["model"]}
         if not whole:
             whole = {**about, "environment": found["environment"], "tasks": {}}

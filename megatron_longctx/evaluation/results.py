@@ -21,13 +21,15 @@ JSON, TABLES, NEEDLES, CURVES = "eval.json", "eval.md", "needle.png", "loss_by_p
 
 @dataclass
 class Results:
-    """about: of the run and how it was evaluated. title: of tables and pictures. text: that losses are of."""
+    """about: of the run and how it was evaluated. title: of tables and pictures. text: that losses are of. complete:
+    nothing that was asked for is missing; until then all that is written says so."""
 
     title: str
     about: Mapping[str, Any]
     text: str = ""
     losses: list[Losses] = field(default_factory=list)
     found: list[Score] = field(default_factory=list)
+    complete: bool = False
 
     def write(self, out: Path) -> None:
         """Write what has been found so far into a folder that exists."""
@@ -58,11 +60,11 @@ class Results:
                     for length, score in by_length.items()
                 }
             }
-        return {"what": "evaluation", **self.about, "tasks": tasks}
+        return {"what": "evaluation", "complete": self.complete, **self.about, "tasks": tasks}
 
     def tables(self) -> str:
         """Markdown."""
-        parts = [self.title]
+        parts = [self.title if self.complete else f"{self.title}. Not finished: not all that was asked for is here."]
         if self.found:
             counts = {len([s for s in self.found if s.question.task == task]) for task in scores(self.found)}
             parts += [f"Answers that were said, in % ({_range(counts)} questions a task).", _score_table(self.found)]

@@ -237,6 +237,8 @@ def _evaluate(job: InferenceJob, groups: Any) -> None:
             chat = chat_of(job.config.inference.chat_template, tokenizer) if asked.chat else Chat()
             _answer(asked, engine, tokenizer, (tokenizer.eod, *chat.stop_tokens))
     if dist.get_rank() == 0:
+        asked.results.complete = True
+        asked.results.write(asked.out)
         print((asked.out / TABLES).read_text(encoding="utf-8"))
 
 

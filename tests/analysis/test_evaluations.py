@@ -54,7 +54,9 @@ def test_models_stand_beside_each_other(tmp_path: Path) -> None:
 def test_what_is_not_one_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = _folder(tmp_path / "one", {"needle": _score((1024, 0.5))})
     later = _folder(tmp_path / "later", {"needle": _score((2048, 0.5))}, iteration=4)
+    cut = _folder(tmp_path / "cut", {"needle": _score((2048, 0.5))}, complete=False)
     for folders, said in (
+        (f"{one},{cut}", "expected one of an evaluation that came to its end"),
         (f"{one},{later}", "expected the iteration of"),
         (f"{one},{one}", "expected needle of other lengths than 1024"),
         (str(tmp_path), "expected one with an eval.json"),

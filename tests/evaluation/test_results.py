@@ -18,7 +18,11 @@ def test_scores_are_written_by_task_length_and_depth(tmp_path: Path) -> None:
     results.found = [score(asked, asked.answers[0] if asked.depth != 1.0 else "no") for asked in ASKED]
     results.write(tmp_path)
     found = json.loads((tmp_path / JSON).read_text())
-    assert found["run"] == "runs/a" and list(found["tasks"]) == ["needle", "niah_multivalue"]
+    assert found["complete"] is False and "Not finished" in (tmp_path / TABLES).read_text()
+    results.complete = True
+    results.write(tmp_path)
+    found = json.loads((tmp_path / JSON).read_text())
+    assert found["complete"] and found["run"] == "runs/a" and list(found["tasks"]) == ["needle", "niah_multivalue"]
     needle = found["tasks"]["needle"]["lengths"]["2400"]
     assert needle["score"] == 0.5 and needle["by_depth"] == {"0.0": 1.0, "1.0": 0.0} and len(needle["questions"]) == 4
     first = needle["questions"][0]
@@ -28,7 +32,7 @@ def test_scores_are_written_by_task_length_and_depth(tmp_path: Path) -> None:
     tables = (tmp_path / TABLES).read_text()
     for row in ("| needle | 50.0 | 50.0 |", "| niah_multivalue | 25.0 | 25.0 |", "| 0% | 100.0 | 100.0 |"):
         assert row in tables
-    assert "4 to 8 questions a task" in tables and "Losses" not in tables
+    assert "4 to 8 questions a task" in tables and "Losses" not in tables and "Not finished" not in tables
     assert {path.name for path in tmp_path.iterdir()} == {JSON, TABLES, NEEDLES}
 
 

@@ -31,7 +31,9 @@ def evaluated(folder: Path, words: Sequence[str]) -> tuple[dict[str, Any], Path,
     command = [*CLI, "eval", f"out={here}/found", *words]
     job = finished(here, command, clean_environment(CUDA_VISIBLE_DEVICES=""), quick=True)
     assert job.process.returncode == 0, job.said()
-    return json.loads((here / "found" / "eval.json").read_text()), here / "found", job.out.read_text()
+    found = json.loads((here / "found" / "eval.json").read_text())
+    assert found["complete"]
+    return found, here / "found", job.out.read_text()
 
 
 def test_losses_are_the_same_at_any_sizes_and_those_of_validation(trained: Config, tmp_path: Path) -> None:

@@ -306,7 +306,7 @@ def test_ctrl_c_while_ranks_are_starting_ends_all_of_them(trained: Config, tmp_p
     words = [f"checkpoint={Path(trained.run.root, trained.run.name)}", "serve.port=0", "parallelism=cp2"]
     environment = clean_environment(CUDA_VISIBLE_DEVICES="", **{SLOW_START: "2"})
     with started(tmp_path, [*CLI, "serve", *words], environment, quick=quick) as job:
-        others = children(job, 1 if quick else 2)
+        others = family(job)
         os.killpg(job.process.pid, signal.SIGINT)
         assert job.wait() != 0 and "serving" not in job.out.read_text()
         assert not psutil.wait_procs(others, timeout=PATIENCE_S)[1]
@@ -319,15 +319,15 @@ def test_ranks_that_are_starting_end_with_the_first(trained: Config, tmp_path: P
     words.append({"generate": "prompt=x", "serve": "serve.port=0"}[verb])
     environment = clean_environment(CUDA_VISIBLE_DEVICES="", **{SLOW_START: "2"})
     with started(tmp_path, [*CLI, verb, *words], environment, quick=True) as job:
-        others = children(job, 1)
+        others = family(job)
         os.kill(job.process.pid, ended_by)
         assert not psutil.wait_procs(others, timeout=PATIENCE_S)[1]
 
 
-def children(job: Job, count: int) -> list[psutil.Process]:
-    """Waits until there are so many."""
+def family(job: Job) -> list[psutil.Process]:
+    """The second rank, and the server that it is a fork of or what spawn starts: waits until both are there."""
     limit = time.monotonic() + PATIENCE_S
-    while len(found := psutil.Process(job.process.pid).children()) < count:
+    while len(found := psutil.Process(job.process.pid).children(recursive=True)) < 2:
         assert time.monotonic() < limit and job.process.poll() is None, job.said()
         time.sleep(0.02)
     return found
