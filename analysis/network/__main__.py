@@ -1,6 +1,7 @@
 """Measure the modes on emulated networks: `python -m analysis.network [--case mesh8] [--out FOLDER]`.
 
-Writes `network_emulated.json`, `.md` (a table) and `.png` (a picture).
+Writes `network_emulated.json`, `.md` (a table) and `.png` (a picture); with `--case ratios` `network_ratios.*`: `tasp`
+beside `zigzag` where there is more to compute, for which the machine must be idle.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron_longctx.topology import Cluster, Mesh, Network
 
 from .job import Found, Job, Mode
 from .report import draw, speedups, table
+from .report import ratios as ratio_table
 from .run import run
 
 LINK = 0.0025  # GiB/s, some 21 Mbit/s: slow enough that a few CPU cores keep up with all links at once
@@ -43,36 +45,49 @@ def jobs() -> dict[str, list[Job]]:
     return found
 
 
+def ratios() -> list[Job]:
+    """One mesh with links of several speeds; one KV head, since every byte is then computed with most."""
+    workload = Workload(8, 1, 128, element_bytes=4)
+    modes = (Mode("zigzag"), Mode("tasp", ModeOptions(cluster=MESH8)))
+    found = [Job(replace(MESH8, name="mesh8, 512 tokens"), modes, length=512, workload=workload)]
+    for times in (1, 2, 4, 8):
+        name = f"mesh8, 2,048 tokens, {8.6 * LINK * times * 1000:.0f} Mbit/s"
+        found.append(Job(replace(MESH8, name=name, intra=Mesh(LINK * times)), modes, length=2048, workload=workload))
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     cases = jobs()
     parser = argparse.ArgumentParser(prog="python -m analysis.network", description=__doc__)
-    parser.add_argument("--case", default="all", choices=("all", *cases), help="which network")
+    parser.add_argument("--case", default="all", choices=("all", *cases, "ratios"), help="which network")
     parser.add_argument("--out", type=Path, default=Path("analysis/results"), help="folder of the results")
     args = parser.parse_args(arguments)
     if not args.out.is_dir():
         parser.error(f"--out {args.out}: expected a folder that exists")
+    if args.case == "ratios":
+        chosen, tables = ratios(), (table, ratio_table)
+    else:
+        chosen, tables = [job for name in cases if args.case in ("all", name) for job in cases[name]], (table, speedups)
     found: list[Found] = []
     networks = []
     try:
-        for name, case in cases.items():
-            if args.case not in ("all", name):
-                continue
-            for job in case:
-                print(f"{name}, {'causal' if job.causal else 'full'}", file=sys.stderr)
-                outcome = run(job)
-                found += outcome.found
-                networks.append({
-                    "name": name, "causal": job.causal, "length": job.length, "workload": asdict(job.workload),
-                    "repeats": job.repeats, "cluster": asdict(job.cluster),
-                    "links_measured_over_described": outcome.links, "small_message_s": outcome.small_message_s,
-                })  # fmt: skip
+        for job in chosen:
+            print(f"{job.cluster.name}, {'causal' if job.causal else 'full'}", file=sys.stderr)
+            outcome = run(job)
+            found += outcome.found
+            networks.append({
+                "name": job.cluster.name, "causal": job.causal, "length": job.length, "workload": asdict(job.workload),
+                "repeats": job.repeats, "cluster": asdict(job.cluster),
+                "links_measured_over_described": outcome.links, "small_message_s": outcome.small_message_s,
+            })  # fmt: skip
     except (PermissionError, RuntimeError, TimeoutError) as error:
         print(error, file=sys.stderr)
         return 1
     facts = environment()
     data = {"what": "modes on emulated networks, forward and backward", "environment": facts, "networks": networks}
     stem = args.out / ("network_emulated" if args.case == "all" else f"network_{args.case}")
-    text = f"{facts['date'][:10]}, commit {str(facts['commit'])[:9]}. Seconds.\n\n{table(found)}\n\n{speedups(found)}\n"
+    shown = "\n\n".join(write(found) for write in tables)
+    text = f"{facts['date'][:10]}, commit {str(facts['commit'])[:9]}. Seconds.\n\n{shown}\n"
     stem.with_suffix(".md").write_text(text)
     stem.with_suffix(".json").write_text(
         json.dumps({**data, "measurements": [asdict(each) for each in found]}, indent=1) + "\n"

@@ -48,7 +48,8 @@ class Job:
 @dataclass(frozen=True)
 class Found:
     """One mode, measured and predicted; seconds of the slowest rank, medians. error: the largest relative (Frobenius)
-    one of output and gradients against fp64."""
+    one of output and gradients against fp64. computing: forward's computation over its communication, each of the rank
+    that has most of it, as TASP has the ratio; of measured kernel calls and of messages that nothing else delays."""
 
     network: str
     mode: str
@@ -58,6 +59,7 @@ class Found:
     predicted_forward_s: float
     predicted_backward_s: float
     error: float
+    computing: float = 0.0
 
     @property
     def seconds(self) -> float:

@@ -54,6 +54,23 @@ def speedups(found: Sequence[Found]) -> str:
     return "\n".join(rows)
 
 
+def ratios(found: Sequence[Found]) -> str:
+    """`tasp` against `zigzag` by how much there is to compute, the least first: Markdown."""
+    head = ("network", "computation / communication of zigzag", "zigzag", "tasp", "forward, times as fast", "simulated",
+            "backward")  # fmt: skip
+    rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    pairs = [{each.mode: each for each in group} for group in cases(found).values()]
+    for pair in sorted(pairs, key=lambda pair: pair["zigzag"].computing):
+        one, several = pair["zigzag"], pair["tasp"]
+        simulated = one.predicted_forward_s / several.predicted_forward_s
+        rows.append(
+            f"| {one.network} | {one.computing:.2f} | {one.forward_s:.2f} + {one.backward_s:.2f} "
+            f"| {several.forward_s:.2f} + {several.backward_s:.2f} | {one.forward_s / several.forward_s:.2f} "
+            f"| {simulated:.2f} | {one.backward_s / several.backward_s:.2f} |"
+        )
+    return "\n".join(rows)
+
+
 def draw(found: Sequence[Found], path: Path) -> None:
     """Bars of measured times, with what was predicted marked, one panel a case."""
     import matplotlib

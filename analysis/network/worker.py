@@ -63,7 +63,7 @@ class _Rank:
         small = self._slowest(self._shift_seconds(1, 64, 20))
         rates = self._link_rates()
         self._say("measuring kernel calls")
-        effort = Effort(max_tokens=job.length, min_tokens=8, repeats=3)
+        effort = Effort(max_tokens=min(job.length, 512), min_tokens=8, repeats=3)
         costs = replace(kernel_costs(Place(self.group, _CPU, job.workload), effort), step_s=small)
         found = []
         for mode in job.modes:
@@ -143,8 +143,11 @@ class _Rank:
             torch.autograd.grad(out, leaves, grad_out)
             backward.append(self._slowest(time.perf_counter() - start))
         problem = Problem(job.cluster.n, mask, Target(workload))
-        (priced,) = rank_modes(problem, job.cluster, costs, candidates=[attention.mode])
+        (priced,) = rank_modes(problem, job.cluster, costs, candidates=[attention.mode], timeline=True)
         assert priced.forward is not None and priced.backward is not None, priced.reason
+        messages = [0.0] * job.cluster.n
+        for span in priced.forward.spans:
+            messages[span.rank] += (span.lane == "transfer") * (span.stop - span.start)
         return Found(
             job.cluster.name,
             mode.name,
@@ -154,6 +157,7 @@ class _Rank:
             priced.forward.seconds,
             priced.backward.seconds,
             error,
+            max(priced.forward.compute_s) / max(messages),
         )
 
     def _error(self, results: list[Tensor], layout: Layout) -> float:

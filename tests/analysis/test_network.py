@@ -43,7 +43,7 @@ def test_links_are_limited_and_modes_are_right(permitted: None, cluster: Cluster
     assert 0.5 < low <= high < 1.6  # of the described rate, of which flows get unequal shares; loopback is 100 times it
     assert [found.mode for found in outcome.found] == ["zigzag", "tasp"]
     for found in outcome.found:
-        assert found.error < 1e-5 and found.forward_s > 0 and found.predicted_backward_s > 0
+        assert found.error < 1e-5 and found.forward_s > 0 and found.predicted_backward_s > 0 and found.computing > 0
 
 
 def test_a_failing_rank_ends_the_job_with_what_it_said(permitted: None) -> None:
@@ -59,12 +59,13 @@ def test_links_that_are_not_emulated_are_refused() -> None:
 
 def test_reports_mark_what_was_predicted_badly(tmp_path: Path) -> None:
     found = [
-        job.Found("mesh", "zigzag", True, 4.0, 4.0, 4.0, 4.0, 1e-7),
+        job.Found("mesh", "zigzag", True, 4.0, 4.0, 4.0, 4.0, 1e-7, computing=0.5),
         job.Found("mesh", "tasp", True, 1.0, 1.0, 1.0, 2.0, 1e-7),
         job.Found("mesh", "zigzag", False, 2.0, 2.0, 2.0, 2.0, 1e-7),
     ]
     rows = report.table(found).splitlines()
     assert "| 1.50 (!) |" in rows[2] and "tasp" in rows[2] and "(!)" not in rows[3]
     assert "| mesh, causal | tasp |  | 4.00 / 4.00 |" in report.speedups(found)
+    assert "| mesh | 0.50 | 4.00 + 4.00 | 1.00 + 1.00 | 4.00 | 4.00 | 4.00 |" in report.ratios(found[:2])
     report.draw(found, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
