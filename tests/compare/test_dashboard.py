@@ -117,3 +117,19 @@ def test_clicked_through(page: Any, tmp_path: Path) -> None:
     picture = tmp_path / "dashboard.png"
     page.screenshot(path=picture)
     assert picture.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["sweep-a-ring", "sweep-a-zigzag"], ["ring", "zigzag"]),
+        (["sweep-a", "sweep-a-zigzag", "sweep-b"], ["a", "a-zigzag", "b"]),
+        (["sweep-a"], ["sweep-a"]),
+        (["x-", "x-1"], ["x-", "x-1"]),
+        (["1234567890123456789", "b"], ["…34567890123456789", "b"]),
+    ],
+)
+def test_charts_name_runs_by_what_differs(page: Any, given: list[str], shown: list[str]) -> None:
+    """In the room that there is; the table has whole names."""
+    script = "names => { DATA.runs = names.map(name => ({name})); return DATA.runs.map(short); }"
+    assert page.evaluate(script, given) == shown
