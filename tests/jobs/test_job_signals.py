@@ -8,7 +8,6 @@ import re
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megatron_longctx.training.signals import handled
@@ -132,7 +131,7 @@ def test_under_torchrun_usr1_to_the_ranks_checkpoints_and_ends_with_success(
     settings = command(tiny)[len(CLI) :]
     with started(workplace, [*TORCHRUN_2, *settings], quick=True) as job:
         job.wait_for(line(2))
-        for rank in psutil.Process(job.process.pid).children():
+        for rank in job.ranks():
             rank.send_signal(signal.SIGUSR1)
         last = checked_stop(job, workplace / "runs/default", 0)
     with started(workplace, [*TORCHRUN_2, *settings], quick=True) as job:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from megatron_longctx import names
 from megatron_longctx.testing.distributed import PATIENCE_S
@@ -90,6 +91,8 @@ class Job:
     def ranks(self) -> list[psutil.Process]:
         """The ranks that the command's launcher has started itself, in order."""
         children = psutil.Process(self.process.pid).children()
+        if isinstance(self.process, Quick) and not torch.cuda.is_available():  # forks of its server
+            children = [rank for server in children for rank in server.children()]
         return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
     def left_over(self) -> list[psutil.Process]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import resource
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import get_context
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.multiprocessing as mp
 from torch.distributed import run as torchrun
@@ -38,12 +39,10 @@ class Quick:
     runs, in real processes with real signals, for a tenth of the time.
     """
 
-    def __init__(
-        self, words: Sequence[str], cwd: Path | None, files: Sequence[str], env: Mapping[str, str], context: Any = None
-    ) -> None:
+    def __init__(self, words: Sequence[str], cwd: Path | None, files: Sequence[str], env: Mapping[str, str]) -> None:
         """words: of a verb, or `torchrun` and its own. files: that the standard input, output and error are; none to
-        leave them. context: how the process starts, otherwise as `start_context` says."""
-        process = (context or start_context()).Process(target=_command, args=(list(words), cwd, files, dict(env)))
+        leave them."""
+        process = start_context().Process(target=_command, args=(list(words), cwd, files, dict(env)))
         process.start()
         self._process = process
         self.pid: int = process.pid
@@ -90,11 +89,13 @@ def _command(words: Sequence[str], cwd: Path | None, files: Sequence[str], envir
     if FILE_BYTES in environment:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(environment[FILE_BYTES]),) * 2)
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGCHLD})
+        serve_forks()
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if words[0] == "torchrun":
         SubprocessHandler._popen = (
-            lambda handler, args, env: Quick(  # type: ignore[assignment, return-value]
-                list(args)[1:], None, (), env, get_context("fork")
-            )
+            lambda handler, args, env: Quick(list(args)[1:], None, (), env)  # type: ignore[assignment, return-value]
         )
         torchrun.main(list(words[1:]))
         return
@@ -108,20 +109,50 @@ def _command(words: Sequence[str], cwd: Path | None, files: Sequence[str], envir
     if not torch.cuda.is_available():
         start: Callable[..., Any] = mp.start_processes  # type: ignore[attr-defined]
         mp.start_processes = lambda fn, args, **how: start(  # type: ignore[attr-defined]
-            _rank, (fn, *args), **how | {"start_method": "fork"}
+            _rank,
+            (dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ()), fn, *args),
+            **how | {"start_method": "forkserver"},
         )
     sys.exit(cli.main(words))
 
 
-def _plain_signals() -> None:
+def serve_forks() -> None:
+    """Processes that this one starts by `forkserver` from here on are forks of it as it is now, with one thread. A fork
+    beside another thread may find a lock of it closed for ever: rank 0 of a verb hosts a store, whose thread is there
+    when the verb starts the other ranks."""
+    assert psutil.Process().num_threads() == 1, "to be called before anything starts a thread"
+    address = connection.arbitrary_address("AF_UNIX")
+    alive, closed_at_the_end = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        server = os.fork()
+        if server == 0:
+            try:
+                os.close(closed_at_the_end)
+                mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # its forks hear from it, as their parent, of our end
+                forkserver.main(listener.detach(), alive, [])
+            finally:
+                os._exit(0)
+    os.close(alive)
+    ours: Any = forkserver._forkserver
+    ours._forkserver_pid, ours._forkserver_address, ours._forkserver_alive_fd = server, address, closed_at_the_end
+
+
+def _plain_signals(blocked: Iterable[int] = ()) -> None:
     """As in a process of its own: nothing is left of the handlers of the one that it is a fork of."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _rank(index: int, fn: Callable[..., None], *args: Any) -> None:
-    logging.getLogger().handlers.clear()
-    _plain_signals()
+def _rank(
+    index: int, environment: Mapping[str, str], blocked: Iterable[int], fn: Callable[..., None], *args: Any
+) -> None:
+    """environment, blocked: signals, of the process that starts it."""
+    os.environ.clear()
+    os.environ.update(environment)
+    _plain_signals(blocked)
     time.sleep(float(os.environ.get(SLOW_START, 0)))
     fn(index, *args)

@@ -55,8 +55,8 @@ MODELS: dict[str, dict[str, Any]] = {
     # As DeepSeek; packs have one sequence of several documents, of which Megatron's MLA drops the batch's dimension.
     "latents": {**SHORT, **LATENTS, **YARN, "model.attention_scale": 0.3, "data.seq_length": 102,
                 "model.q_lora_rank": 20, "train.micro_batch_size": 2, "train.global_batch_size": 4},
-    "latents packed": {**SHORT, **LATENTS, **YARN, "model.q_lora_rank": 20, "data.seq_length": 102,
-                       "data.packing": "best_fit", "recompute.mode": "layer", "train.global_batch_size": 4},
+    "latents packed": {**SHORT, **LATENTS, **YARN, "data.seq_length": 102, "data.packing": "best_fit",
+                       "recompute.mode": "layer", "train.global_batch_size": 4},
     # The end of document lies in a few ranks' shares, and some ranks hold one or two tokens.
     "few tokens": {**SHORT, "data.seq_length": 19, "train.global_batch_size": 2, "data.mask_eod_loss": True},
 }  # fmt: skip
