@@ -126,6 +126,9 @@ def _validate_training(config: Config) -> None:
     train, optim, data = config.train, config.optim, config.data
     if optim.min_lr > optim.lr:
         raise refuse("optim.min_lr", optim.min_lr, f"at most optim.lr={optim.lr}", "Lower min_lr or raise lr.")
+    if optim.states_on_host and not optim.distributed:
+        expected = "false with optim.distributed=false"
+        raise refuse("optim.states_on_host", True, expected, "Set optim.distributed=true: its states go to the host.")
     decay = optim.decay_steps or train.steps
     if optim.warmup_steps and optim.warmup_steps >= decay:
         raise refuse(

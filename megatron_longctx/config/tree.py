@@ -203,6 +203,8 @@ class OptimConfig:
     eps: float = number(1e-8, 1e-20, 1)  # Adam's; less is 0 in fp32, or near it
     clip_grad: float = number(1.0, 0, 1e9)  # 0: gradients are not clipped
     distributed: bool = True  # Megatron's distributed optimizer: states sharded over dp x cp
+    # Adam's states and main parameters wait in pinned host memory and come to the device for the step, a few at a time.
+    states_on_host: bool = False  # needs distributed
 
 
 @dataclass(frozen=True)

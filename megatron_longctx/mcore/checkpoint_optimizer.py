@@ -16,6 +16,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from .checkpoint_shards import own_state, state_shards
+from .optimizer_host import host_states
 from .version import groups_by_kind
 
 # Settings that live in the parameter groups and would otherwise be taken from the checkpoint.
@@ -40,6 +41,8 @@ def prepare(optimizer: MegatronOptimizer) -> None:
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             part.sharded_param_state_fully_reshardable = functools.partial(state_shards, part)
+        if (states := host_states(part)) is not None:
+            states.settle()
     for adam in _torch_adams(optimizer):
         for group in adam.param_groups:
             for parameter in group["params"]:
@@ -107,13 +110,19 @@ def _like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _load_distributed(optimizer: DistributedOptimizer, groups: list[dict[str, Any]]) -> None:
     """The state itself has been read in place, unless the inner optimizer now makes tensors of its own."""
-    read = own_state(optimizer)
+    read, states = own_state(optimizer), host_states(optimizer)
+    if states is not None:
+        states.leave()
     settings = [_like(group, groups) for group in optimizer.optimizer.param_groups]
     optimizer.load_state_dict({"optimizer": {"param_groups": settings}})
     with torch.no_grad():
         for (parameter, _, values), (_, _, now) in zip(read, own_state(optimizer), strict=True):
             step = {"step": now["step"]} if "step" in now else {}
-            optimizer._set_main_param_and_optimizer_states(parameter, values | step)
+            if states is None:
+                optimizer._set_main_param_and_optimizer_states(parameter, values | step)
+                continue
+            for key in values.keys() - {"param", "step"}:
+                states.replace(values[key], now[key])
 
 
 def _separate_steps(adam: torch.optim.Optimizer) -> None:

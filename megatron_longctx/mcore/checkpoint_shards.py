@@ -19,6 +19,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import DistributedOptimizer
 
+from .optimizer_host import host_states
+
 Shards = dict[int, dict[str, list[ShardedTensor]]]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -73,11 +75,15 @@ def state_shards(
     return {
         number: {
             key: list(_shards(key, flat, span.start, span.end, by_parameter[id(parameter)], parameter))
-            for key, flat in state.items()
-            if key != "step"  # is in the parameter groups
-        }
+            for key, flat in ((key, _values(optimizer, flat)) for key, flat in state.items() if key != "step")
+        }  # steps are in the parameter groups
         for number, (parameter, span, state) in enumerate(own_state(optimizer))
     }
+
+
+def _values(optimizer: DistributedOptimizer, state: torch.Tensor) -> torch.Tensor:
+    states = host_states(optimizer)
+    return state if states is None else states.values(state)
 
 
 def _shards(

@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from ..config import OptimConfig
+from .optimizer_host import keep_on_host
 
 
 def wrap_ddp(
@@ -80,7 +81,10 @@ def build_optimizer(
         use_distributed_optimizer=wrapped.use_distributed_optimizer,
         overlap_param_gather=wrapped.overlap_param_gather,
     )
-    return get_megatron_optimizer(config, list(model_chunks), use_gloo_process_groups=False, pg_collection=groups)
+    found = get_megatron_optimizer(config, list(model_chunks), use_gloo_process_groups=False, pg_collection=groups)
+    if optim.states_on_host:
+        keep_on_host(found)
+    return found
 
 
 def build_scheduler(

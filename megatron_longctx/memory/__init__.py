@@ -5,6 +5,6 @@ how long a sequence fits.
 """
 
 from .fit import COMFORT, check, max_length
-from .model import Phase, Prediction, Term, predict
+from .model import STATES_PIECE, Phase, Prediction, Term, predict
 from .report import report, summary
 from .shapes import Job

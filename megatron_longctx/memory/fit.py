@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..config import MOST_TOKENS, RECOMPUTES, Config
 from ..errors import refuse
 from ..topology.cluster import GIB
-from .model import predict, saved_bytes
+from .model import OFFLOAD, predict, saved_bytes
 from .shapes import Job
 
 COMFORT = 0.9
@@ -33,11 +33,12 @@ def check(job: Job, capacity: int, host_capacity: int | None = None) -> str | No
     """
     found = predict(job)
     if host_capacity is not None and found.host_bytes > host_capacity:
+        offload = job.config.recompute.mode == OFFLOAD
         raise refuse(
-            "recompute.mode",
-            job.config.recompute.mode,
+            "recompute.mode" if offload else "optim.states_on_host",
+            job.config.recompute.mode if offload else True,
             f"at most {host_capacity / GIB:.1f} GiB of host memory a rank; it takes {found.host_bytes / GIB:.1f}",
-            "Set recompute=attention_output or layer, or shorten data.seq_length.",
+            "Set recompute=attention_output or layer, or shorten data.seq_length." if offload else "Set it to false.",
         )
     advice = "" if found.num_bytes <= COMFORT * capacity else _advice(job, int(COMFORT * capacity), host_capacity)
     if found.num_bytes > capacity:

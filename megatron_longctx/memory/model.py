@@ -15,6 +15,7 @@ from .shapes import (
     Job,
     LayerBytes,
     attention_bytes,
+    largest_weight,
     layer_bytes,
     mlp_weights,
     stage_experts,
@@ -23,6 +24,9 @@ from .shapes import (
 
 READ_BY_PEERS = "what peers read"
 OFFLOAD = "attention_output+offload"
+STATES_PIECE = 2**26
+"""Parameters whose optimizer states come to the device together, and at least one, with `optim.states_on_host`. Of
+three such pieces states are there at a time: one is stepped, one comes, one leaves."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +142,19 @@ def _own_parameters(job: Job, stage: int) -> int:
 
 def _optimizer_step(job: Job, stage: int) -> tuple[Term, ...]:
     own, terms = _own_parameters(job, stage), []
-    if _makes_moments(job):
+    if job.config.optim.states_on_host:
+        own = min(own, 3 * (STATES_PIECE + largest_weight(job)))
+        terms.append(Term("optimizer states not on the host (fp32)", own * _state_bytes(job)))
+    elif _makes_moments(job):
         terms.append(Term("Adam's moments (fp32)", 8 * own))
     if job.config.model.implementation != "transformer_engine":  # whose Adam works in place; torch's does not
         terms.append(Term("temporaries of Adam", 4 * own))
     return tuple(terms)
+
+
+def _state_bytes(job: Job) -> int:
+    """Of a parameter: Adam's two moments, and beside bf16 weights a main copy of them; all in fp32."""
+    return 8 + (4 if job.element_bytes == 2 else 0)
 
 
 def _makes_moments(job: Job) -> bool:
@@ -152,14 +164,14 @@ def _makes_moments(job: Job) -> bool:
 
 def _always(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ...]:
     parameters, model = stage_parameters(job, stage), job.config.model
-    # Adam's two moments, and beside bf16 weights a main copy of them; all in fp32.
-    state = (0 if _makes_moments(job) else 8) + (4 if job.element_bytes == 2 else 0)
     terms = [
         Term("weights", parameters * job.element_bytes),
         Term("gradients (fp32)", parameters * 4),
-        Term("optimizer state (fp32)", _own_parameters(job, stage) * state),
         Term("attention's buffers", attention.buffers, per_token=True),
     ]
+    if not job.config.optim.states_on_host:
+        state = _state_bytes(job) - (8 if _makes_moments(job) else 0)
+        terms.append(Term("optimizer state (fp32)", _own_parameters(job, stage) * state))
     if attention.published:
         terms.append(Term(READ_BY_PEERS, attention.published, per_token=True))
     if model.position_embedding == "rope":
@@ -245,9 +257,11 @@ def _loss(job: Job, layer: LayerBytes) -> tuple[Term, ...]:
 
 
 def _host_bytes(job: Job, stage: int, layer: LayerBytes) -> int:
-    """Of layers' inputs and attention's results: buffers of `recompute.HostStore`, whose sizes are powers of two."""
+    """Of optimizer states, and of layers' inputs and attention's results: buffers of `recompute.HostStore`, whose sizes
+    are powers of two."""
+    states = _own_parameters(job, stage) * _state_bytes(job) if job.config.optim.states_on_host else 0
     if job.config.recompute.mode != OFFLOAD:
-        return 0
+        return states
     lse = 4 * job.tokens * job.config.model.num_attention_heads // job.config.parallelism.tensor_parallel_size
     pinned = sum(1 << max(0, size - 1).bit_length() for size in (layer.input, layer.result - lse, lse))
-    return job.num_layers * job.in_flight(stage) * pinned
+    return states + job.num_layers * job.in_flight(stage) * pinned

@@ -169,6 +169,12 @@ def mlp_weights(job: Job) -> tuple[int, int]:
     return FC1_COLUMNS[model.activation] * second, second
 
 
+def largest_weight(job: Job) -> int:
+    """Elements of the largest matrix on one tensor-parallel rank; experts that are computed together are one."""
+    tp = job.config.parallelism.tensor_parallel_size
+    return max(job.vocab_size * job.config.model.hidden_size // tp, mlp_weights(job)[0])
+
+
 def layer_parameters(job: Job, experts: bool = False) -> int:
     """Parameters of one transformer layer, a dense one or one of experts, on one rank."""
     model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
