@@ -187,11 +187,21 @@ def build_model(
         rotary_base=model.rope_base,
         pg_collection=groups,
     )
+    if use_te and config.recompute.mlp_tile_tokens is None:
+        _fuse_accumulation(gpt)
     if model.position_embedding == "rope" and not model.latent:
         gpt.rotary_pos_emb = ShardedRotaryEmbedding(gpt.rotary_pos_emb, sequence, *turns)
     if model.scale_embedding and gpt.pre_process:
         gpt.embedding.register_forward_hook(_scaled)
     return gpt
+
+
+def _fuse_accumulation(gpt: torch.nn.Module) -> None:
+    """TransformerEngine's products add weights' gradients up in DDP's fp32 buffers. Megatron's one field for it,
+    `gradient_accumulation_fusion`, is for the LM head too, which needs Apex for that."""
+    for module in gpt.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def _scaled(embedding: torch.nn.Module, given: Any, found: Tensor) -> Tensor:
