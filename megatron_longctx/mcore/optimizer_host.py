@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
@@ -24,8 +23,6 @@ BLOCK = 2**28
 """Bytes of host memory allocated at once, or more for a larger state: torch rounds each up to a power of two."""
 _ALIGNED = 512
 
-_KEPT: WeakKeyDictionary[MegatronOptimizer, HostStates] = WeakKeyDictionary()
-
 
 def keep_on_host(optimizer: MegatronOptimizer) -> None:
     """From now on states of the optimizer are on the host but in its steps. To be called before any step or load.
@@ -37,12 +34,12 @@ def keep_on_host(optimizer: MegatronOptimizer) -> None:
     for part in parts:
         assert isinstance(part, DistributedOptimizer), part
         if not part.is_stub_optimizer:
-            _KEPT[part] = HostStates(part)
+            part.states_on_host = HostStates(part)
 
 
 def host_states(optimizer: MegatronOptimizer) -> HostStates | None:
     """Those of one optimizer that `keep_on_host` was called with; None: they stay on the device."""
-    return _KEPT.get(optimizer)
+    return getattr(optimizer, "states_on_host", None)
 
 
 @dataclass

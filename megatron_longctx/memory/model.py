@@ -15,7 +15,7 @@ from .shapes import (
     Job,
     LayerBytes,
     attention_bytes,
-    largest_weight,
+    embedding_weights,
     layer_bytes,
     mlp_weights,
     stage_experts,
@@ -143,7 +143,8 @@ def _own_parameters(job: Job, stage: int) -> int:
 def _optimizer_step(job: Job, stage: int) -> tuple[Term, ...]:
     own, terms = _own_parameters(job, stage), []
     if job.config.optim.states_on_host:
-        own = min(own, 3 * (STATES_PIECE + largest_weight(job)))
+        # Of three pieces in a row, each of which may end with a matrix, one may have the embedding.
+        own = min(own, 3 * STATES_PIECE + embedding_weights(job) + 2 * mlp_weights(job)[0])
         terms.append(Term("optimizer states not on the host (fp32)", own * _state_bytes(job)))
     elif _makes_moments(job):
         terms.append(Term("Adam's moments (fp32)", 8 * own))

@@ -134,7 +134,7 @@ def stage_parameters(job: Job, stage: int) -> int:
     """Parameters of one tensor-parallel rank of a pipeline stage."""
     model, par = job.config.model, job.config.parallelism
     last = par.pipeline_parallel_size - 1
-    embedding = job.vocab_size * model.hidden_size // par.tensor_parallel_size
+    embedding = embedding_weights(job)
     norm = model.hidden_size * (2 if model.normalization == "layernorm" else 1)
     of_experts = job.expert_layers(stage)
     total = (job.num_layers - of_experts) * layer_parameters(job)
@@ -169,10 +169,9 @@ def mlp_weights(job: Job) -> tuple[int, int]:
     return FC1_COLUMNS[model.activation] * second, second
 
 
-def largest_weight(job: Job) -> int:
-    """Elements of the largest matrix on one tensor-parallel rank; experts that are computed together are one."""
-    tp = job.config.parallelism.tensor_parallel_size
-    return max(job.vocab_size * job.config.model.hidden_size // tp, mlp_weights(job)[0])
+def embedding_weights(job: Job) -> int:
+    """Elements of the embedding, or of the LM head, on one tensor-parallel rank."""
+    return job.vocab_size * job.config.model.hidden_size // job.config.parallelism.tensor_parallel_size
 
 
 def layer_parameters(job: Job, experts: bool = False) -> int:

@@ -53,7 +53,9 @@ def _run(rank: int, root: Path) -> dict[str, list[Record]]:
     found = {}
     for kind, settings in KINDS.items():
 
-        def job(name: str, own: dict[str, Any], kind: str = kind, base: dict[str, Any] = settings, **options: Any) -> Job:
+        def job(
+            name: str, own: dict[str, Any], kind: str = kind, base: dict[str, Any] = settings, **options: Any
+        ) -> Job:
             return Job(tiny_config(root, f"{kind}-{name}", RUN | base | own), **options)
 
         found[kind] = [
