@@ -201,7 +201,7 @@ def _fuse_accumulation(gpt: torch.nn.Module) -> None:
     `gradient_accumulation_fusion`, is for the LM head too, which needs Apex for that."""
     for module in gpt.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def _scaled(embedding: torch.nn.Module, given: Any, found: Tensor) -> Tensor:
