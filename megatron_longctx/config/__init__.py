@@ -7,6 +7,7 @@ is in `compose`, the jobs of a sweep are in `sweep`.
 
 from .bounds import keys_of
 from .checks import check_model, check_value, data_parallel_size, validate
+from .experts import layer_list
 from .latent import LatentKeys
 from .logging import LoggingConfig
 from .parallelism import ParallelismConfig

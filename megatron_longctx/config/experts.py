@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from ..errors import refuse
-from .bounds import choice, number
+from .bounds import choice, number, text
 
 if TYPE_CHECKING:
     from .parallelism import ParallelismConfig
@@ -23,7 +24,13 @@ class ExpertKeys:
     num_moe_experts: int | None = number(None, 2, 10_000)  # null: all MLPs are dense
     moe_ffn_hidden_size: int | None = number(None, 1, 10**7)  # of one expert; null: ffn_hidden_size
     moe_router_topk: int = number(2, 1, 10_000)  # experts of a token
-    moe_layer_freq: int = number(1, 1, 10_000)  # one layer of experts in each moe_layer_freq, the first one
+    # One layer of experts in each moe_layer_freq, the first one; or a list of all layers, 1 with experts and 0 dense.
+    moe_layer_freq: str = text(
+        "1",
+        "at least 1 and at most 10,000, or a list such as [0,1,1]",
+        r"[1-9][0-9]{0,3}|10000|\[[01](, ?[01])*\]",
+        most=10_000,
+    )
     moe_first_dense_layers: int = number(0, 0, 10_000)  # of all layers; moe_layer_freq counts from behind them
     # Width of the MLP that every token goes through beside its experts, of all shared experts together. null: none.
     moe_shared_expert_intermediate_size: int | None = number(None, 1, 10**7)
@@ -45,10 +52,17 @@ class ExpertKeys:
     def expert_layers(self) -> tuple[bool, ...]:
         """Of every layer of the model, whether its MLP is a mixture of experts."""
         layers: int = self.num_layers  # type: ignore[attr-defined]
-        first = self.moe_first_dense_layers
         if self.num_moe_experts is None:
             return (False,) * layers
-        return tuple(i >= first and (i - first) % self.moe_layer_freq == 0 for i in range(layers))
+        if self.moe_layer_freq.startswith("["):
+            return tuple(each == "1" for each in self.moe_layer_freq if each in "01")
+        first, interval = self.moe_first_dense_layers, int(self.moe_layer_freq)
+        return tuple(i >= first and (i - first) % interval == 0 for i in range(layers))
+
+
+def layer_list(experts: Iterable[bool]) -> str:
+    """`expert_layers` as the list that `moe_layer_freq` takes."""
+    return f"[{','.join(str(int(each)) for each in experts)}]"
 
 
 def check_experts(model: ModelConfig) -> None:
@@ -70,9 +84,24 @@ def check_experts(model: ModelConfig) -> None:
     if topk == 1 and not model.moe_router_pre_softmax:
         remedy = "The softmax over one expert is 1, whatever the router says."
         raise refuse("model.moe_router_pre_softmax", False, "true with model.moe_router_topk=1", remedy)
-    if not any(model.expert_layers):
+    _check_layers(model)
+
+
+def _check_layers(model: ModelConfig) -> None:
+    first, given = model.moe_first_dense_layers, model.moe_layer_freq
+    if given.startswith("["):
+        if (count := len(model.expert_layers)) != model.num_layers:
+            expected = f"model.num_layers={model.num_layers} numbers, not {count}"
+            raise refuse("model.moe_layer_freq", given, expected, "Say 0 or 1 of every layer.")
+        if first:
+            expected = "0 with a list in model.moe_layer_freq"
+            raise refuse("model.moe_first_dense_layers", first, expected, "The list says it of every layer.")
+        if not any(model.expert_layers):
+            remedy = "Set model.num_moe_experts=null for a dense model."
+            raise refuse("model.moe_layer_freq", given, "a 1 in the list", remedy)
+    elif not any(model.expert_layers):
         expected = f"less than model.num_layers={model.num_layers}"
-        raise refuse("model.moe_first_dense_layers", model.moe_first_dense_layers, expected, "Lower it.")
+        raise refuse("model.moe_first_dense_layers", first, expected, "Lower it.")
 
 
 def check_expert_parallelism(config: Config) -> None:

@@ -1,16 +1,17 @@
-"""What families have in common whose every MLP is a mixture of experts."""
+"""What families have in common whose MLPs, or some of them, are mixtures of experts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..config import ModelConfig
 from .family import Weight
 from .fields import Fields
-from .forms import PLAIN, Form
+from .forms import Form
 
 MLP = "decoder.layers.{layer}.mlp."
-_DENSE = f"{MLP}linear_fc"
+_DENSE, _EXPERTS = f"{MLP}linear_fc", f"{MLP}experts.experts.linear_fc"
 
 
 def read_experts(given: Fields, experts: int) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def write_experts(model: ModelConfig) -> dict[str, Any]:
 def with_experts(
     weights: list[Weight], router: str, first: tuple[tuple[str, ...], Form], second: tuple[tuple[str, ...], Form]
 ) -> list[Weight]:
-    """The weights of a model with dense MLPs, with experts in their place.
+    """The weights of a model with dense MLPs, and of its layers of experts what is in the place of these.
 
     Args:
         weights: among them the norm before the MLP.
@@ -40,11 +41,11 @@ def with_experts(
     """
     norm = next(weight for weight in weights if weight.ours == f"{_DENSE}1.layer_norm_weight")
     return [
-        *(weight for weight in weights if not weight.ours.startswith(_DENSE)),
-        Weight("decoder.layers.{layer}.pre_mlp_layernorm.weight", norm.theirs, norm.shape),
-        Weight(f"{MLP}router.weight", (f"{router}weight",), ("experts", "hidden"), PLAIN),
-        Weight(f"{MLP}experts.experts.linear_fc1.weight", first[0], ("experts", "expert_gate_up", "hidden"), first[1]),
-        Weight(f"{MLP}experts.experts.linear_fc2.weight", second[0], ("experts", "hidden", "expert_ffn"), second[1]),
+        *(replace(weight, of_experts=False) if weight.ours.startswith(_DENSE) else weight for weight in weights),
+        Weight("decoder.layers.{layer}.pre_mlp_layernorm.weight", norm.theirs, norm.shape, of_experts=True),
+        Weight(f"{MLP}router.weight", (f"{router}weight",), ("experts", "hidden"), of_experts=True),
+        Weight(f"{_EXPERTS}1.weight", first[0], ("experts", "expert_gate_up", "hidden"), first[1], of_experts=True),
+        Weight(f"{_EXPERTS}2.weight", second[0], ("experts", "hidden", "expert_ffn"), second[1], of_experts=True),
     ]
 
 

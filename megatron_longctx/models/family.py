@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..config import ModelConfig, check_model, check_value
+from ..config import ModelConfig, check_model, check_value, layer_list
 from ..errors import refuse
 from .fields import Fields
 from .forms import PLAIN, Form
@@ -17,6 +17,7 @@ from .forms import PLAIN, Form
 _NOT_OF_THE_FUNCTION = (
     *("name", "vocab_multiple", "init_std", "implementation", "head_dim", "vocab_size"),
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_dtype"),
+    *("moe_layer_freq", "moe_first_dense_layers"),  # but which layers they come to
 )
 _LAYER = "{layer}"
 
@@ -98,12 +99,14 @@ class Weight:
         theirs: names in safetensors files. A tensor belongs to one weight.
         shape: of ours, over all tensor-parallel ranks: names of properties of `Dims`.
         form: how the one is made of the others.
+        of_experts: whether it is of layers of experts alone, or of dense ones alone; None: of all layers.
     """
 
     ours: str
     theirs: tuple[str, ...]
     shape: tuple[str, ...]
     form: Form = PLAIN
+    of_experts: bool | None = None
 
     @property
     def of_layers(self) -> bool:
@@ -190,11 +193,14 @@ class Family:
         return written
 
 
-def every(weights: Sequence[Weight], num_layers: int) -> list[tuple[Weight, int]]:
+def every(weights: Sequence[Weight], model: ModelConfig) -> list[tuple[Weight, int]]:
     """All weights of a model, each with its layer: what is outside of layers with 0, then layer by layer, as files
     mostly have them."""
     return [(weight, 0) for weight in weights if not weight.of_layers] + [
-        (weight, layer) for layer in range(num_layers) for weight in weights if weight.of_layers
+        (weight, layer)
+        for layer, experts in enumerate(model.expert_layers)
+        for weight in weights
+        if weight.of_layers and weight.of_experts in (None, experts)
     ]
 
 
@@ -214,4 +220,7 @@ def _function(model: ModelConfig) -> dict[str, Any]:
     """The keys by which a model computes."""
     plain = replace(model, head_dim=model.kv_channels)
     names = [field.name for field in fields(ModelConfig) if field.name not in _NOT_OF_THE_FUNCTION]
-    return {name: getattr(plain, name) for name in names} | {"head_dim": plain.head_dim}
+    return {name: getattr(plain, name) for name in names} | {
+        "head_dim": plain.head_dim,
+        "moe_layer_freq": layer_list(model.expert_layers),
+    }

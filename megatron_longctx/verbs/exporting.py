@@ -60,7 +60,7 @@ def export_model(words: Sequence[str]) -> None:
     dims = Dims(model, before.get("vocab_size") or model.vocab_size or 0)
     weights = family.weights(model)
     reader = checkpoint_weights.Reader(iteration_directory(run / "checkpoints", saved.iteration))
-    places = [weight.place(layer, dims)[0] for weight, layer in every(weights, model.num_layers)]
+    places = [weight.place(layer, dims)[0] for weight, layer in every(weights, model)]
     for key in reader.unread(places):
         raise refuse("checkpoint", key, f"the weights of the family {family.name}", "It has no place for this one.")
     with new_folder("out", own.get("out")) as (folder, final):
@@ -89,7 +89,7 @@ def _write_weights(folder: Path, reader: checkpoint_weights.Reader, weights: Seq
         whole = reader.read(*weight.place(layer, dims), weight.our_shape(dims))
         return dict(zip(weight.names(layer), weight.form.split(whole, dims), strict=True))
 
-    all_of_them = every(weights, dims.model.num_layers)
+    all_of_them = every(weights, dims.model)
     groups = []
     for weight, layer in all_of_them:
         dtype = reader.dtype(weight.place(layer, dims)[0])

@@ -132,7 +132,7 @@ def check_tensors(source: Source, weights: Sequence[Weight], dims: Dims) -> None
         ValueError: names the first that has not.
     """
     expected: dict[str, tuple[int, ...]] = {}
-    for weight, layer in every(weights, dims.model.num_layers):
+    for weight, layer in every(weights, dims.model):
         expected |= zip(weight.names(layer), weight.their_shapes(dims), strict=True)
     for name, shape in expected.items():
         if name not in source.tensors:
@@ -156,7 +156,7 @@ def _parameters(source: Source, weights: Sequence[Weight], dims: Dims, dtype: to
         parts = [source.read(name).to(dtype) for name in weight.names(layer)]
         return weight.form.join(parts, dims)
 
-    for weight, layer in every(weights, dims.model.num_layers):
+    for weight, layer in every(weights, dims.model):
         yield Parameter(*weight.place(layer, dims), weight.our_shape(dims), partial(value, weight, layer))
 
 

@@ -40,6 +40,7 @@ GPT2 = {
     "model.position_embedding": "learned", "model.bias": True, "model.tie_embeddings": True,
 }  # fmt: skip
 EXPERTS = {"model.num_moe_experts": 4, "model.moe_shared_expert_intermediate_size": 128}
+MIXED = {"model.moe_layer_freq": "[1,0,1]"}
 
 # Of 2 ranks; those that a case does not name are data-parallel.
 SAVED: dict[str, dict[str, Any]] = {
@@ -56,7 +57,7 @@ SAVED: dict[str, dict[str, Any]] = {
         CP: 2, SCHEDULE: "ulysses", KEEP: "true",
         "model.window": 40, "model.sinks": "learnable", "model.qkv_bias": True,
     },
-    "experts": {CP: 2, **EXPERTS}, "experts tp2": {TP: 2, **EXPERTS}, "experts ep2": {CP: 2, EP: 2, **EXPERTS},
+    "experts": {CP: 2, **EXPERTS}, "experts tp2": {TP: 2, **EXPERTS, **MIXED}, "experts ep2": {CP: 2, EP: 2, **EXPERTS},
     "experts tp2 ep2": {TP: 2, EP: 2, ETP: 1, **EXPERTS},
     "latents": {CP: 2, **LATENTS},
     "latents of queries": {CP: 2, **LATENTS, "model.q_lora_rank": 48, "model.qk_norm": False},
@@ -88,7 +89,7 @@ PEAKS: dict[str, dict[str, Any]] = {
     "tiles kept": {CHUNK: 64, TILE: 128, MODE: "attention_output"},
     "large tiles of cp2": {CP: 2, CHUNK: 64, TILE: 400, MODE: "attention_output"},
     "tp2 kept": {TP: 2, MODE: "attention_output", CHUNK: 64},
-    "experts": {CP: 2, "model.num_moe_experts": 4},
+    "experts": {CP: 2, "model.num_moe_experts": 4, **MIXED},
 }
 
 

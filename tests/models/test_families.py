@@ -16,10 +16,12 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from megatron_longctx.config import ModelConfig, RopeScaling
 from megatron_longctx.models import FAMILIES, Dims, Family, family_of_model, family_of_source
+from megatron_longctx.models.family import every
 from megatron_longctx.models.fields import HARMLESS
 from megatron_longctx.models.forms import GATE_UP, PLAIN, QKV, VOCAB
 
@@ -44,7 +46,10 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "rope_scaling": RopeScaling("linear", 8.0),
     },
     "mixtral": {"num_moe_experts": 3},
-    "qwen3_moe": {"qk_norm": True, "num_moe_experts": 3, "moe_ffn_hidden_size": 20, "moe_aux_loss_coeff": 0.1},
+    "qwen3_moe": {
+        "qk_norm": True, "num_moe_experts": 3, "moe_ffn_hidden_size": 20, "moe_aux_loss_coeff": 0.1,
+        "moe_layer_freq": "[1,0,1]",
+    },
     "gpt_oss": {
         "activation": "swiglu_oai", "bias": True, "sinks": "learnable", "num_moe_experts": 3, "moe_router_topk": 3,
         "window": 7, "window_pattern": 2,
@@ -144,7 +149,10 @@ def test_fields_of_single_families_are_refused() -> None:
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             "rope_parameters.sliding_attention=.*: expected rope_type default",
         ),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]: expected \[\]. Models with dense MLPs"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, r"mlp_only_layers=\[0, 1, 2\]: expected one that leaves a"),
+        ("qwen3_moe", {"mlp_only_layers": ["0"]}, r"mlp_only_layers=\['0'\]: expected numbers of layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 4}, "decoder_sparse_step=4: expected one that leaves a layer of experts"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0: expected at least 1"),
         ("mixtral", {"num_local_experts": None}, "num_local_experts=None: expected an integer"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0: expected 7.0"),
         ("gpt_oss", {"layer_types": None}, "layer_types=None: expected 3, as num_hidden_layers"),
@@ -227,15 +235,35 @@ def test_a_model_of_no_family_is_refused_by_the_key_that_no_field_says() -> None
     for key, value in (("window", 7), ("sinks", "learnable"), ("bias", True)):
         with pytest.raises(ValueError, match=rf"model\.{key}={value}: expected"):
             BY_NAME["qwen2"].config_of(replace(model_of(BY_NAME["qwen2"]), **{key: value}), 50, 64)
+    mixed = replace(model_of(BY_NAME["mixtral"]), moe_first_dense_layers=1)
+    with pytest.raises(ValueError, match=r"model\.moe_layer_freq=\[0,1,1\]: expected \[1,1,1\] in a published model"):
+        BY_NAME["mixtral"].config_of(mixed, 50, 64)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("dense", [[], [1], [4, 0, 9]])
+def test_the_layers_of_experts_are_those_of_transformers(step: int, dense: list[int]) -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 8}
+    said = Qwen3MoeConfig(
+        num_hidden_layers=6, decoder_sparse_step=step, mlp_only_layers=dense, vocab_size=50, num_experts=2,
+        num_experts_per_tok=2, moe_intermediate_size=4, architectures=["Qwen3MoeForCausalLM"], **sizes,
+    )  # fmt: skip
+    with torch.device("meta"):
+        theirs = Qwen3MoeForCausalLM(said)
+    family = BY_NAME["qwen3_moe"]
+    model, length = family.model_of(said.to_dict())
+    assert list(model.expert_layers) == [hasattr(layer.mlp, "experts") for layer in theirs.model.layers]
+    assert family.model_of(family.config_of(model, 50, length)) == (model, length)
 
 
 @by_name
 def test_weights_take_every_published_tensor_once_and_are_undone(family: Family) -> None:
     for changes in CHANGES:
         dims = Dims(replace(model_of(family, **changes), vocab_size=64), vocab=50)
-        names = [name for weight in family.weights(dims.model) for name in weight.theirs]
+        weights = every(family.weights(dims.model), dims.model)
+        names = [name for weight, layer in weights for name in weight.names(layer)]
         assert len(names) == len(set(names))
-        for weight in family.weights(dims.model):
+        for weight, _ in weights:
             assert all(("{layer}" in name) == weight.of_layers for name in weight.theirs)
             parts = [torch.randn(shape) for shape in weight.their_shapes(dims)]
             assert len(parts) == len(weight.theirs)

@@ -43,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_local_experts": 6, "moe_intermediate_size": 40, "num_experts_per_tok": 3,
-                  "norm_topk_prob": False, "head_dim": 32},
+                  "norm_topk_prob": False, "head_dim": 32, "num_hidden_layers": 5, "mlp_only_layers": [0, 3]},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "head_dim": 32,
                 "rope_parameters": YARN | {"truncate": False}},
 }  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_longctx.config import Config, ModelConfig, data_parallel_size
+from megatron_longctx.config import Config, ModelConfig, data_parallel_size, layer_list
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.experts import SummedLossRouter, numbered
 from megatron_longctx.mcore.model import transformer_config
@@ -19,8 +19,8 @@ from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.recorded import Figures, gradient_errors, record
 from tests.shared.training import tiny_config, tiny_corpus
 
-CP, TP, EP, ETP = (
-    f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "expert_model", "expert_tensor")
+CP, TP, PP, EP, ETP = (
+    f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline", "expert_model", "expert_tensor")
 )
 EXPERTS: dict[str, Any] = {
     "model.num_moe_experts": 4, "model.moe_ffn_hidden_size": 48, "model.moe_z_loss_coeff": 1e-3,
@@ -28,7 +28,7 @@ EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 # A dense layer first, shared experts, and losses by sequence, as DeepSeek has them; ranks hold unequal shares of 97.
 SHARED = {
-    "model.moe_first_dense_layers": 1, "model.moe_shared_expert_intermediate_size": 32, "data.seq_length": 97,
+    "model.moe_layer_freq": "[0,1]", "model.moe_shared_expert_intermediate_size": 32, "data.seq_length": 97,
     "model.moe_router_pre_softmax": True, "model.moe_router_load_balancing_type": "seq_aux_loss",
     "model.moe_router_topk_scaling_factor": 1.5, "train.micro_batch_size": 2,
 }  # fmt: skip
@@ -37,7 +37,7 @@ LAST = {"train.save": True}
 # By name: ranks, the run to compare with, settings.
 RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "alone": (1, "alone", {**LAST, "train.keep_checkpoints": 9, "train.save_interval": 2}),
-    "shared": (1, "shared", SHARED),
+    "shared": (1, "shared", {**SHARED, **LAST, "train.keep_checkpoints": 9, "train.save_interval": 2}),
     "tp2": (2, "tp2", {TP: 2}),
     "tp2 ep2": (2, "tp2 ep2", {TP: 2, EP: 2, ETP: 1}),
     "cp2 ep2": (2, "alone", {CP: 2, EP: 2}),
@@ -89,14 +89,19 @@ def test_losses_norms_and_gradients_are_those_of_one_rank(trained: tuple[Path, d
 
 
 def test_a_checkpoint_goes_on_at_other_sizes(trained: tuple[Path, dict[str, Figures]]) -> None:
-    """The third step of four ranks' experts, by one rank's checkpoint of the second, and the other way round."""
+    """The third step of four ranks' experts, by one rank's checkpoint of the second, and the other way round; in a
+    pipeline, whose first stage has no layer of experts, too."""
     root, found = trained
-    for name, world, settings in (("alone", 4, {TP: 2, CP: 2, EP: 2}), ("dp2-cp2-ep4", 1, {})):
+    for name, reference, world, settings in (
+        ("alone", "alone", 4, {TP: 2, CP: 2, EP: 2}),
+        ("shared", "shared", 4, {**SHARED, PP: 2, CP: 2}),
+        ("dp2-cp2-ep4", "alone", 1, {}),
+    ):
         (root / name / "checkpoints/latest_checkpointed_iteration.txt").write_text("2")
         config = _config(root, name, settings)
         (figures,) = run_distributed(_train, world, [config], [()])[0]
-        assert figures.losses == pytest.approx(found["alone"].losses[2:], rel=1e-5)
-        assert figures.grad_norms == pytest.approx(found["alone"].grad_norms[2:], rel=1e-5)
+        assert figures.losses == pytest.approx(found[reference].losses[2:], rel=1e-5)
+        assert figures.grad_norms == pytest.approx(found[reference].grad_norms[2:], rel=1e-5)
 
 
 def _router_gradients(kind: type[TopKRouter], config: Config, rows: int) -> torch.Tensor:
@@ -136,6 +141,19 @@ def test_experts_have_numbers_of_their_own() -> None:
     assert numbered("mlp.shared_experts.linear_fc2.weight", 8) == "mlp.shared_experts.linear_fc2.weight"
 
 
+def test_a_list_says_of_every_layer_what_an_interval_says() -> None:
+    experts = {"num_layers": 5, "num_moe_experts": 4}
+    for listed, others in (
+        ("[1,1,1,1,1]", {}),
+        ("[1,0,1,0,1]", {"moe_layer_freq": "2"}),
+        ("[0,0,1, 0, 0]", {"moe_layer_freq": "3", "moe_first_dense_layers": 2}),
+    ):
+        layers = ModelConfig(**experts, moe_layer_freq=listed).expert_layers
+        assert layers == ModelConfig(**experts, **others).expert_layers
+        assert layer_list(layers) == listed.replace(" ", "")
+    assert ModelConfig(num_layers=2, moe_layer_freq="[1,1]").expert_layers == (False, False)
+
+
 def test_flops_count_active_experts_alone() -> None:
     sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_kv_heads": 1, "ffn_hidden_size": 8}
     work = Work(5, 15, 25)
@@ -154,6 +172,13 @@ def test_flops_count_active_experts_alone() -> None:
         ({"model.moe_router_topk": 5}, "model.moe_router_topk=5: expected at most model.num_moe_experts=4"),
         ({"model.moe_router_topk": 1}, "model.moe_router_pre_softmax=False: expected true with"),
         ({"model.moe_first_dense_layers": 2}, "model.moe_first_dense_layers=2: expected less than model.num_layers=2"),
+        ({"model.moe_layer_freq": "[0,1,1]"}, "model.moe_layer_freq=[0,1,1]: expected model.num_layers=2 numbers"),
+        ({"model.moe_layer_freq": "[0,0]"}, "model.moe_layer_freq=[0,0]: expected a 1 in the list"),
+        ({"model.moe_layer_freq": "0,1"}, "model.moe_layer_freq=0,1: expected at least 1 and at most 10,000"),
+        (
+            {"model.moe_layer_freq": "[0,1]", "model.moe_first_dense_layers": 1},
+            "model.moe_first_dense_layers=1: expected 0 with a list in model.moe_layer_freq",
+        ),
         ({EP: 3}, "expert_model_parallel_size=3: expected a divisor of model.num_moe_experts=4"),
         ({TP: 2, ETP: 1}, "expert_tensor_parallel_size=1: expected null or 2"),
         ({TP: 2, EP: 2, ETP: 5}, "expert_tensor_parallel_size=5: expected a divisor of 48, an expert's width"),

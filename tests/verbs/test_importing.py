@@ -35,8 +35,9 @@ MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     ),
     "qwen2, in shards": ("qwen2", torch.float32, {"head_dim": 16, "shard_size": "20KB", "rope_theta": 1e6}),
     "mixtral, bf16": ("mixtral", torch.bfloat16, {"num_local_experts": 3}),
-    "qwen3_moe": ("qwen3_moe", torch.float32, {"num_local_experts": 3, "num_experts_per_tok": 2,
-                                               "moe_intermediate_size": 24}),
+    "qwen3_moe, dense layers too": ("qwen3_moe", torch.float32, {
+        "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 4,
+        "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
     "gpt_oss, in shards": ("gpt_oss", torch.float32, {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8,
                                                       "shard_size": "20KB"}),
 }  # fmt: skip
