@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,6 @@ from ..errors import refuse
 from .gguf_tokenizer import write_tokenizer
 from .source import Stored, need_package
 
-# By GGUF's architecture: that of Hugging Face, and whether llama.cpp has the rows of queries and keys in the order of
-# rotated pairs. All of it computes as Hugging Face's does.
-_ARCHITECTURES = {"llama": ("LlamaForCausalLM", "llama", True), "qwen2": ("Qwen2ForCausalLM", "qwen2", False)}
 # GGUF's key after the architecture's name, and that of config.json.
 _FIELDS = {
     "block_count": "num_hidden_layers",
@@ -32,8 +31,51 @@ _FIELDS = {
     "vocab_size": "vocab_size",
 }
 _CHECKED = ("attention.value_length", "rope.dimension_count")  # equal to the head's
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """What llama.cpp's converter makes of a model of Hugging Face's.
+
+    Args:
+        published: its class.
+        model_type: its family.
+        pairs: rows of queries and keys are in the order of rotated pairs.
+        norm_shift: is added to the weights of norms.
+        fields: more of `_FIELDS`; those of an object have its name in front.
+    """
+
+    published: str
+    model_type: str
+    pairs: bool = False
+    norm_shift: float = 0.0
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture("LlamaForCausalLM", "llama", pairs=True),
+    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": _Architecture(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        norm_shift=1.0,
+        fields={
+            "attention.sliding_window": "sliding_window",
+            "attention.sliding_window_pattern": "sliding_window_pattern",
+            "rope.freq_base_swa": "rope_local_base_freq",
+            "rope.scaling.type": "rope_scaling.rope_type",
+            "rope.scaling.factor": "rope_scaling.factor",
+        },
+    ),
+}
 _HARMLESS = ("general.", "tokenizer.", "GGUF.", "quantize.", "split.")
 _TIED = "lm_head.weight"
+# Of the names that `gguf` knows for a tensor, those of the families above.
+_PUBLISHED = re.compile(
+    r"model\.layers\.\d+\.(self_attn\.([qkvo]_proj|[qk]_norm)|mlp\.(gate|up|down)_proj"
+    r"|(input|post_attention|pre_feedforward|post_feedforward)_layernorm)|model\.(embed_tokens|norm)|lm_head"
+)
 
 
 class GgufFile:
@@ -60,7 +102,7 @@ class GgufFile:
         if self._metadata.get("split.count", 1) > 1:
             raise refuse("split.count", self._metadata["split.count"], "one file", "Merge them with llama-gguf-split.")
         self.config: Mapping[str, Any] = self._config(name)
-        self._permuted = _ARCHITECTURES[name][2]
+        self._made = _ARCHITECTURES[name]
         self._by_name = self._named(gguf.MODEL_ARCH_NAMES, name)
         if _TIED not in self._by_name:
             self.config = {**self.config, "tie_word_embeddings": True}
@@ -76,7 +118,9 @@ class GgufFile:
         # Values that need no dequantizing are the mapped file's own: a copy, so that nothing holds it.
         values = numpy.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=numpy.float32)
         found = torch.from_numpy(values).view(self.tensors[name].shape)
-        if self._permuted and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+        if name.endswith("norm.weight"):
+            found -= self._made.norm_shift
+        if self._made.pairs and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
             heads = self.config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             found = _halves(found, heads)
         return found
@@ -88,10 +132,11 @@ class GgufFile:
             (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
 
     def _config(self, name: str) -> dict[str, Any]:
-        architecture, model_type, _ = _ARCHITECTURES[name]
+        made = _ARCHITECTURES[name]
+        fields = {**_FIELDS, **made.fields}
         config: dict[str, Any] = {
-            "architectures": [architecture],
-            "model_type": model_type,
+            "architectures": [made.published],
+            "model_type": made.model_type,
             "tie_word_embeddings": False,
         }
         for key, value in self._metadata.items():
@@ -99,9 +144,11 @@ class GgufFile:
             if own == key:
                 if not key.startswith(_HARMLESS):
                     raise refuse(key, value, "keys that are known here", "Take the model's safetensors instead.")
-            elif own in _FIELDS:
+            elif own in fields:
+                of, _, inner = fields[own].rpartition(".")
                 # A float is of 32 bits: the shortest decimal that gives it is what was meant.
-                config[_FIELDS[own]] = float(str(numpy.float32(value))) if isinstance(value, float) else value
+                exact = float(str(numpy.float32(value))) if isinstance(value, float) else value
+                (config.setdefault(of, {}) if of else config)[inner] = exact
             elif own not in _CHECKED:
                 remedy = "What it changes is not known here; take the model's safetensors instead."
                 raise refuse(key, value, "keys that are known here", remedy)
@@ -115,6 +162,8 @@ class GgufFile:
             value = self._metadata.get(f"{name}.{own}", head)
             if value != head:
                 raise refuse(f"{name}.{own}", value, f"{head}, the head's size", "Take the safetensors instead.")
+        if name == "gemma3" and heads and hidden and head:
+            config |= _known_of_gemma3(config, head, hidden // heads)
         return config
 
     def _named(self, architectures: Mapping[Any, str], name: str) -> dict[str, Any]:
@@ -125,14 +174,22 @@ class GgufFile:
         names = gguf.get_tensor_name_map(arch, self.config["num_hidden_layers"]).mapping
         theirs: dict[str, str] = {}
         for published, (_, ours) in names.items():
-            if published.startswith(("model.layers.", "model.embed_tokens", "model.norm", "lm_head")):
-                theirs.setdefault(ours, published)
+            if _PUBLISHED.fullmatch(published):
+                theirs[ours] = published
         found = {}
         for tensor in self._reader.tensors:
             stem, _, kind = tensor.name.rpartition(".")
             # What has no published name is refused by that name, as no weight of the family.
             found[f"{theirs[stem]}.{kind}" if stem in theirs else tensor.name] = tensor
         return found
+
+
+def _known_of_gemma3(config: Mapping[str, Any], head: int, share: int) -> dict[str, Any]:
+    """Fields that files do not have, as llama.cpp has them (`src/llama-model.cpp`). share: hidden size by heads."""
+    return {
+        "query_pre_attn_scalar": share if config.get("num_hidden_layers") == 62 else head,  # layers of the 27B model
+        "sliding_window_pattern": config.get("sliding_window_pattern", 6 if config.get("sliding_window") else 1),
+    }
 
 
 def _halves(rows: Tensor, heads: int) -> Tensor:

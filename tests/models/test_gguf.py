@@ -37,7 +37,14 @@ def _pairs(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write_gguf(path: Path, folder: Path, arch: str, change: Callable[[Any], object] = lambda writer: None) -> None:
+def write_gguf(
+    path: Path,
+    folder: Path,
+    arch: str,
+    change: Callable[[Any], object] = lambda writer: None,
+    *,
+    quantize: bool = True,
+) -> None:
     """What llama.cpp's converter makes of a folder of Hugging Face's."""
     writer = gguf.GGUFWriter(path, arch)
     real = writer.add_key_value  # a later value takes the place of an earlier one
@@ -64,15 +71,28 @@ def write_gguf(path: Path, folder: Path, arch: str, change: Callable[[Any], obje
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_chat_template((folder / "chat_template.jinja").read_text())
+    config = json.loads((folder / "config.json").read_text())
+    if arch in ("qwen3", "gemma3"):
+        for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+            add(config["head_dim"])
+    if arch == "gemma3":
+        of_full = config["rope_parameters"]["full_attention"]
+        writer.add_block_count(config["num_hidden_layers"])
+        writer.add_rope_freq_base(of_full["rope_theta"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType(of_full["rope_type"]))
+        writer.add_rope_scaling_factor(of_full["factor"])
+        writer.add_sliding_window(config["sliding_window"])
     change(writer)
-    names = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), 2)
+    arch_of_name = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(arch_of_name[arch], config["num_hidden_layers"])
     for name, tensor in load_file(folder / "model.safetensors").items():
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if part in name and arch == "llama":
                 tensor = _pairs(tensor, SIZES[heads])
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            tensor = tensor + 1
         values, found = tensor.numpy(), names.get_name(name, try_suffixes=(".weight", ".bias"))
-        quantized = values.ndim == 2 and values.shape[1] % 32 == 0
-        if quantized:
+        if quantize and values.ndim == 2 and values.shape[1] % 32 == 0:
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(found, gguf.quantize(values, kind), raw_dtype=kind)
         else:
@@ -83,11 +103,27 @@ def write_gguf(path: Path, folder: Path, arch: str, change: Callable[[Any], obje
     writer.close()
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+# By GGUF's architecture: that of Hugging Face, and what differs from the tiny model.
+SCALED = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "gemma3": ("gemma3_text", {
+        "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "num_hidden_layers": 7,
+        "rope_parameters": {
+            "full_attention": SCALED, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A folder, and the file of the same model."""
     root = tmp_path_factory.mktemp("gguf")
-    write_model(root / "folder", request.param, torch.float32)
+    family, fields = MODELS[request.param]
+    write_model(root / "folder", family, torch.float32, **fields)
     write_gguf(root / "model.gguf", root / "folder", request.param)
     return root / "folder", root / "model.gguf"
 
@@ -99,7 +135,7 @@ def test_weights_and_fields_are_those_of_the_folder(both: tuple[Path, Path]) -> 
     for name, tensor in expected.items():
         found = source.read(name)
         assert found.shape == tensor.shape and found.dtype == torch.float32
-        step = tensor.abs().max() / 127 if tensor.dim() == 2 else 0  # of 8-bit integers
+        step = tensor.abs().max() / 127 if tensor.dim() == 2 else 1e-7  # of 8-bit integers; norms may be less 1
         assert (found - tensor).abs().max() <= step, name
     published = json.loads((folder / "config.json").read_text())
     family = family_of_source(source.config)
@@ -186,6 +222,41 @@ def test_a_file_becomes_a_run(both: tuple[Path, Path], tmp_path: Path) -> None:
     assert all(torch.equal(source.read(name), tensor) for name, tensor in exported.items())
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
+def test_logits_and_tokens_are_those_of_transformers(arch: str, tmp_path: Path, on_cpu: None) -> None:
+    family, fields = MODELS[arch]
+    model = write_model(tmp_path / "folder", family, torch.float32, **fields)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "folder", arch, quantize=False)
+    import_model(str(tmp_path / "model.gguf"), [f"out={tmp_path / 'run'}"])
+    prompt = list(range(5, 40))
+    logits, tokens = run_distributed(ours, 1, str(tmp_path / "run"), prompt, 40, {})[0]
+    expected, likeliest = theirs(model, prompt, 40, len(logits))
+    assert (logits - expected).norm() < 1e-4 * expected.norm()
+    assert tokens == likeliest
+
+
+@pytest.mark.parametrize(
+    ("layers", "change", "scalar", "pattern"),
+    [
+        (62, lambda w: None, 8, 6),  # the 27B model's: hidden size by heads
+        (7, lambda w: w.add_sliding_window_pattern(3), 16, 3),
+        (7, lambda w: w.kv_data[0].pop("gemma3.attention.sliding_window"), 16, 1),
+    ],
+    ids=["27B", "pattern", "no window"],
+)
+def test_what_files_of_gemma3_do_not_say_is_as_llama_cpp_has_it(
+    layers: int, change: Callable[[Any], object], scalar: int, pattern: int, tmp_path: Path
+) -> None:
+    family, fields = MODELS["gemma3"]
+    write_model(tmp_path / "folder", family, torch.float32, **fields | {"num_hidden_layers": layers})
+    write_gguf(tmp_path / "model.gguf", tmp_path / "folder", "gemma3", change)
+    config = GgufFile(tmp_path / "model.gguf").config
+    assert (config["query_pre_attn_scalar"], config["sliding_window_pattern"]) == (scalar, pattern)
+    model, _ = family_of_source(config).model_of(config)
+    assert (model.window, model.window_pattern) == ((7, pattern) if pattern > 1 else (None, None))
+    assert (model.attention_scale is None) == (scalar == 16)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -235,7 +306,7 @@ def test_damaged_and_foreign_files_are_refused(both: tuple[Path, Path], tmp_path
     gguf_of_another.write_header_to_file()
     gguf_of_another.write_kv_data_to_file()
     gguf_of_another.close()
-    with pytest.raises(ValueError, match=r"general\.architecture=mamba: expected one of llama, qwen2"):
+    with pytest.raises(ValueError, match=r"general\.architecture=mamba: expected one of llama, qwen2, qwen3, gemma3"):
         GgufFile(path)
 
 
