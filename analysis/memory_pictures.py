@@ -85,7 +85,7 @@ def measured(path: Path) -> None:
     axes.set_ylim(-15, 15)
     axes.set_xlabel("measured: most GiB in the caching allocator, rank 0")
     axes.set_ylabel("predicted is higher by, %")
-    axes.set_title("Llama-3-8B layers on H200s, bf16: predicted over measured peaks", fontsize=10.5, loc="left")
+    axes.set_title("Training steps on H200s, bf16: predicted over measured peaks", fontsize=10.5, loc="left")
     axes.legend(fontsize=8.5, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

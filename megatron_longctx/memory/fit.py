@@ -12,7 +12,7 @@ from .model import OFFLOAD, predict, saved_bytes
 from .shapes import Job
 
 COMFORT = 0.9
-"""Share of a device that live tensors may take without a warning: the caching allocator reserved up to 14% more than
+"""Share of a device that live tensors may take without a warning: the caching allocator reserved up to 15% more than
 was live in recorded runs."""
 _CHEAPEST_FIRST = RECOMPUTES[:1] + RECOMPUTES[2:] + RECOMPUTES[1:2]  # in time: `layer` runs attention twice
 _CHUNK, _TILE = 4096, 16384

@@ -109,7 +109,7 @@ class Trainer:
     def train(self) -> None:
         """Run to `train.steps`, or to the step in which a stop signal arrives; the last state is checkpointed."""
         train = self.config.train
-        begun = self.step
+        begun, since = self.step, time.perf_counter()
         if self.step >= train.steps:
             logger.info("the run is complete at step %d: raise train.steps to go on", self.step)
         try:
@@ -117,6 +117,7 @@ class Trainer:
                 at(f"step {self.step + 1}")
                 first, begin = self.step == begun, time.perf_counter()
                 if first:
+                    since = begin
                     logger.info("first step: connects the ranks and compiles kernels, which a new machine does once")
                 with self._profiled():
                     result = self._one_step()
@@ -124,14 +125,20 @@ class Trainer:
                     logger.info(self._parts(begin))
                 self.step += 1
                 self.tokens += result.loss.work.tokens
-                self.interval.seconds += time.perf_counter() - begin
+                # From step to step: what the device has left of the optimizer's work, `_stopped` waits for.
+                now = time.perf_counter()
+                self.interval.seconds += now - since
+                since = now
                 self.interval.losses.append(result.loss)
                 validation_loss = self._validation_loss()
+                if validation_loss is not None:
+                    since = time.perf_counter()
                 if self.step % train.log_interval == 0 or self.step == train.steps or validation_loss is not None:
                     self._log(result, validation_loss)
                 self._tell("running")
                 if train.save_interval and self.step % train.save_interval == 0 and train.save:
                     self._save()
+                    since = time.perf_counter()
             if self.interval.losses:
                 self._log(result, None)
             if train.save and self.saver.latest != self.step:

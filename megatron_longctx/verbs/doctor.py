@@ -191,13 +191,18 @@ def _packages() -> Iterator[Row]:
 
 def _training() -> Iterator[Row]:
     """Which fused parts of a training step there are. Megatron's optimizer takes the first Adam of these two."""
-    makers = (_package("TransformerEngine", "transformer_engine.pytorch", "transformer-engine"), _apex())
-    adam = next((row.name for row in makers if row.usable), None)
+    engine, apex = _package("TransformerEngine", "transformer_engine.pytorch", "transformer-engine"), _apex()
+    adam = next((row.name for row in (engine, apex) if row.usable), None)
     missing = "torch's Adam instead; TransformerEngine or NVIDIA Apex has a fused one"
     yield Row("training", "fused Adam", adam is not None, f"{adam}'s" if adam else missing)
-    product = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    missing = "computed, then added up; NVIDIA Apex built with fused_weight_gradient_mlp_cuda does both at once"
-    yield Row("training", "weight gradients", product, "added up by the product itself (Apex)" if product else missing)
+    makers = {"TransformerEngine's layers": engine.usable}
+    makers["Apex"] = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    found = ", ".join(name for name, usable in makers.items() if usable)
+    missing = "computed, then added up; TransformerEngine's layers, and NVIDIA Apex built with "
+    missing += "fused_weight_gradient_mlp_cuda, do both at once"
+    yield Row(
+        "training", "weight gradients", bool(found), f"added up by the product itself ({found})" if found else missing
+    )
 
 
 def _flash_attention() -> Row:

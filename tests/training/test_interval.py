@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import time
+from pathlib import Path
+
 import pytest
 
 from megatron_longctx import names
 from megatron_longctx.config import ModelConfig
 from megatron_longctx.mcore.step import LossSum
 from megatron_longctx.metrics.flops import Work
+from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.interval import Interval
+from megatron_longctx.training.run_folder import RunFolder
+from tests.shared.training import Job, RecordingTrainer, tiny_config, tiny_corpus
+
+BETWEEN_S = 0.3
 
 
 def record(waited: float | None) -> dict[str, float | None]:
@@ -39,3 +48,25 @@ def test_means_are_means_of_the_steps() -> None:
 
 def test_what_one_step_has_not_measured_has_no_mean() -> None:
     assert record(None)[names.EXPOSED_COMM_S] is None
+
+
+class _Slow(RecordingTrainer):
+    """The device still has work of the optimizer when the host asks whether to stop."""
+
+    def _stopped(self) -> bool:
+        time.sleep(BETWEEN_S)
+        return super()._stopped()
+
+
+def _train_slowly(rank: int, root: Path) -> None:
+    _Slow(Job(tiny_config(root, "slow", {"train.steps": 3, "optim.warmup_steps": 1}))).run()
+
+
+def test_a_step_lasts_until_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_corpus(tmp_path / "corpus")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run_distributed(_train_slowly, 1, tmp_path)
+    folder = RunFolder.of(tiny_config(tmp_path, "slow", {}))
+    steps = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert len(steps) == 3
+    assert all(step[names.STEP_S] >= BETWEEN_S for step in steps[1:])
