@@ -130,11 +130,11 @@ class HostStates:
         for number, group in stepped.items():
             groups[number].update({key: value for key, value in group.items() if key != "params"})
 
-    def _read_all_weights(self, *args: Any) -> None:
+    def _read_all_weights(self, **options: Any) -> None:
         for piece in self._pieces():
             self._fetch(piece)
             self._wait(piece)
-        self._read_weights(*args)
+        self._read_weights(**options)
         self.leave()
 
     def _pieces(self) -> list[_Piece]:

@@ -30,6 +30,7 @@ EXPERTS = {
     "parallelism.context_parallel_size": 2,
     "parallelism.expert_model_parallel_size": 2,
 }
+SHORT = {"train.steps": 2, "optim.decay_steps": 2, "optim.warmup_steps": 0}
 KINDS = {"bf16": {}, "fp32": {"train.precision": "fp32"}, "experts": EXPERTS}
 
 
@@ -65,6 +66,10 @@ def _run(rank: int, root: Path) -> dict[str, list[Record]]:
                 job("host", ON_HOST, before_optimizer=_states_are_away, stop_in=1),
                 job("host", {}, stop_in=3),
                 job("host", ON_HOST, before_optimizer=_states_are_away, gradients_at=(5,)),
+                *(
+                    job(f"from it {name}", own | SHORT | {"train.init_from": str(root / f"{kind}-device")})
+                    for name, own in (("device", {}), ("host", ON_HOST))
+                ),
             )
         ]
     return found
@@ -82,12 +87,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Record]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_to_the_bit_with_states_here_or_there(runs: dict[str, list[Record]], kind: str) -> None:
-    whole, *parts = runs[kind]
+    whole, *parts = runs[kind][:4]
     assert [(part.first_step, part.last_step) for part in parts] == [(0, 2), (2, 4), (4, 6)]
     assert [loss for part in parts for loss in part.losses] == whole.losses
     assert [norm for part in parts for norm in part.grad_norms] == whole.grad_norms
     assert whole.gradients[5].keys() == parts[-1].gradients[5].keys()
     assert all((parts[-1].gradients[5][name] == x).all() for name, x in whole.gradients[5].items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_begins_with_the_weights_of_another(runs: dict[str, list[Record]], kind: str) -> None:
+    """Main parameters are read from weights again, when these have been loaded."""
+    device, host = runs[kind][4:]
+    assert (host.losses, host.grad_norms) == (device.losses, device.grad_norms)
+    assert len(host.losses) == SHORT["train.steps"] and host.losses[0] < runs[kind][0].losses[0]
 
 
 def test_states_that_are_not_sharded_are_refused() -> None:
