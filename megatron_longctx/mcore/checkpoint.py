@@ -26,7 +26,7 @@ from ..comm import from_all, on_rank_0
 from . import checkpoint_digests, checkpoint_optimizer, checkpoint_reader
 from .checkpoint_check import REMEDY, Damaged, examine, reason, with_remedy
 from .checkpoint_folder import TRACKER, Kept, latest
-from .checkpoint_saving import Saving, begin, save
+from .checkpoint_saving import HostCopies, Saving, begin, save
 from .checkpoint_state import (
     TrainingState,
     jsonable,
@@ -37,7 +37,20 @@ from .checkpoint_state import (
     sharded_state_dict,
 )
 
-__all__ = ("TRACKER", "Kept", "Loaded", "Saved", "Saving", "TrainingState", "begin", "check", "latest", "load", "save")
+__all__ = (
+    "TRACKER",
+    "HostCopies",
+    "Kept",
+    "Loaded",
+    "Saved",
+    "Saving",
+    "TrainingState",
+    "begin",
+    "check",
+    "latest",
+    "load",
+    "save",
+)
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from . import checkpoint_folder, checkpoint_optimizer
 from .checkpoint_check import reason
 from .checkpoint_folder import Kept, iteration_directory
 from .checkpoint_state import TrainingState, finish_parameter_gather, jsonable, layout, sharded_state_dict
-from .checkpoint_writer import SharedSaveStrategy, Writing
+from .checkpoint_writer import HostCopies, SharedSaveStrategy, Writing
 from .version import SAVE_ARGUMENTS
 
 
@@ -73,7 +73,7 @@ def begin(
     extra: Mapping[str, Any],
     kept: Kept = Kept(),  # noqa: B008 - frozen
     *,
-    copied: bool = True,
+    copies: HostCopies | None,
 ) -> Saving:
     """Begin to write a checkpoint. Collective over the world; one at a time.
 
@@ -85,8 +85,9 @@ def begin(
         state: what to save. Until ``wait_staged`` returns it may not change.
         extra: JSON-able values, equal on every rank (consumed samples and the like).
         kept: which checkpoints stay afterwards.
-        copied: to host memory first, so that training goes on soon: with the distributed optimizer 12 bytes a
-            parameter, and its weights, divided by the data- and context-parallel ranks. Else a tensor at a time is.
+        copies: host memory that all is copied to first, so that training goes on soon: with the distributed optimizer
+            12 bytes a parameter, and its weights, divided by the data- and context-parallel ranks. None: a tensor at a
+            time is.
 
     Raises:
         ValueError: if ``extra`` or the fingerprint is not JSON-able.
@@ -108,7 +109,7 @@ def begin(
     except BaseException:
         _remove(partial)
         raise
-    return Saving(final, partial, Writing(request, partial, copied), kept)
+    return Saving(final, partial, Writing(request, partial, copies), kept)
 
 
 def save(
@@ -119,7 +120,7 @@ def save(
     kept: Kept = Kept(),  # noqa: B008
 ) -> Path:
     """``begin`` and ``Saving.finish``, with little host memory."""
-    return begin(directory, iteration, state, extra, kept, copied=False).finish()
+    return begin(directory, iteration, state, extra, kept, copies=None).finish()
 
 
 def _remove(partial: Path) -> None:

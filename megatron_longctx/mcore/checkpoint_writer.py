@@ -60,21 +60,52 @@ class SharedSaveStrategy(FullyParallelSaveStrategyWrapper):  # type: ignore[misc
         return super().async_save(sharded_state_dict, checkpoint_dir, *args)
 
 
+class HostCopies:
+    """Host memory for what is saved, kept from one checkpoint to the next: a tensor's first copy into new memory takes
+    several times as long as a later one. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._taken: list[torch.Tensor] = []
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of it, valid until `end`."""
+        size = tensor.numel() * tensor.element_size()
+        if not (free := self._free.setdefault(size, [])):
+            free.append(torch.empty(size, dtype=torch.uint8))
+            self.num_bytes += size
+        self._taken.append(free.pop())
+        found = self._taken[-1].view(tensor.dtype).view(tensor.shape)
+        if not tensor.is_cuda:
+            return found.copy_(tensor)
+        # Straight into pageable memory, the driver keeps other threads from starting kernels meanwhile.
+        through = torch.empty(_THROUGH // tensor.element_size(), dtype=tensor.dtype, pin_memory=True)
+        copy_through(tensor.detach(), found, through, torch.cuda.current_stream().synchronize)
+        return found
+
+    def end(self) -> None:
+        """All copies have been written."""
+        for each in self._taken:
+            self._free[each.numel()].append(each)
+        self._taken = []
+
+
 class Writing:
     """What this rank writes, from its construction on.
 
     Args:
         request: of ``PlannedSaveStrategy``.
-        copied: tensors are copied to host memory first, so that they may change while they are written.
+        copies: where tensors are copied to first, so that they may change while they are written; None: they are not.
     """
 
-    def __init__(self, request: AsyncRequest, folder: Path, copied: bool) -> None:
-        self._request, self._folder, self._copied = request, folder, copied
+    def __init__(self, request: AsyncRequest, folder: Path, copies: HostCopies | None) -> None:
+        self._request, self._folder, self._copies = request, folder, copies
         self._staged = threading.Event()
         self._digests: checkpoint_digests.Digests = {}
         self._buckets: list[Any] = request.async_fn_args[1] if request.async_fn is not None else []
         self._stream = _side_stream()
-        if copied:
+        if copies is not None:
             self._buckets = [_mapped(bucket, _copied_if_small) for bucket in self._buckets]
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
@@ -106,8 +137,8 @@ class Writing:
         outcome: Any
         try:
             with self._stream():
-                if self._copied:
-                    self._buckets = [_mapped(bucket, _on_host) for bucket in self._buckets]
+                if self._copies is not None:
+                    self._buckets = [_mapped(bucket, self._copies.of) for bucket in self._buckets]
                     self._staged.set()
                 with ThreadPoolExecutor(max_workers=_FILES) as pool:
                     outcome = dict(enumerate(pool.map(_write_file, self._buckets)))
@@ -116,6 +147,8 @@ class Writing:
         except Exception as error:
             outcome = _operating_systems(error)
         self._buckets = []
+        if self._copies is not None:
+            self._copies.end()
         if self._request.async_fn is not None:
             self._request.async_fn_args[2].put(outcome)
         self._staged.set()
@@ -128,16 +161,6 @@ def _mapped(bucket: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 def _copied_if_small(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.numel() * tensor.element_size() <= _SMALL else tensor
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    found = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    if not tensor.is_cuda:
-        return found.copy_(tensor)
-    # Straight into pageable memory, the driver keeps other threads from starting kernels meanwhile.
-    through = torch.empty(_THROUGH // tensor.element_size(), dtype=tensor.dtype, pin_memory=True)
-    copy_through(tensor.detach(), found, through, torch.cuda.current_stream().synchronize)
-    return found
 
 
 def copy_through(

@@ -25,7 +25,8 @@ class Saver:
 
     def __init__(self, directory: Path, train: TrainConfig, step: int) -> None:
         self.stall_s, self.latest = 0.0, step
-        self._directory, self._copied = directory, train.async_save
+        self._directory = directory
+        self._copies = checkpoint.HostCopies() if train.async_save else None
         self._kept = checkpoint.Kept(train.keep_checkpoints, train.keep_every)
         self._saving: checkpoint.Saving | None = None
         self._began = 0.0
@@ -35,7 +36,7 @@ class Saver:
         assert self._saving is None, "finish the checkpoint before"
         with self._stalling():
             self._began, self.latest = time.perf_counter(), step
-            self._saving = checkpoint.begin(self._directory, step, state, extra, self._kept, copied=self._copied)
+            self._saving = checkpoint.begin(self._directory, step, state, extra, self._kept, copies=self._copies)
 
     def wait_staged(self) -> None:
         """Before anything that is saved may change."""

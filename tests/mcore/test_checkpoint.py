@@ -18,7 +18,7 @@ from megatron.core.optimizer import DistributedOptimizer
 from megatron_longctx.mcore import checkpoint, checkpoint_digests, checkpoint_optimizer
 from megatron_longctx.mcore import optimizer as optim
 from megatron_longctx.mcore.checkpoint_shards import boxes
-from megatron_longctx.mcore.checkpoint_writer import copy_through
+from megatron_longctx.mcore.checkpoint_writer import HostCopies, copy_through
 from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.tiny_gpt import BATCH, Layout, Trainer
 
@@ -144,7 +144,7 @@ def _resume_exactly(rank: int, root: Path, layouts: list[Layout]) -> list[tuple[
             # Before the first step there are no moments and no step count.
             _save(trainer, directory / "zero", 0)
         trainer.train(range(2))
-        saving = checkpoint.begin(directory, 2, trainer.state(), {"consumed_samples": 2 * BATCH})
+        saving = checkpoint.begin(directory, 2, trainer.state(), {"consumed_samples": 2 * BATCH}, copies=HostCopies())
         saving.wait_staged()
         if layout.distributed:
             _save_as_megatron(trainer, directory.with_name("megatron"))

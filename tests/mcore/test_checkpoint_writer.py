@@ -13,7 +13,7 @@ import torch
 
 from megatron_longctx.config import TrainConfig
 from megatron_longctx.mcore import checkpoint_writer as writer
-from megatron_longctx.mcore.checkpoint import Kept, Saving
+from megatron_longctx.mcore.checkpoint import HostCopies, Kept, Saving
 from megatron_longctx.training.saver import Saver
 
 LARGE = writer._SMALL // 4 + 1  # fp32 elements
@@ -21,16 +21,16 @@ LARGE = writer._SMALL // 4 + 1  # fp32 elements
 
 def test_tensors_may_change_once_they_are_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones at once: what a forward pass changes is no larger."""
-    go, written, on_host = threading.Event(), {}, writer._on_host
+    go, written = threading.Event(), {}
 
-    def copy_late(tensor: torch.Tensor) -> torch.Tensor:
-        assert go.wait(600)
-        return on_host(tensor)
+    class CopiesLate(HostCopies):
+        def of(self, tensor: torch.Tensor) -> torch.Tensor:
+            assert go.wait(600)
+            return super().of(tensor)
 
     def write(bucket: Any) -> None:
         written.update(bucket[2][1])
 
-    monkeypatch.setattr(writer, "_on_host", copy_late)
     monkeypatch.setattr(writer, "_write_file", write)
     monkeypatch.setattr(writer.checkpoint_digests, "of_files", lambda *_: {})
     tensors = {"small": torch.zeros(LARGE - 1), "large": torch.zeros(LARGE)}
@@ -38,7 +38,7 @@ def test_tensors_may_change_once_they_are_staged(tmp_path: Path, monkeypatch: py
     request: Any = SimpleNamespace(
         async_fn=object(), async_fn_args=(None, [bucket], queue.SimpleQueue()), finalize_fns=()
     )
-    writing = writer.Writing(request, tmp_path, copied=True)
+    writing = writer.Writing(request, tmp_path, CopiesLate())
     saver = Saver(tmp_path, TrainConfig(), 0)
     saver._saving = Saving(tmp_path, tmp_path, writing, Kept())
     tensors["small"] += 1
@@ -52,3 +52,15 @@ def test_tensors_may_change_once_they_are_staged(tmp_path: Path, monkeypatch: py
     writing.finish()
     assert {name: x.sum().item() for name, x in written.items()} == {"small": 0, "large": 0}
     assert saver.stall_s >= 0.2
+
+
+def test_later_copies_are_in_the_memory_of_the_first() -> None:
+    copies, states = HostCopies(), [torch.arange(6.0).view(2, 3), torch.ones(2, 3), torch.tensor(7), torch.empty(0)]
+    for step in range(3):
+        found = [copies.of(state) for state in states]
+        for state, copy in zip(states, found, strict=True):
+            assert torch.equal(state, copy) and state.dtype == copy.dtype
+            state += 1
+            assert state.numel() == 0 or not torch.equal(state, copy)
+        copies.end()
+        assert copies.num_bytes == 2 * 24 + 8, step
