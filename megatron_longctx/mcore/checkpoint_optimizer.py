@@ -52,6 +52,17 @@ def prepare(optimizer: MegatronOptimizer) -> None:
                         exp_avg=torch.zeros_like(parameter.data),
                         exp_avg_sq=torch.zeros_like(parameter.data),
                     )
+    steps = [float(entry["step"]) for adam in _torch_adams(optimizer) for entry in adam.state.values()]
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer) and steps and not part.optimizer.state:
+            part.state_dict = functools.partial(_described, part, steps[0])
+
+
+def _described(part: DistributedOptimizer, step: float) -> dict[str, Any]:
+    """In the place of ``DistributedOptimizer.state_dict``, which with torch's Adam wants a parameter: a pipeline stage
+    without layers of experts has none for the optimizer of these."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in part.optimizer.param_groups]
+    return {"optimizer": {"param_groups": [{**group, "step": step} for group in groups]}}
 
 
 def load(optimizer: MegatronOptimizer, loaded: Any) -> None:
@@ -65,7 +76,7 @@ def load(optimizer: MegatronOptimizer, loaded: Any) -> None:
     groups = _saved_groups(loaded)
     with groups_by_kind():
         for index, part in enumerate(parts):
-            _load_part(part, loaded if len(parts) == 1 else loaded[index], groups)
+            _load_part(part, loaded if len(parts) == 1 else loaded.get(index, {}), groups)
     if isinstance(optimizer, ChainedOptimizer) and len(parts) > 1:
         optimizer._synchronize_steps()
     for adam in _torch_adams(optimizer):
@@ -96,9 +107,19 @@ def restore_hyperparameters(optimizer: MegatronOptimizer, values: list[dict[str,
 
 def _saved_groups(loaded: Any) -> list[dict[str, Any]]:
     """Settings of all saved parameter groups. Experts have an optimizer of their own where expert-parallel ranks share
-    them: with the tensors that this optimizer asks for lie the settings of as many as there were."""
+    them: with the tensors that this optimizer asks for lie the settings of as many as there were.
+
+    All that is saved gets the step, in place. It is rank 0's, which counts none for what it has no parameters of, as a
+    pipeline stage without layers of experts.
+    """
     saved = [loaded, *(loaded[key] for key in loaded if isinstance(key, int))]
-    return [group for state in saved for group in state.get("optimizer", {}).get("param_groups", ())]
+    inner = [state.get("optimizer", state) for state in saved]
+    groups = [group for each in inner for group in each.get("param_groups", ())]
+    for name, places in (("step", groups), ("common_step", [each["state"] for each in inner if "state" in each])):
+        counted = next((place[name] for place in places if name in place), None)
+        for place in places if counted is not None else ():
+            place.setdefault(name, counted)
+    return groups
 
 
 def _like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ CP, TP, PP, EP, ETP = (
 )
 EXPERTS: dict[str, Any] = {
     "model.num_moe_experts": 4, "model.moe_ffn_hidden_size": 48, "model.moe_z_loss_coeff": 1e-3,
-    "train.steps": 3, "optim.warmup_steps": 0, "optim.lr": 3e-4, "optim.min_lr": 3e-5, "train.global_batch_size": 2,
+    "train.steps": 4, "optim.warmup_steps": 0, "optim.lr": 3e-4, "optim.min_lr": 3e-5, "train.global_batch_size": 2,
 }  # fmt: skip
 # A dense layer first, shared experts, and losses by sequence, as DeepSeek has them; ranks hold unequal shares of 97.
 SHARED = {
@@ -32,21 +32,32 @@ SHARED = {
     "model.moe_router_pre_softmax": True, "model.moe_router_load_balancing_type": "seq_aux_loss",
     "model.moe_router_topk_scaling_factor": 1.5, "train.micro_batch_size": 2,
 }  # fmt: skip
-LAST = {"train.save": True}
+SAVED = {"train.save": True, "train.keep_checkpoints": 9, "train.save_interval": 1}
 
 # By name: ranks, the run to compare with, settings.
 RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "alone": (1, "alone", {**LAST, "train.keep_checkpoints": 9, "train.save_interval": 2}),
-    "shared": (1, "shared", {**SHARED, **LAST, "train.keep_checkpoints": 9, "train.save_interval": 2}),
+    "alone": (1, "alone", SAVED),
+    "shared": (1, "shared", {**SHARED, **SAVED}),
     "tp2": (2, "tp2", {TP: 2}),
     "tp2 ep2": (2, "tp2 ep2", {TP: 2, EP: 2, ETP: 1}),
     "cp2 ep2": (2, "alone", {CP: 2, EP: 2}),
     "shared cp3": (3, "shared", {**SHARED, CP: 3, "recompute.mode": "attention_output"}),
     "shared cp4 ep2": (4, "shared", {**SHARED, CP: 4, EP: 2, "parallelism.schedule": "ulysses"}),
-    "dp2 cp2 ep4": (4, "alone", {CP: 2, EP: 4, **LAST, "train.save_interval": 2}),
+    "dp2 cp2 ep4": (4, "alone", {CP: 2, EP: 4, **SAVED}),
     "tp2 cp2 ep2": (4, "tp2", {TP: 2, CP: 2, EP: 2, "optim.distributed": False, "recompute.mode": "layer"}),
     "tp2 cp2 ep4": (4, "tp2 ep2", {TP: 2, CP: 2, EP: 4, ETP: 1}),
+    "pp2 cp2 ep2": (4, "pp2 cp2 ep2", {**SHARED, **SAVED, PP: 2, CP: 2, EP: 2, "optim.distributed": False}),
 }  # fmt: skip
+# By ranks: runs that go on from one of their checkpoints, and from which. The first stage of the pipelines has no layer
+# of experts, and their first rank writes what is common to all.
+LATER: dict[int, tuple[tuple[str, int, dict[str, Any]], ...]] = {
+    4: (
+        ("alone", 1, {TP: 2, CP: 2, EP: 2}),
+        ("shared", 1, {**SHARED, **SAVED, PP: 2, CP: 2, EP: 2}),
+        ("pp2 cp2 ep2", 1, RUNS["pp2 cp2 ep2"][2]),
+    ),
+    1: (("dp2 cp2 ep4", 1, {}), ("shared", 2, SHARED)),
+}
 
 
 def _config(root: Path, name: str, settings: dict[str, Any]) -> Config:
@@ -88,20 +99,18 @@ def test_losses_norms_and_gradients_are_those_of_one_rank(trained: tuple[Path, d
         assert {each: error for each, error in errors.items() if not error <= 1e-5} == {}
 
 
-def test_a_checkpoint_goes_on_at_other_sizes(trained: tuple[Path, dict[str, Figures]]) -> None:
-    """The third step of four ranks' experts, by one rank's checkpoint of the second, and the other way round; in a
-    pipeline, whose first stage has no layer of experts, too."""
+def test_checkpoints_go_on_at_other_sizes(trained: tuple[Path, dict[str, Figures]]) -> None:
+    """With the moments and steps of Adam, by which the second step after it is right."""
     root, found = trained
-    for name, reference, world, settings in (
-        ("alone", "alone", 4, {TP: 2, CP: 2, EP: 2}),
-        ("shared", "shared", 4, {**SHARED, PP: 2, CP: 2}),
-        ("dp2-cp2-ep4", "alone", 1, {}),
-    ):
-        (root / name / "checkpoints/latest_checkpointed_iteration.txt").write_text("2")
-        config = _config(root, name, settings)
-        (figures,) = run_distributed(_train, world, [config], [()])[0]
-        assert figures.losses == pytest.approx(found[reference].losses[2:], rel=1e-5)
-        assert figures.grad_norms == pytest.approx(found[reference].grad_norms[2:], rel=1e-5)
+    for world, runs in LATER.items():
+        for name, at, _ in runs:
+            (root / name.replace(" ", "-") / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(at))
+        configs = [_config(root, name, settings) for name, _, settings in runs]
+        later = run_distributed(_train, world, configs, [()] * len(runs))[0]
+        for (name, at, _), figures in zip(runs, later, strict=True):
+            whole = found[RUNS[name][1]]
+            assert figures.losses == pytest.approx(whole.losses[at:], rel=1e-5), (name, world)
+            assert figures.grad_norms == pytest.approx(whole.grad_norms[at:], rel=1e-5), (name, world)
 
 
 def _router_gradients(kind: type[TopKRouter], config: Config, rows: int) -> torch.Tensor:
