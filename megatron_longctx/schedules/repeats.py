@@ -6,18 +6,26 @@ their first block and this step. Steps of one name do the same to blocks that ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import inf
+from itertools import chain, pairwise
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .plan import Attend, Block, Move, Plan, Step
+
+Rows = NDArray[np.int32]
 
 T = TypeVar("T")
 
 _PERIODS, _EDGE, _LONGEST = 3, 6, 16
 """Repetitions after which a program repeats, too: accumulators take three parts at a time, buffers take turns. Those at
 either end that may differ. The most steps of what is sought."""
+_KINDS, _CALL = 4, 2
+_FAR = 1 << 30
 
 
 class Cut(NamedTuple):
@@ -55,66 +63,29 @@ class Repeats:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._names: dict[tuple[object, ...], int] = {}
-        self._reach: list[float] = []  # by name, how many ranks before the step the one of its oldest block first came
+        self._parts = _Parts(plan)
+        self._names: dict[bytes, int] = {}
         self._short: dict[tuple[object, ...], Plan | None] = {}
 
     def short(self, rank: int) -> Short:
         """That of one rank; in it, the rank keeps its number, and others have numbers of their own."""
         plan = self.plan
-        met: dict[int, float] = {rank: inf, -1: -inf}  # the ranks that have come before, numbered
-        before: list[int] = []
-        names: list[int] = []
-        for step, sends, receives in zip(plan.steps, plan.sends(rank), plan.receives(rank), strict=True):
-            before.append(len(met))
-            names.append(self._named(sends, receives, step, rank, met))
+        names = [self._names.setdefault(rows, len(self._names)) for rows in self._parts.of(rank)]
         kept, cuts = _kept(names)
         where = [cut[:2] for cut in cuts]
         key = (plan.queries.num_tokens(rank), plan.keys.num_tokens(rank), *where, *(names[t] for t in kept))
         if key not in self._short:
-            self._short[key] = self._shorter(rank, kept, cuts, names, before, met)
+            self._short[key] = self._shorter(rank, kept, cuts)
         found = self._short[key]
         return Short((-1, rank), plan, ()) if found is None else Short(key, found, cuts)
 
-    def _named(self, sends: list[Move], receives: list[Move], step: Step, rank: int, met: dict[int, float]) -> int:
-        now, own = len(met), (-1, rank)
-        blocks = [move[0] for move in sends]
-        blocks += [move[0] for move in receives]
-        name: list[object] = [len(sends), len(receives)]
-        for queries, keys, slices in step.attends[rank]:
-            blocks += queries
-            blocks += keys
-            name += (len(queries), len(keys), slices)
-        for kind, home, start, stop, origin, heads in blocks:
-            if home not in met:
-                met[home] = len(met)
-            by = origin if origin in own else -2 - origin
-            if by not in met:
-                met[by] = len(met)
-            name += (kind, now - met[home], start, stop, now - met[by], heads)
-        found = self._names.setdefault(tuple(name), len(self._names))
-        if found == len(self._reach):
-            away = (met[each] for block in blocks for each in (block.home, -2 - block.origin) if each in met)
-            self._reach.append(now - min(each for each in (*away, now) if each != -inf))
-        return found
-
-    def _shorter(
-        self,
-        rank: int,
-        kept: list[int],
-        cuts: tuple[Cut, ...],
-        names: list[int],
-        before: list[int],
-        met: dict[int, float],
-    ) -> Plan | None:
-        """The plan of some steps; None where a block stays for longer than a part that is cut out.
-
-        Args:
-            before: by step, how many ranks came before it.
-        """
+    def _shorter(self, rank: int, kept: list[int], cuts: tuple[Cut, ...]) -> Plan | None:
+        """The plan of some steps; None where a block stays for longer than a part that is cut out."""
         plan = self.plan
         if not cuts:
             return plan
+        before, met = self._parts.before[rank].tolist(), self._parts.met[rank].tolist()
+        rows = list(self._parts.of(rank))
         left_out = 0  # ranks that come in steps that are left out
         steps = []
         ends = {cut.stop + (cut.stop - cut.start): cut for cut in cuts}
@@ -127,15 +98,15 @@ class Repeats:
             new.append(now)
             if place in ends:
                 oldest = new[ends[place].start]
-            if now - self._reach[names[t]] < oldest:
+            if now - _reach(rows[t]) < oldest:
                 return None
 
             def named(block: Block, left_out: int = left_out) -> Block:
                 home, origin = block.home, block.origin
                 if home != rank:
-                    home = plan.n + int(met[home]) - left_out
+                    home = plan.n + met[home] - left_out
                 if origin not in (-1, rank):
-                    origin = plan.n + int(met[-2 - origin]) - left_out
+                    origin = plan.n + met[plan.n + origin] - left_out
                 return block._replace(home=home, origin=origin)
 
             moves = [Move(named(block), rank, -1) for block, _, _ in plan.sends(rank)[t]]
@@ -146,6 +117,85 @@ class Repeats:
             )
             steps.append(Step(tuple(moves), ((),) * rank + (calls,)))
         return replace(plan, steps=tuple(steps))
+
+
+class _Parts:
+    """Every rank's part of a plan, by step, as rows of three integers.
+
+    A row is a block that is sent, received or attended: which of these and what block, and how many other ranks came
+    first between the one of its home, or of its origin, and this step. Or it is a call, with the number of its blocks.
+
+    before: by rank and step, how many ranks came before it. met: by rank, how many came before each rank as a home,
+    and behind these before each as an origin.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        n, num_steps = plan.n, len(plan.steps)
+        moves = list(chain.from_iterable(step.moves for step in plan.steps))
+        calls_of = list(chain.from_iterable(step.attends for step in plan.steps))
+        calls = list(chain.from_iterable(calls_of))
+        queries, keys, slices = (list(map(itemgetter(i), calls)) for i in range(3))
+        sizes = np.array([list(map(len, queries)), list(map(len, keys))], np.int32).T
+        blocks = list(map(itemgetter(0), moves))
+        blocks += chain.from_iterable(chain.from_iterable(zip(queries, keys, strict=True)))
+        of_blocks = _numbered(blocks, lambda block: (block[0], *block[2:4], block[5]), (1, 4))
+        of_calls = np.column_stack((_numbered(slices, tuple), sizes))
+        # Who sends, receives, calls and attends what, in which step; then by rank and by step.
+        steps = np.repeat(np.arange(num_steps), [len(step.moves) for step in plan.steps])
+        called = np.repeat(np.arange(n * num_steps), list(map(len, calls_of)))
+        attended = np.repeat(called, sizes.sum(1))
+        ends = (np.fromiter(map(itemgetter(end), moves), int, len(moves)) for end in (1, 2))
+        steps, ranks = np.divmod(np.concatenate([*(n * steps + end for end in ends), called, attended]), n)
+        kinds = np.repeat(range(_KINDS), (len(moves), len(moves), len(called), len(attended)))
+        small = np.min_scalar_type(max(n, num_steps))  # sorts faster
+        order = np.lexsort((steps.astype(small), ranks.astype(small)))
+        ranks, kinds, at = ranks[order], kinds[order], (ranks * num_steps + steps)[order]
+        self._ends = np.append(0, np.bincount(at, minlength=n * num_steps).cumsum())
+        of_moves = of_blocks[: len(moves)]
+        rows = np.concatenate((of_moves, of_moves, of_calls, of_blocks[len(moves) :])).take(order, 0)
+        # Other ranks are counted as they come.
+        others, is_block = rows[:, 1:], (kinds != _CALL)[:, None]
+        counted = is_block & (others >= 0) & (others != ranks[:, None])
+        each = (2 * n * ranks[:, None] + others + np.array((0, n)))[counted]
+        at = np.repeat(at[:, None], 2, 1)[counted]
+        first = np.zeros(2 * n * n, int)
+        first[each[::-1]] = np.arange(len(each))[::-1]
+        comes = first[each] == np.arange(len(each))
+        coming = np.bincount(at[comes], minlength=n * num_steps).reshape(n, num_steps)
+        self.before, of_rank = coming.cumsum(1) - coming, coming.sum(1)
+        self.met = np.zeros((n, 2 * n), int)
+        self.met.flat[each[comes]] = np.arange(comes.sum()) - np.repeat(of_rank.cumsum() - of_rank, of_rank)
+        since = np.where(others < 0, _FAR, -_FAR)
+        since[counted] = self.before.ravel()[at] - self.met.ravel()[each]
+        np.copyto(others, since, where=is_block, casting="same_kind")
+        rows[:, 0] = _KINDS * rows[:, 0] + kinds
+        self._rows = rows
+
+    def of(self, rank: int) -> Iterator[bytes]:
+        """The rows of a rank's steps."""
+        num_steps = self.before.shape[1]
+        ends = self._ends[rank * num_steps : (rank + 1) * num_steps + 1]
+        rows = self._rows[ends[0] : ends[-1]].tobytes()
+        for start, stop in pairwise((self._rows.strides[0] * (ends - ends[0])).tolist()):
+            yield rows[start:stop]
+
+
+def _reach(rows: bytes) -> int:
+    """How many ranks before a step the one of its oldest block first came."""
+    found = np.frombuffer(rows, np.int32).reshape(-1, 3)
+    since = found[found[:, 0] % _KINDS != _CALL, 1:]
+    return int(since[since < _FAR].max(initial=0))
+
+
+def _numbered(things: Sequence[T], value: Callable[[T], object], fields: Sequence[int] = ()) -> Rows:
+    """A row for each: equal values as equal numbers, and some of its fields. Plans share most of their objects."""
+    ids = np.fromiter(map(id, things), np.int64, len(things))
+    _, first, places = np.unique(ids, return_index=True, return_inverse=True)
+    found = [things[i] for i in first.tolist()]
+    numbers: dict[object, int] = {}
+    columns = [[numbers.setdefault(each, len(numbers)) for each in map(value, found)]]
+    columns += [list(map(itemgetter(field), found)) for field in fields]
+    return np.array(columns, np.int32).T.take(places, 0)
 
 
 def _kept(names: Sequence[int]) -> tuple[list[int], tuple[Cut, ...]]:

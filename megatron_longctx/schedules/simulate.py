@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..errors import refuse
-from ..topology import Cluster, Resource, Route
+from ..topology import Cluster, Resource
 from .collector import collector_paused
 from .cost import GIB, Costs, Workload
 from .footprint import footprint, row_bytes
 from .lower import Lowering
-from .plan import Move, Plan
+from .messages import Messages
+from .plan import Plan
 from .program import Acquire, Compute, Copy, Mark, Merge, Op, Program, Release, Send, Wait
 from .repeats import Repeats, Short
 from .target import Target
@@ -112,15 +113,6 @@ class _Steps(NamedTuple):
     peak_bytes: int
 
 
-class _Sized(NamedTuple):
-    """A message with its bytes and its way."""
-
-    size: float
-    route: Route
-    source: int
-    destination: int
-
-
 class _Simulated:
     def __init__(self, plan: Plan, cluster: Cluster, target: Target, costs: Costs, timeline: bool) -> None:
         self.plan, self.cluster, self.workload, self.costs = plan, cluster, target.workload, costs
@@ -130,10 +122,7 @@ class _Simulated:
         self.busy = [0.0] * n
         self.exposed = [0.0] * n
         self.blocked = [0.0] * n  # until when a message of this step holds processors of a rank
-        self.used: dict[Resource, float] = {}  # seconds at full rate
         self.spans: list[Span] | None = [] if timeline else None
-        self._routes: dict[tuple[int, int], Route] = {}
-        self._rates: dict[str, float] = {}
         self._calls: dict[object, float] = {}
         self.operations = self.peak_bytes = 0
         lowering, repeats, found = Lowering(plan, target), Repeats(plan), dict[object, _Steps]()
@@ -156,9 +145,14 @@ class _Simulated:
     def result(self) -> Simulation:
         n = self.plan.n
         arrived: list[float] = [0.0] * n
+        messages = Messages(n, self.cluster, self.workload, self.costs)
         for t, step in enumerate(self.plan.steps):
             ready = [self._until_messages(rank, t, arrived[rank]) for rank in range(n)]
-            done = self._exchange(step.moves, ready, t)
+            starts, done = messages.exchange(step.moves, ready, self.transfer)
+            if self.spans is not None:
+                for rank, (start, stop) in enumerate(zip(starts, done, strict=True)):
+                    if start >= 0:
+                        self.spans.append(Span(rank, "transfer", start, stop, f"step {t}", t))
             self.blocked = [late if late > early else 0.0 for early, late in zip(self.transfer, done, strict=True)]
             self.transfer = arrived = done
         for rank in range(n):
@@ -171,7 +165,7 @@ class _Simulated:
             compute_s=tuple(self.busy),
             exposed_s=tuple(self.exposed),
             idle_s=idle,
-            links={resource: used / end for resource, used in self.used.items()} if end else {},
+            links={resource: used / end for resource, used in messages.used.items()} if end else {},
             peak_bytes=self.peak_bytes,
             operations=self.operations,
             spans=tuple(self.spans or ()),
@@ -238,97 +232,24 @@ class _Simulated:
     def _until_messages(self, rank: int, t: int, arrived: float) -> float:
         """Follow a rank until it starts the messages of step `t`; gives when these may start."""
         ready, marks = self.transfer[rank], self._marks[rank]
-        for item in self._items[rank][t]:
-            if item.op is None:
-                self._work(rank, item, t)
-            elif item.op is Mark:
-                marks.append(self.compute[rank])
-            elif item.op is Wait:
-                self._wait(rank, arrived)
-            elif item.op is Acquire:
-                ready = max(ready, self.compute[rank])
-            elif item.marks:
-                ready = max(ready, marks[-item.marks])
+        now, busy = self.compute[rank], self.busy[rank]
+        for op, seconds, label, home, ago in self._items[rank][t]:
+            if op is None:
+                if home >= 0:
+                    seconds += self.costs.blocking * min(seconds, max(0.0, self.blocked[rank] - now))
+                if self.spans is not None and seconds:
+                    self.spans.append(Span(rank, "compute", now, now + seconds, label, t, home))
+                now += seconds
+                busy += seconds
+            elif op is Mark:
+                marks.append(now)
+            elif op is Wait:
+                if arrived > now:
+                    self.exposed[rank] += arrived - now
+                    now = arrived
+            elif op is Acquire:
+                ready = max(ready, now)
+            elif ago:
+                ready = max(ready, marks[-ago])
+        self.compute[rank], self.busy[rank] = now, busy
         return ready
-
-    def _wait(self, rank: int, until: float) -> None:
-        late = until - self.compute[rank]
-        if late > 0:
-            self.exposed[rank] += late
-            self.compute[rank] = until
-
-    def _work(self, rank: int, item: _Item, t: int) -> None:
-        start, seconds = self.compute[rank], item.seconds
-        if item.home >= 0:
-            seconds += self.costs.blocking * min(seconds, max(0.0, self.blocked[rank] - start))
-        self.compute[rank] = start + seconds
-        self.busy[rank] += seconds
-        if self.spans is not None and seconds:
-            self.spans.append(Span(rank, "compute", start, start + seconds, item.label, t, item.home))
-
-    def _exchange(self, moves: tuple[Move, ...], ready: list[float], t: int) -> list[float]:
-        """When every rank's messages of a step are done."""
-        done = list(self.transfer)
-        if not moves:
-            return done
-        load: dict[Resource, float] = {}
-        sized: list[_Sized] = []
-        for block, source, destination in moves:
-            route = self._route(source, destination)
-            size = self.workload.block_bytes(block)
-            sized.append(_Sized(size, route, source, destination))
-            for resource in route.resources:
-                load[resource] = load.get(resource, 0.0) + size
-        slowest = {resource: size / self._capacity(resource) for resource, size in load.items()}
-        for resource, seconds in slowest.items():
-            self.used[resource] = self.used.get(resource, 0.0) + seconds
-        count = [0] * self.plan.n
-        start = [0.0] * self.plan.n
-        for _, _, source, destination in sized:
-            count[source] += 1
-            count[destination] += 1
-            both = max(ready[source], ready[destination])
-            start[source], start[destination] = max(start[source], both), max(start[destination], both)
-        wire = self._wire(sized, slowest)
-        for rank in range(self.plan.n):
-            if count[rank]:
-                fixed = self.costs.step_s + self.costs.message_s * count[rank]
-                done[rank] = start[rank] + fixed + wire[rank]
-                if self.spans is not None:
-                    self.spans.append(Span(rank, "transfer", start[rank], done[rank], f"step {t}", t))
-        return done
-
-    def _wire(self, sized: list[_Sized], slowest: dict[Resource, float]) -> list[float]:
-        """How long every rank's messages of a step are on their way.
-
-        By the rates of the links they share; or, where messages between ranks of a node were measured, by the bytes
-        and the number of ranks that each exchanges messages with.
-        """
-        wire = [0.0] * self.plan.n
-        n, measured = self.plan.n, bool(self.costs.messages)
-        peers: dict[int, dict[int, float]] = {}  # bytes to others, by rank, and from them, by rank and n
-        for size, route, source, destination in sized:
-            if measured and self.cluster.node_of(source) == self.cluster.node_of(destination):
-                for rank, other in ((source, destination), (n + destination, source)):
-                    table = peers.setdefault(rank, {})
-                    table[other] = table.get(other, 0.0) + size
-                continue
-            shared = max(slowest[resource] for resource in route.resources)
-            seconds = max(shared, size / (route.gibps * GIB)) + route.latency_s
-            wire[source], wire[destination] = max(wire[source], seconds), max(wire[destination], seconds)
-        for i, table in peers.items():
-            seconds = self.costs.message_seconds(max(table.values()), len(table))
-            for rank in (i % n, *table):
-                wire[rank] = max(wire[rank], seconds)
-        return wire
-
-    def _capacity(self, resource: Resource) -> float:
-        """Bytes per second; all resources of a kind are alike."""
-        if resource.kind not in self._rates:
-            self._rates[resource.kind] = self.cluster.capacity(resource) * GIB
-        return self._rates[resource.kind]
-
-    def _route(self, source: int, destination: int) -> Route:
-        if (source, destination) not in self._routes:
-            self._routes[source, destination] = self.cluster.route(source, destination)
-        return self._routes[source, destination]

@@ -29,7 +29,7 @@ def transpose(plan: Plan) -> Plan:
     steps: list[Step] = []
     for t, step in enumerate(plan.steps):
         inputs = tuple(
-            move._replace(block=move.block._replace(kind=kind))
+            move if kind is move.block.kind else move._replace(block=move.block._replace(kind=kind))
             for move in step.moves
             for kind in kinds.get(move.block.kind, ())
         )

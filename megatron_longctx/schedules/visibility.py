@@ -8,16 +8,26 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..layout import Layout
-from .mask import Mask, Slice, band_between, joined, runs
-from .plan import ALL_HEADS, Attend, Block, Heads, Kind
+from .mask import Mask, Slice, band_between, joined, runs, within
+from .plan import Attend, Block, Kind
 
 
 class _Held(NamedTuple):
     """Tokens of a rank, from one of its slots on."""
 
-    tokens: range
     rank: int
     slot: int
+    tokens: range
+
+
+class _Call(NamedTuple):
+    """A call on keys of whatever ranks. first, last: of its queries, the last one excluded. spans: of its keys: the
+    place of a block among those that are asked about, its first and last slot, and whether they are all of it."""
+
+    first: int
+    last: int
+    spans: tuple[tuple[int, int, int, bool], ...]
+    slices: tuple[Slice, ...]
 
 
 class Visibility:
@@ -30,8 +40,12 @@ class Visibility:
     def __init__(self, mask: Mask, queries: Layout, keys: Layout) -> None:
         self.mask, self.queries, self.keys = mask, queries, keys
         self._found: dict[int, dict[int, tuple[Slice, ...]]] = {}
+        # Of many ranks most see alike of each other.
+        self._joined: dict[tuple[Slice, ...], tuple[Slice, ...]] = {}
+        self._attended: dict[tuple[int, int, int], tuple[Block]] = {}
+        self._calls: dict[tuple[tuple[int, int, int], ...], _Call | None] = {}  # alike slices are one object
         held = sorted(
-            (_Held(span, rank, slot) for rank in range(keys.n) for slot, span in keys.placed(rank)),
+            (_Held(rank, slot, span) for rank in range(keys.n) for slot, span in keys.placed(rank)),
             key=lambda each: each.tokens.start,
         )
         # Stretches of consecutive tokens follow each other; evenly spaced ones overlap and are looked through.
@@ -44,32 +58,35 @@ class Visibility:
     def between(self, q_rank: int, k_rank: int) -> tuple[Slice, ...]:
         """What the queries of `q_rank` see of the keys of `k_rank`, each pair once."""
         if q_rank not in self._found:
-            self._found[q_rank] = {rank: tuple(joined(found)) for rank, found in self._seen_by(q_rank).items()}
+            self._found[q_rank] = {rank: self._join(tuple(found)) for rank, found in self._seen_by(q_rank).items()}
         return self._found[q_rank].get(k_rank, ())
 
-    def attend(self, q_rank: int, keys: Iterable[Block], heads: Heads = ALL_HEADS) -> Attend | None:
+    def _join(self, slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
+        if slices not in self._joined:
+            self._joined[slices] = tuple(joined(slices))
+        return self._joined[slices]
+
+    def attend(self, q_rank: int, keys: Iterable[Block]) -> Attend | None:
         """All that the queries of `q_rank` see of some blocks of keys, in one call; None where that is nothing.
 
         Args:
             keys: in the order in which they lie in memory. Rows that nobody here sees are left out.
         """
-        blocks: list[Block] = []
-        slices: list[Slice] = []
-        at = 0
-        for key in keys:
-            between = self.between(q_rank, key.home)
-            seen = [found for each in between if (found := _rows(each, key.start, key.stop)) is not None]
-            for start, stop in runs((each.k_start, each.k_stop) for each in seen):
-                blocks.append(Block(Kind.KV, key.home, start, stop, heads=heads))
-                slices += (each.moved(0, at - start) for each in seen if start <= each.k_start < stop)
-                at += stop - start
-        if not slices:
+        blocks = list(keys)
+        between = [self.between(q_rank, key.home) for key in blocks]
+        asked = tuple([(id(seen), key.start, key.stop) for seen, key in zip(between, blocks, strict=True)])
+        if asked not in self._calls:
+            self._calls[asked] = _call(between, blocks)
+        call = self._calls[asked]
+        if call is None:
             return None
-        first, last = min(each.q_start for each in slices), max(each.q_stop for each in slices)
-        if first:
-            slices = [each.moved(-first, 0) for each in slices]
-        query = Block(Kind.Q, q_rank, first, last, heads=heads)
-        return Attend((query,), tuple(blocks), tuple(joined(slices)))
+        query = q_rank, call.first, call.last
+        if query not in self._attended:
+            self._attended[query] = (Block(Kind.Q, *query),)
+        spans = [
+            blocks[i] if whole else Block(Kind.KV, blocks[i].home, start, stop) for i, start, stop, whole in call.spans
+        ]
+        return Attend(self._attended[query], tuple(spans), call.slices)
 
     def attend_all(self, q_rank: int, k_rank: int) -> tuple[Attend, ...]:
         """All queries of one rank against all keys of another: one call, or none."""
@@ -99,10 +116,21 @@ class Visibility:
             for number in range(first, bisect_right(self._q_starts, span[-1])):
                 each = self.mask.slices[number]
                 near = each.cut(span.start, span[-1] + 1, each.k_start, each.k_stop)  # of a window few keys
-                for other in () if near is None else self._holding(near):
-                    seen = [band.moved(slot, other.slot) for band in band_between(each, span, other.tokens)]
+                q = within(span, each.q_start, each.q_stop)
+                if near is None or not q:
+                    continue
+                # Keys that all of these queries see.
+                start, stop = (
+                    max(each.k_start, span[q.stop - 1] + each.lo),
+                    min(each.k_stop, span[q.start] + each.hi + 1),
+                )
+                for rank, at, tokens in self._holding(near):
+                    if start <= tokens.start and tokens[-1] < stop:
+                        seen = [Slice(slot + q.start, slot + q.stop, at, at + len(tokens))]
+                    else:
+                        seen = [band.moved(slot, at) for band in band_between(each, span, tokens)]
                     if seen:
-                        found.setdefault(other.rank, []).extend(seen)
+                        found.setdefault(rank, []).extend(seen)
         return found
 
     def _holding(self, each: Slice) -> Iterable[_Held]:
@@ -113,6 +141,25 @@ class Visibility:
                 break
             yield held
         yield from self._spaced
+
+
+def _call(between: Sequence[tuple[Slice, ...]], keys: Sequence[Block]) -> _Call | None:
+    """The call on some blocks of keys. between: what is seen of the rank of each."""
+    spans: list[tuple[int, int, int, bool]] = []
+    slices: list[Slice] = []
+    at = 0
+    for number, (of_rank, key) in enumerate(zip(between, keys, strict=True)):
+        seen = [found for each in of_rank if (found := _rows(each, key.start, key.stop)) is not None]
+        for start, stop in runs((each.k_start, each.k_stop) for each in seen):
+            spans.append((number, start, stop, (start, stop) == key[2:4]))
+            slices += (each.moved(0, at - start) for each in seen if start <= each.k_start < stop)
+            at += stop - start
+    if not slices:
+        return None
+    first, last = min(each.q_start for each in slices), max(each.q_stop for each in slices)
+    if first:
+        slices = [each.moved(-first, 0) for each in slices]
+    return _Call(first, last, tuple(spans), tuple(joined(slices)))
 
 
 def _rows(each: Slice, start: int, stop: int) -> Slice | None:

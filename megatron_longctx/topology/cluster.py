@@ -186,6 +186,11 @@ class Cluster:
         shares = min(self.network.nics, self.ranks_per_node)
         return rank % self.ranks_per_node * shares // self.ranks_per_node
 
+    def ports(self, rank: int) -> tuple[Resource, Resource]:
+        """What a rank's messages to other nodes go through, and those from them."""
+        nic = self.node_of(rank), self.nic_of(rank)
+        return Resource("nic_out", *nic), Resource("nic_in", *nic)
+
     def route(self, source: int, destination: int) -> Route:
         """What a message between two different ranks occupies, and how fast it is when alone.
 
@@ -229,8 +234,7 @@ class Cluster:
             return self.intra.resources(source, destination), self.intra.latency_s
         assert self.network is not None
         rate = self._nic_gibps()
-        out, into = Resource("nic_out", a, self.nic_of(source)), Resource("nic_in", b, self.nic_of(destination))
-        return ((out, rate), (into, rate)), self.network.latency_s
+        return ((self.ports(source)[0], rate), (self.ports(destination)[1], rate)), self.network.latency_s
 
     def _nic_gibps(self) -> float:
         """Rate of one NIC, or of the share of NICs that one rank has to itself."""
