@@ -1,7 +1,8 @@
 """Measure the modes on emulated networks: `python -m analysis.network [--case mesh8] [--out FOLDER]`.
 
 Writes `network_emulated.json`, `.md` (a table) and `.png` (a picture); with `--case ratios` `network_ratios.*`: `tasp`
-beside `zigzag` where there is more to compute, for which the machine must be idle.
+beside `zigzag` where there is more to compute, for which the machine must be idle; with `--case sums` `network_sums.*`:
+modes on two nodes with partial gradients summed inside a node before they cross, and without.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_longctx.topology import Cluster, Mesh, Network
 from .job import Found, Job, Mode
 from .report import draw, speedups, table
 from .report import ratios as ratio_table
+from .report import sums as sum_table
 from .run import run
 
 LINK = 0.0025  # GiB/s, some 21 Mbit/s: slow enough that a few CPU cores keep up with all links at once
@@ -56,16 +58,32 @@ def ratios() -> list[Job]:
     return found
 
 
+def sums() -> list[Job]:
+    """Two nodes, with a NIC for each rank and with one."""
+    found = []
+    for cluster in (NODES, SHARED):
+        named = [("zigzag", None), ("ring", None), ("double_ring", 4), ("tasp", None)]
+        modes = [
+            Mode(name, ModeOptions(inner_size=inner, cluster=cluster), setting)
+            for name, inner in named
+            for setting in ("false", "true")
+        ]
+        found.append(Job(cluster, tuple(modes), length=256, workload=Workload(32, 32, 128, element_bytes=4)))
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     cases = jobs()
     parser = argparse.ArgumentParser(prog="python -m analysis.network", description=__doc__)
-    parser.add_argument("--case", default="all", choices=("all", *cases, "ratios"), help="which network")
+    parser.add_argument("--case", default="all", choices=("all", *cases, "ratios", "sums"), help="which network")
     parser.add_argument("--out", type=Path, default=Path("analysis/results"), help="folder of the results")
     args = parser.parse_args(arguments)
     if not args.out.is_dir():
         parser.error(f"--out {args.out}: expected a folder that exists")
     if args.case == "ratios":
         chosen, tables = ratios(), (table, ratio_table)
+    elif args.case == "sums":
+        chosen, tables = sums(), (table, sum_table)
     else:
         chosen, tables = [job for name in cases if args.case in ("all", name) for job in cases[name]], (table, speedups)
     found: list[Found] = []

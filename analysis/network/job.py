@@ -13,13 +13,17 @@ from megatron_longctx.topology import Cluster
 
 @dataclass(frozen=True)
 class Mode:
+    """sum_in_node: as `attention.sum_in_node`."""
+
     schedule: str
     options: ModeOptions = field(default_factory=ModeOptions)
+    sum_in_node: str = "false"
 
     @property
     def name(self) -> str:
         inner = self.options.inner_size
-        return f"{self.schedule} ({inner})" if inner is not None else self.schedule
+        name = f"{self.schedule} ({inner})" if inner is not None else self.schedule
+        return f"{name}, summed" if self.sum_in_node == "true" else name
 
 
 @dataclass(frozen=True)

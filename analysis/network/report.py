@@ -71,6 +71,23 @@ def ratios(found: Sequence[Found]) -> str:
     return "\n".join(rows)
 
 
+def sums(found: Sequence[Found]) -> str:
+    """Modes with gradients summed inside nodes, against the same without: Markdown."""
+    head = ("network", "mode", "backward, times as fast", "simulated", "forward and backward")
+    rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for (network, causal), group in cases(found).items():
+        of = {each.mode: each for each in group}
+        for each in group:
+            less = of.get(f"{each.mode}, summed")
+            if less is not None:
+                simulated = each.predicted_backward_s / less.predicted_backward_s
+                rows.append(
+                    f"| {title(network, causal)} | {each.mode} | {each.backward_s / less.backward_s:.2f} "
+                    f"| {simulated:.2f} | {each.seconds / less.seconds:.2f} |"
+                )
+    return "\n".join(rows)
+
+
 def draw(found: Sequence[Found], path: Path) -> None:
     """Bars of measured times, with what was predicted marked, one panel a case."""
     import matplotlib

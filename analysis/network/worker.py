@@ -121,7 +121,8 @@ class _Rank:
 
     def _mode(self, mode: Mode, costs: Costs) -> Found:
         job, workload = self.job, self.job.workload
-        attention = ContextParallelAttention(self.group, schedule=mode.schedule, options=mode.options)
+        options, summed = mode.options, mode.sum_in_node
+        attention = ContextParallelAttention(self.group, schedule=mode.schedule, options=options, sum_in_node=summed)
         mask = masks.causal(job.length) if job.causal else masks.full(job.length)
         layout = attention.layout(mask)
         q, k, v, grad_out = (shard(x, layout, self.rank) for x in self.whole)
@@ -142,7 +143,7 @@ class _Rank:
             start = time.perf_counter()
             torch.autograd.grad(out, leaves, grad_out)
             backward.append(self._slowest(time.perf_counter() - start))
-        problem = Problem(job.cluster.n, mask, Target(workload))
+        problem = Problem(job.cluster.n, mask, Target(workload), options=options, sum_in_node=summed)
         (priced,) = rank_modes(problem, job.cluster, costs, candidates=[attention.mode], timeline=True)
         assert priced.forward is not None and priced.backward is not None, priced.reason
         messages = [0.0] * job.cluster.n

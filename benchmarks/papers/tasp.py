@@ -10,7 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from megatron_longctx.schedules import Mode, Target, Workload, build_plan
+from megatron_longctx.schedules import (
+    Kind,
+    Mode,
+    ModeOptions,
+    Plan,
+    Takes,
+    Target,
+    Workload,
+    backward_plan,
+    build_plan,
+    summing_in_nodes,
+)
 from megatron_longctx.schedules.cost import Costs
 from megatron_longctx.schedules.mask import causal, full
 from megatron_longctx.schedules.modes.tasp import Tasp
@@ -55,7 +66,7 @@ def clusters() -> dict[str, Cluster]:
 
 def make(arguments: argparse.Namespace) -> Made:
     del arguments
-    tables = (table_1(), figures_5_and_6(), choices(), planning(), emulated())
+    tables = (table_1(), figures_5_and_6(), choices(), sums(), planning(), emulated())
     return Made(tables, facts(tables))
 
 
@@ -147,6 +158,43 @@ def choices() -> Table:
     return Table("choices", "which decomposition", columns, rows, ["figure 3"])
 
 
+def sums() -> Table:
+    """Llama 3 8B's heads, forward and backward, with partial gradients summed inside a node before they cross."""
+    h100 = clusters()["H100-2"]
+    assert h100.network is not None
+    one_nic = replace(h100, network=replace(h100.network, nics=1))
+    rows: list[list[Cell]] = []
+    for name, cluster in (("H100-2", h100), ("H100-2, one NIC", one_nic), ("A100-2", load_cluster("a100_2x8"))):
+        for mode in ("zigzag", "ring", "double_ring", "tasp"):
+            for length in (32, 128, 512):
+                rows.append([name, mode, f"{length}K", *_summed(mode, cluster, length * _K)])
+    columns = [
+        "cluster",
+        "mode",
+        "tokens",
+        "MiB of dK, dV that cross",
+        "with sums",
+        "backward, times as fast",
+        "forward and backward",
+    ]
+    return Table("sums", "partial dK, dV summed inside a node before they cross", columns, rows)
+
+
+def _summed(mode: str, cluster: Cluster, length: int) -> tuple[Cell, ...]:
+    workload, node = Workload(32, 8, 128), cluster.ranks_per_node
+    target, costs = Target(workload, Takes(packed=True, rectangles=True, windows=True)), Costs.of_device(cluster.device)
+
+    def crossing(plan: Plan) -> float:
+        moves = (move for step in plan.steps for move in step.moves if move.block.kind is Kind.DKV)
+        return sum(workload.block_bytes(b) for b, source, home in moves if source // node != home // node) / 2**20
+
+    plan = build_plan(mode, cluster.n, length, ModeOptions(cluster=cluster))
+    plans = (backward_plan(plan), backward_plan(summing_in_nodes(plan, node)))
+    forward, plain, less = (simulate(each, cluster, target, costs).seconds for each in (plan, *plans))
+    whole = (forward + plain) / (forward + less)
+    return *(cell(crossing(each), "p", 0) for each in plans), cell(plain / less, "d"), cell(whole, "d")
+
+
 def planning() -> Table:
     rows: list[list[Cell]] = []
     for nodes in (1, 2, 4, 8):
@@ -191,6 +239,10 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
         "four": value(of["choices"], ("H100-4", "(8-K_8-8)_4"), 4),
         "four_whole": value(of["choices"], ("H100-4", "K_(8 x 4)"), 4),
         "above_mean": statistics.fmean(above),
+        **{f"sum_{mode}": value(of["sums"], ("H100-2", mode, "32K"), 6) for mode in ("zigzag", "ring", "tasp")},
+        "sum_one_nic": value(of["sums"], ("H100-2, one NIC", "zigzag", "32K"), 6),
+        "sum_a100": value(of["sums"], ("A100-2", "zigzag", "32K"), 6),
+        "sum_long": value(of["sums"], ("A100-2", "zigzag", "512K"), 6),
         "emulated": value(of["emulated"], ("mesh8", "causal"), 2),
         "planned": value(of["planning"], ("64",), 2),
     }

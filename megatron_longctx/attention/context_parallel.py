@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import BufferPool, StreamClock, Times, Transport, choose_transport
+from ..comm.hosts import on_one_machine
 from ..errors import refuse
 from ..kernels import KernelRequest, choose
 from ..layout import Layout
@@ -26,14 +28,19 @@ from ..schedules import (
     find_mode,
     keeping,
     keeps_received,
+    ranks_to_sum,
+    summing_in_nodes,
 )
 from ..schedules import mask as masks
+from ..schedules.relay import SUM_IN_NODE
 from ..schedules.save_remote import KEEP_RECEIVED
 from .bind import Engine
 from .function import AttentionFunction, AttentionResult, Passes, forward_pass, shapes_of
 from .kv_format import MakeFormat
 from .shapes import Shapes
 from .warm_up import Expected, compile_kinds
+
+logger = logging.getLogger(__name__)
 
 _MOST_BOUND = 64
 """Kinds of calls that are kept ready; those used last stay. With packed documents every batch is a new one."""
@@ -56,10 +63,12 @@ class ContextParallelAttention:
             alone sends nothing and stays exact.
         keep_received: auto, true or false: whether calls that will be differentiated keep what they have received, so
             that backward does not exchange it again (see `schedules.save_remote`).
+        sum_in_node: auto, true or false: whether partial gradients are summed within a node of `options.cluster` before
+            they cross to another one (see `schedules.relay`).
 
     Raises:
-        ValueError: an unknown schedule or keep_received, or options or a layout that are refused (a kernel that cannot
-            serve is refused by the first call, which knows shapes).
+        ValueError: an unknown schedule, keep_received or sum_in_node, or options or a layout that are refused (a kernel
+            that cannot serve is refused by the first call, which knows shapes).
     """
 
     def __init__(
@@ -75,10 +84,14 @@ class ContextParallelAttention:
         transport: str = "auto",
         kv_format: MakeFormat | None = None,
         keep_received: str = "auto",
+        sum_in_node: str = "auto",
     ) -> None:
-        if keep_received not in KEEP_RECEIVED:
-            expected = "one of " + ", ".join(KEEP_RECEIVED)
-            raise refuse("attention.keep_received", keep_received, expected, "Choose one of these.")
+        for key, value, known in (
+            ("keep_received", keep_received, KEEP_RECEIVED),
+            ("sum_in_node", sum_in_node, SUM_IN_NODE),
+        ):
+            if value not in known:
+                raise refuse(f"attention.{key}", value, "one of " + ", ".join(known), "Choose one of these.")
         self._group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world = dist.get_world_size(group) if group is not None else 1
@@ -87,6 +100,7 @@ class ContextParallelAttention:
         self.deterministic = deterministic
         self._kernel, self._unit, self._layout, self._transport = kernel, unit, layout, transport
         self._kv_format, self._keep_received = kv_format, keep_received
+        self._sum_in_node, self._summed = sum_in_node, ranks_to_sum(sum_in_node, options.cluster, self.world)
         self._measures_times = False
         self._links: dict[torch.device, _Links] = {}
         self._engines: dict[KernelRequest, Engine] = {}
@@ -248,9 +262,9 @@ class ContextParallelAttention:
             if found is not None:
                 self._bound.move_to_end(key)
                 return found
-        plan = self.plan(mask)
         wanted = replace(request, windows=mask.has_windows, packed=len(mask.slices) > 1)
         engine = self._engine(wanted, shapes.device)
+        plan = summing_in_nodes(self.plan(mask), self._links[shapes.device].summed)
         hosts = None if engine.transport is None else engine.transport.hosts
         target = Target(shapes.workload, engine.kernel.takes, hosts)
         made = Passes(keeping(plan) if keep else plan, target, self.rank, shapes, engine)
@@ -291,19 +305,35 @@ class ContextParallelAttention:
                 transport = None if group is None else choose_transport(self._transport, group, device)
                 waits, passes = StreamClock(device), StreamClock(device)
                 waits.running = passes.running = self._measures_times
-                self._links[device] = _Links(transport, BufferPool(device), waits, passes)
+                self._links[device] = _Links(transport, BufferPool(device), waits, passes, self._ranks_to_sum())
             links = self._links[device]
             self._engines[request] = Engine(kernel, links.transport, links.pool, links.waits, links.passes)
         return self._engines[request]
 
+    def _ranks_to_sum(self) -> int:
+        """Those of a node whose gradients are summed. All ranks call this together, and say it once; `auto` goes by the
+        cluster's description where that is true."""
+        if not self._summed or self._group is None:
+            return 0
+        right = self._sum_in_node == "true" or on_one_machine(self._group, self._summed)
+        if self.rank == 0:
+            which = f"every {self._summed} neighbouring ranks (attention.sum_in_node={self._sum_in_node})"
+            if right:
+                logger.info("partial gradients for other nodes are summed by %s", which)
+            else:
+                reason = "some of these, of a node by parallelism.cluster, are on several machines"
+                logger.warning("partial gradients for other nodes are not summed by %s: %s", which, reason)
+        return self._summed if right else 0
+
 
 class _Links(NamedTuple):
-    """What all calls on a device share."""
+    """What all calls on a device share. summed: see `Plan.sum_in_node`."""
 
     transport: Transport | None
     pool: BufferPool
     waits: StreamClock
     passes: StreamClock
+    summed: int
 
 
 def _check_sink(sink: Tensor | None, q: Tensor) -> None:

@@ -64,6 +64,13 @@ def find_hosts(group: dist.ProcessGroup, device: torch.device) -> Hosts:
     return divided(sets, from_all(group, _unreadable(device, [facts[rank].device for rank in mine])))
 
 
+def on_one_machine(group: dist.ProcessGroup, size: int) -> bool:
+    """Whether every `size` neighbouring ranks are on one machine; alike on all ranks of `group`, which call this
+    together."""
+    machines: list[Any] = from_all(group, os.uname().nodename)
+    return all(len(set(machines[i : i + size])) == 1 for i in range(0, len(machines), size))
+
+
 def by_host(machines: Sequence[str], per_host: int | None) -> tuple[tuple[int, ...], ...]:
     """Ranks by the name of the machine that they are on, in parts of `per_host`."""
     ranks: dict[str, list[int]] = {}

@@ -11,7 +11,7 @@ from .experts import layer_list
 from .latent import LatentKeys
 from .logging import LoggingConfig
 from .parallelism import ParallelismConfig
-from .planned import configured_mode, layout_of, mode_options, planned_mask, token_unit, workload_of
+from .planned import configured_mode, layout_of, mode_options, planned_mask, ranks_summed, token_unit, workload_of
 from .rope_scaling import RopeScaling
 from .tree import (
     CACHE_RULES,

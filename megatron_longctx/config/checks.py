@@ -7,6 +7,7 @@ from operator import attrgetter
 
 from ..errors import refuse
 from ..schedules.mask import causal
+from ..schedules.relay import check_nodes_are_known
 from .bounds import check, keys_of
 from .experts import check_expert_parallelism, check_experts
 from .latent import check_latent, check_latent_parallelism
@@ -219,6 +220,8 @@ def validate(config: Config) -> None:
             f"auto or false with recompute.mode={config.recompute.mode}",
             "There forward runs without a graph, so that nothing is kept; set it to auto, or recompute=none or layer.",
         )
+    par = config.parallelism
+    check_nodes_are_known(config.attention.sum_in_node, par.cluster is not None, par.context_parallel_size)
     if config.attention.baseline is not None:
         _validate_baseline(config)
     _validate_training(config)

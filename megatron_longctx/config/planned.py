@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..schedules import Mask, Workload
 from ..schedules.mask import documents
 from ..schedules.modes import Mode, ModeOptions, find_mode
+from ..schedules.relay import ranks_to_sum
 from ..topology import load_cluster
 from .parallelism import ParallelismConfig
 from .tree import Config
@@ -48,6 +49,16 @@ def configured_mode(par: ParallelismConfig) -> Mode:
         ValueError: options that it refuses.
     """
     return find_mode(par.schedule, par.context_parallel_size, mode_options(par))
+
+
+def ranks_summed(config: Config) -> int:
+    """The ranks of a node whose partial gradients are summed before they cross to another node; 0 for none.
+
+    Raises:
+        ValueError: a cluster that cannot be read or has no such number of ranks, or none where nodes have to be known.
+    """
+    par = config.parallelism
+    return ranks_to_sum(config.attention.sum_in_node, mode_options(par).cluster, par.context_parallel_size)
 
 
 def layout_of(config: Config) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..schedules.cache_modes import CACHE_MODES
+from ..schedules.relay import SUM_IN_NODE
 from ..schedules.save_remote import KEEP_RECEIVED
 from .bounds import choice, folder_name, number, path, text
 from .experts import ExpertKeys
@@ -105,6 +106,10 @@ class AttentionConfig:
     # again: auto (with ulysses, up to 32,768 tokens a rank: it takes the memory of one output more) | true | false.
     # With recompute=attention_output nothing is kept: forward runs without a graph.
     keep_received: str = choice("auto", KEEP_RECEIVED)
+    # Whether the partial gradients that ranks of a node have for a rank of another node are summed within the node, so
+    # that one message crosses: auto (where parallelism.cluster has several nodes whose ranks have faster links to each
+    # other than their share of the network) | true | false.
+    sum_in_node: str = choice("auto", SUM_IN_NODE)
     # To compare with, in training: TransformerEngine's context parallelism in the place of ours, whose schedule,
     # layout, kernel and transport then say nothing. Documents must be multiples of 2 x context_parallel_size.
     # null: ours.
@@ -112,7 +117,8 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         # `true`, read as a truth value, becomes the text `True`.
-        object.__setattr__(self, "keep_received", str(self.keep_received).lower())
+        for name in ("keep_received", "sum_in_node"):
+            object.__setattr__(self, name, str(getattr(self, name)).lower())
 
 
 @dataclass(frozen=True)

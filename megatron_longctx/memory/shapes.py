@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from ..config import Config, mode_options, planned_mask, token_unit, workload_of
+from ..config import Config, mode_options, planned_mask, ranks_summed, token_unit, workload_of
 from ..errors import refuse
 from ..schedules import (
     Kind,
@@ -18,6 +18,7 @@ from ..schedules import (
     build_plan,
     keeping,
     keeps_received,
+    summing_in_nodes,
 )
 from ..schedules.footprint import Footprint, footprint
 from .experts import FC1_COLUMNS, expert_bytes, expert_parameters, router_parameters
@@ -63,7 +64,7 @@ class Job:
             raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with plan --compare.")
         mask, unit = planned_mask(self.config), token_unit(par)
         plan = build_plan(par.schedule, par.context_parallel_size, mask, mode_options(par), unit, par.layout)
-        return keeping(plan) if self.keeps_received else plan
+        return summing_in_nodes(keeping(plan) if self.keeps_received else plan, ranks_summed(self.config))
 
     @cached_property
     def backward(self) -> Plan:

@@ -16,6 +16,7 @@ from .modes import MODES, Mode, ModeOptions, find_mode
 from .overlap import backward_plan
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step
 from .program import Program
+from .relay import ranks_to_sum, summing_in_nodes
 from .save_remote import keeping, keeps_received
 from .target import Target
 from .transpose import transpose

@@ -50,6 +50,7 @@ def describe(plan: Plan, target: Target | None = None, beside: Sequence[str] = (
     lines = [
         f"{plan.name} {direction}: {plan.n} ranks, {plan.mask.length} tokens ({plan.queries.name}), {plan.mask} mask, "
         f"{len(plan.steps)} steps, {plan.idle_fraction():.1%} of rank-time idle",
+        *([f"  nodes    of {plan.sum_in_node} ranks sum what they send of gradients"] if plan.sum_in_node else []),
         *beside,
         "",
         "who holds what",

@@ -103,7 +103,7 @@ class _Lowered:
         last = len(plan.steps) - 1
         self._publish(0)
         packed = self._mark()
-        marks: list[int] = []
+        marks: dict[float, int] = {}
         under_way = False
         for t, step in enumerate(plan.steps):
             if under_way:
@@ -112,18 +112,18 @@ class _Lowered:
             under_way = not at_once and self._exchanges(t)
             if under_way:
                 after = self.after[t]
-                self.ops.append(Send(t, max(packed, marks[after] if after >= 0 else -1)))
+                self.ops.append(Send(t, max(packed, marks.get(after, -1))))
             if t < last and self._publish(t + 1):
                 packed = self._mark()
-            if t:
-                self._arrived(t - 1)
+            if t and self._arrived(t - 1):
+                marks[t - 0.5] = self._mark()
             if at_once:
                 packed = self._acquire(t)
             else:
                 self._copy(self.places.own_among(t))
             for attend, carried in zip(step.attends[self.rank], self.results.carried[t], strict=True):
                 self._attend(attend, t, carried)
-            marks.append(self._mark())
+            marks[t] = self._mark()
         if under_way:
             arriving = {block.kind for block, _, _ in self.receives[last] if block.home == self.rank}
             own = {kind: total.finish(self.ops) for kind, total in self.own.items() if kind not in arriving}
@@ -157,13 +157,16 @@ class _Lowered:
 
     # What depends on what.
 
-    def _waits(self, ranges: Sequence[LiveRange], busy_until: Sequence[int]) -> list[int]:
-        """By step, the last step whose calls its messages have to wait for (-1: none)."""
-        after = [-1] * len(self.plan.steps)
+    def _waits(self, ranges: Sequence[LiveRange], busy_until: Sequence[int]) -> list[float]:
+        """By step, the last step whose calls its messages have to wait for (-1: none), or half a step less where they
+        wait only for what is added up before these."""
+        after: list[float] = [-1] * len(self.plan.steps)
         for each, until in zip(ranges, busy_until, strict=True):
             after[each.first] = max(after[each.first], until)
-        for (_, t), computed in self.results.computed.items():
-            after[t] = max(after[t], computed)
+        for message, computed in self.results.computed.items():
+            _, t = message
+            calls_follow = not self.results.by_call[message] and self.plan.steps[computed].attends[self.rank]
+            after[t] = max(after[t], computed - 0.5 if calls_follow else computed)
         return after
 
     def _exchanges(self, t: int) -> bool:
@@ -244,14 +247,20 @@ class _Lowered:
             for t, messages in enumerate(self.layout.messages)
         )
 
-    def _arrived(self, t: int) -> None:
-        """Take in the results that came in step `t`; those whose buffers are used again are merged now."""
+    def _arrived(self, t: int) -> bool:
+        """Take in the results that came in step `t`; those whose buffers are used again are merged now. Says whether
+        something of it goes on from here."""
         for block, _, _ in self.receives[t]:
             if block.kind in RESULTS and block.home == self.rank:
                 self.own[block.kind].add(Part(self.places.into(block, t), block.start), self.ops)
-        for total in self.own.values():
+        added = self.results.added[t + 1] if t + 1 < len(self.plan.steps) else []
+        for block, key in added:
+            self.left[key] -= 1
+            self._copy(self._send_result(key, [Part(self.places.into(block, t), block.start)]))
+        for total in (*self.own.values(), *(self.away[key] for _, key in added if self.left[key])):
             if any(self.places.is_received_after(buffer, t + 1) for buffer in total.borrowed):
                 total.fold(self.ops)
+        return bool(added)
 
     # Calls.
 

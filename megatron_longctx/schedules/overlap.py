@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .collector import collector_paused
-from .plan import Attend, Plan, Step
+from .plan import Attend, Plan
 from .transpose import transpose
 
 LEAST_TOKENS = 2048
@@ -25,14 +25,16 @@ def backward_plan(plan: Plan) -> Plan:
     backward = transpose(plan)
     if len(backward.steps) < 2 or any(backward.steps[-1].attends):
         return backward
-    first, *middle, last = backward.steps
+    # The message behind a sum within a node waits for no call beside it, so that both are hidden by the one before.
+    at = len(backward.steps) - (2 if len(backward.steps) > len(plan.steps) + 1 else 1)
+    first, *rest = backward.steps
     before, after = [], []
     for rank, attends in enumerate(first.attends):
         now, later = _divided(attends, rank)
         before.append(now)
         after.append(later)
-    steps = (first._replace(attends=tuple(before)), *middle, Step(last.moves, tuple(after)))
-    return replace(backward, steps=steps)
+    rest[at - 1] = rest[at - 1]._replace(attends=tuple(after))
+    return replace(backward, steps=(first._replace(attends=tuple(before)), *rest))
 
 
 def _divided(attends: tuple[Attend, ...], rank: int) -> tuple[tuple[Attend, ...], tuple[Attend, ...]]:

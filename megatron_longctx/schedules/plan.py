@@ -6,7 +6,8 @@ sent on from step t+1 on. Sizes are known to every rank, so nothing is padded an
 
 A result for another rank's tokens that is computed in step t may be sent from step t+1 on. A move of a result from the
 rank that computed it carries, merged, all that this rank has computed for any part of the block and not sent yet; at
-its home it is merged with the rest.
+its home it is merged with the rest. A partial gradient that arrives in step t elsewhere than at its home is added there
+to what that rank has computed for the same rows, as if that had been computed in step t+1.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Kind(StrEnum):
 
 RESULTS = frozenset({Kind.OUT, Kind.DQ, Kind.DKV})
 """Kinds that are computed away from home and travel back to it."""
+GRADIENTS = RESULTS - {Kind.OUT}
+"""Results that are added up wherever they arrive."""
 
 
 FIELDS = {
@@ -175,6 +178,8 @@ class Plan:
     queries, keys: who holds which token; the same layout, but over a cache.
     kept: by rank, what it keeps of other ranks' from forward to backward: KV that it has received, and Q, together with
         their out and lse, that it alone has computed in one call. Empty where nothing is kept.
+    sum_in_node: 0, or the ranks of a node (so many neighbours), whose partial gradients for the same rows of a rank of
+        another node are added up by one of them, which alone sends them there.
     """
 
     name: str
@@ -184,6 +189,7 @@ class Plan:
     steps: tuple[Step, ...]
     backward: bool = False
     kept: tuple[tuple[Block, ...], ...] = ()
+    sum_in_node: int = 0
 
     @property
     def n(self) -> int:

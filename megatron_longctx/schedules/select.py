@@ -12,6 +12,7 @@ from .cost import GIB, Costs
 from .mask import Mask
 from .modes import MODES, Choices, Mode, ModeOptions
 from .overlap import backward_plan
+from .relay import ranks_to_sum, summing_in_nodes
 from .save_remote import keeping, keeps_received
 from .simulate import Simulation, simulate
 from .target import Target
@@ -20,8 +21,8 @@ from .target import Target
 @dataclass(frozen=True)
 class Problem:
     """What a mode is chosen for. unit, layout: see `build_plan`. options: what was said of modes. max_bytes: most
-    memory of one attention call on any rank; None for no bound. keep_received: auto, true or false (see
-    `keeps_received`)."""
+    memory of one attention call on any rank; None for no bound. keep_received, sum_in_node: auto, true or false (see
+    `keeps_received`, `ranks_to_sum`)."""
 
     n: int
     mask: Mask
@@ -31,6 +32,7 @@ class Problem:
     options: ModeOptions = field(default_factory=ModeOptions)
     max_bytes: int | None = None
     keep_received: str = "false"
+    sum_in_node: str = "false"
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def _price(mode: Mode, problem: Problem, cluster: Cluster, costs: Costs, timelin
     plan = build_plan(mode, n, problem.mask, unit=problem.unit, layout=problem.layout)
     if keeps_received(problem.keep_received, mode.name, n, length, target.workload.batch):
         plan = keeping(plan)
+    plan = summing_in_nodes(plan, ranks_to_sum(problem.sum_in_node, problem.options.cluster, n))
     forward = simulate(plan, cluster, target, costs, timeline=timeline)
     backward = simulate(backward_plan(plan), cluster, target, costs, timeline=timeline)
     found = Candidate(str(mode), mode, forward, backward)

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from .mask import runs
-from .plan import RESULTS, Block, Heads, Kind, Plan
+from .plan import GRADIENTS, RESULTS, Block, Heads, Kind, Move, Plan
 from .program import Message, Region, SendLayout
 
 _ALIGNMENT = 256
@@ -81,11 +81,16 @@ Carrier = tuple[Block, int]
 
 class ResultsSent(NamedTuple):
     """What a rank computes for others. computed: by message, the step in which its last part is. parts: by message, how
-    many calls add to it. carried: by step and call, what it computes for others, each with its message."""
+    many calls and arrivals add to it. carried: by step and call, what it computes for others, each with its message.
+    added: by step, other
+    ranks' partial gradients that came in the step before and go on in a message of this rank's, likewise. by_call: by
+    message, whether its last part is a call's."""
 
     computed: dict[Carrier, int]
     parts: dict[Carrier, int]
     carried: list[list[list[tuple[Block, Carrier]]]]
+    added: list[list[tuple[Block, Carrier]]]
+    by_call: dict[Carrier, bool]
 
 
 def results_sent(plan: Plan, rank: int) -> ResultsSent:
@@ -97,16 +102,22 @@ def results_sent(plan: Plan, rank: int) -> ResultsSent:
             if block.kind in RESULTS and block.origin == rank:
                 sent.setdefault((block.kind, block.home), []).append((block, t))
                 computed[block, t] = t - 1
-    parts = dict.fromkeys(computed, 0)
+    parts, by_call = dict.fromkeys(computed, 0), dict.fromkeys(computed, True)
     carried: list[list[list[tuple[Block, Carrier]]]] = []
-    for t, step in enumerate(plan.steps):
+    added: list[list[tuple[Block, Carrier]]] = []
+    before: list[Move] = []
+    for t, (step, arriving) in enumerate(zip(plan.steps, plan.receives(rank), strict=True)):
+        arrived = [block for block, _, _ in before if block.kind in GRADIENTS and block.home != rank]
+        added.append([(block, _carrier(block.result(block.kind, rank), t, sent)) for block in arrived])
         calls = step.attends[rank]
         found = [[(part, _carrier(part, t, sent)) for part in plan.results_away(each, rank)] for each in calls]
-        for _, message in chain.from_iterable(found):
-            computed[message] = t
-            parts[message] += 1
+        for call, messages in ((False, added[t]), (True, chain.from_iterable(found))):
+            for _, message in messages:
+                computed[message], by_call[message] = t, call
+                parts[message] += 1
         carried.append(found)
-    return ResultsSent(computed, parts, carried)
+        before = arriving
+    return ResultsSent(computed, parts, carried, added, by_call)
 
 
 def _carrier(part: Block, t: int, sent: dict[tuple[Kind, int], list[Carrier]]) -> Carrier:

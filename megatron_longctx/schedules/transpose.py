@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .plan import Block, Heads, Kind, Move, Plan, Step
+from .relay import Ready, ways_home
 from .trim import trim
 
 _INPUTS = {Kind.KV: (Kind.KV,), Kind.Q: (Kind.Q_GRAD,)}
@@ -16,7 +17,9 @@ def transpose(plan: Plan) -> Plan:
 
     A rank that attended another rank's keys sends its partial dK, dV to their home once it is done with them, and the
     home adds up what arrives in fp32. Sent in the kernel's own output precision, this loses nothing and moves half the
-    bytes of an accumulator that travels the ring in fp32. Likewise for queries that a helper attended.
+    bytes of an accumulator that travels the ring in fp32. Likewise for queries that a helper attended. Where
+    `plan.sum_in_node` says so, one rank of a node adds up what its ranks have for a rank of another node, and sends
+    the sum.
 
     What `plan.kept` says that ranks have kept does not travel again; of kept queries only the gradient of out does.
 
@@ -33,14 +36,14 @@ def transpose(plan: Plan) -> Plan:
             for move in step.moves
             for kind in kinds.get(move.block.kind, ())
         )
-        steps.append(Step(inputs + tuple(results[t]), step.attends))
-    if results[-1]:
-        steps.append(Step(tuple(results[-1]), ((),) * plan.n))
+        steps.append(Step(inputs + tuple(results.get(t, ())), step.attends))
+    for t in range(len(steps), max(results, default=-1) + 1):
+        steps.append(Step(tuple(results.get(t, ())), ((),) * plan.n))
     backward = replace(plan, steps=tuple(steps), backward=True)
     return trim(backward) if plan.kept else backward
 
 
-def _results(plan: Plan) -> list[list[Move]]:
+def _results(plan: Plan) -> dict[int, list[Move]]:
     """The moves of gradients to their homes, by step: in the one after the last call that adds to them.
 
     What overlaps travels as one, so that nothing is sent twice.
@@ -52,16 +55,19 @@ def _results(plan: Plan) -> list[list[Move]]:
                 for block in plan.results_away(attend, rank):
                     computed = away.setdefault((rank, block.kind, block.home, block.heads), [])
                     computed.append((block.start, block.stop, t, block))
-    moves: list[list[Move]] = [[] for _ in range(len(plan.steps) + 1)]
-    for (rank, _, home, _), computed in away.items():
+    ready: list[Ready] = []
+    for computed in away.values():
         open_stop, last, whole = -1, -1, computed[0][3]
         for start, stop, t, block in sorted(computed):
             if start >= open_stop:
                 if open_stop >= 0:
-                    moves[last + 1].append(Move(whole, rank, home))
+                    ready.append(Ready(whole, last + 1))
                 open_stop, last, whole = stop, t, block
             else:
                 open_stop, last = max(open_stop, stop), max(last, t)
                 whole = whole._replace(stop=open_stop)
-        moves[last + 1].append(Move(whole, rank, home))
+        ready.append(Ready(whole, last + 1))
+    moves: dict[int, list[Move]] = {}
+    for t, move in ways_home(ready, plan.sum_in_node):
+        moves.setdefault(t, []).append(move)
     return moves

@@ -11,7 +11,7 @@ from itertools import accumulate
 from ..layout import Layout
 from .collector import collector_paused
 from .mask import Slice, band_between
-from .plan import RESULTS, Attend, Block, Heads, Kind, Move, Plan
+from .plan import GRADIENTS, RESULTS, Attend, Block, Heads, Kind, Move, Plan
 from .save_remote import calls_by_home
 
 
@@ -30,12 +30,14 @@ def verify(plan: Plan, forward: Plan | None = None) -> None:
         PlanError: a pair computed twice, never, or against the mask; a move from a rank that does not hold the block,
             to itself, or of a block that is there already; a block attended before it arrives; a result that does not
             reach its home exactly once; something kept that was never received, or queries kept whose out is not all
-            computed in one call.
+            computed in one call; a partial gradient that crosses between nodes beside another for the same rows, where
+            the plan says that they are summed.
     """
     _check_spans(plan)
     _check_pairs(plan)
     _check_kept(plan, forward)
     _check_flow(plan)
+    _check_sums(plan)
 
 
 def _check_spans(plan: Plan) -> None:
@@ -177,6 +179,7 @@ def _check_flow(plan: Plan) -> None:
         for kind in (Kind.KV, Kind.Q, Kind.Q_GRAD, Kind.GRAD):
             held[rank].add(Block(kind, rank, 0, plan.layout_of(kind).num_tokens(rank)))
     results = _Results()
+    before: tuple[Move, ...] = ()
     for t, step in enumerate(plan.steps):
         for move in step.moves:
             where = f"{plan.name}, step {t}: {move.block} from {move.source} to {move.destination}"
@@ -196,6 +199,9 @@ def _check_flow(plan: Plan) -> None:
             for attend in attends:
                 for result in plan.results_away(attend, rank):
                     results.compute(result)
+        results.add(before)
+        before = step.moves
+    results.add(before)
     for rank, kept in enumerate(plan.kept if not plan.backward else ()):
         for block in kept:
             if not held[rank].holds(block):
@@ -205,8 +211,24 @@ def _check_flow(plan: Plan) -> None:
         raise PlanError(f"{plan.name}: {lost[0]} never reaches its home, nor do {len(lost) - 1} more results")
 
 
+def _check_sums(plan: Plan) -> None:
+    node = plan.sum_in_node
+    crossing: dict[tuple[int, Kind, int], list[Move]] = {}
+    for step in plan.steps if node else ():
+        for move in step.moves:
+            block, source, destination = move
+            if block.kind in GRADIENTS and source // node != destination // node:
+                others = crossing.setdefault((source // node, block.kind, block.home), [])
+                for other in others:
+                    if other.source != source and other.block.overlaps(block):
+                        what = f"{block} and {other.block} both leave the node of ranks {source} and {other.source}"
+                        raise PlanError(f"{plan.name}: {what}: expected their sum")
+                others.append(move)
+
+
 class _Results:
-    """Results computed away from home: each has to leave in one message, and to arrive once."""
+    """Results computed away from home: each has to leave in one message, and to arrive once; gradients as part of one
+    or several sums."""
 
     def __init__(self) -> None:
         self._unsent: dict[tuple[Kind, int, int], list[Block]] = {}
@@ -227,10 +249,18 @@ class _Results:
                 raise PlanError(f"{where}: cuts a result that the source has computed as one")
             self._unsent[key] = [result for result in unsent if result not in carried]
             self._travelling[block] += 1
-        if move.destination == block.home:
+        elif block.kind in GRADIENTS:
+            raise PlanError(f"{where}: what has arrived there is part of a sum, and is not passed on by itself")
+        if move.destination == block.home or block.kind in GRADIENTS:
             self._travelling[block] -= 1
             if self._travelling[block] < 0:
                 raise PlanError(f"{where}: reaches its home more often than it was sent")
+
+    def add(self, moves: tuple[Move, ...]) -> None:
+        """What has come elsewhere than to its home counts as computed there."""
+        for block, _, rank in moves:
+            if block.kind in GRADIENTS and rank != block.home:
+                self.compute(block.result(block.kind, rank))
 
     def lost(self) -> list[Block]:
         unsent = [result for results in self._unsent.values() for result in results]

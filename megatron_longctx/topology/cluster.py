@@ -177,6 +177,12 @@ class Cluster:
         """Ranks of the whole cluster."""
         return self.nodes * self.ranks_per_node
 
+    @property
+    def network_share_gibps(self) -> float:
+        """What a rank gets of its node's NICs while all of the node's ranks send, GiB/s."""
+        assert self.network is not None
+        return self.network.nic_gibps * self.network.nics / self.ranks_per_node
+
     def node_of(self, rank: int) -> int:
         return rank // self.ranks_per_node
 

@@ -87,6 +87,7 @@ def _ranking(
         layout=par.layout,
         options=mode_options(par),
         keep_received=config.keep_received,
+        sum_in_node=config.attention.sum_in_node,
         max_bytes=None if par.max_attention_gib is None else int(par.max_attention_gib * 2**30),
     )
     return select(problem, cluster, costs)

@@ -6,10 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..config import Config, configured_mode, mode_options, planned_mask, token_unit, workload_of
+from ..config import Config, configured_mode, mode_options, planned_mask, ranks_summed, token_unit, workload_of
 from ..errors import refuse
 from ..memory import command
-from ..schedules import Costs, Plan, Takes, Target, backward_plan, build_plan, keeping, keeps_received
+from ..schedules import (
+    Costs,
+    Plan,
+    Takes,
+    Target,
+    backward_plan,
+    build_plan,
+    keeping,
+    keeps_received,
+    summing_in_nodes,
+)
 from ..schedules import mask as masks
 from ..schedules.describe import describe, summary
 from ..schedules.draw import draw
@@ -87,7 +97,9 @@ def compare(config: Config, *, causal: bool, picture: Path | None) -> None:
     options = replace(mode_options(par), inner_size=None, max_buffer_tokens=None, head_chunks=1)
     n, length = par.context_parallel_size, config.data.seq_length
     mask = _mask(config, causal)
-    problem = Problem(n, mask, target, token_unit(par), par.layout, options, keep_received=config.keep_received)
+    keep, summed = config.keep_received, config.attention.sum_in_node
+    unit, layout = token_unit(par), par.layout
+    problem = Problem(n, mask, target, unit, layout, options, keep_received=keep, sum_in_node=summed)
     ranking = rank_modes(problem, cluster, timeline=picture is not None)
     heads = target.workload
     title = (
@@ -189,7 +201,7 @@ def _configured(config: Config, mask: masks.Mask) -> Plan:
     n, length = par.context_parallel_size, config.data.seq_length
     plan = build_plan(par.schedule, n, mask, mode_options(par), token_unit(par), par.layout)
     keep = keeps_received(config.keep_received, par.schedule, n, length, config.train.micro_batch_size)
-    return keeping(plan) if keep else plan
+    return summing_in_nodes(keeping(plan) if keep else plan, ranks_summed(config))
 
 
 def _mask(config: Config, causal: bool, lengths: Sequence[int] | None = None) -> masks.Mask:

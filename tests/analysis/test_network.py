@@ -67,5 +67,7 @@ def test_reports_mark_what_was_predicted_badly(tmp_path: Path) -> None:
     assert "| 1.50 (!) |" in rows[2] and "tasp" in rows[2] and "(!)" not in rows[3]
     assert "| mesh, causal | tasp |  | 4.00 / 4.00 |" in report.speedups(found)
     assert "| mesh | 0.50 | 4.00 + 4.00 | 1.00 + 1.00 | 4.00 | 4.00 | 4.00 |" in report.ratios(found[:2])
+    less = job.Found("mesh", "zigzag, summed", True, 4.0, 2.0, 4.0, 1.0, 1e-7)
+    assert "| mesh, causal | zigzag | 2.00 | 4.00 | 1.33 |" in report.sums([*found, less])
     report.draw(found, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

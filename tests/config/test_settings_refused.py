@@ -227,6 +227,12 @@ def test_a_word_of_several_lines_is_refused_in_one(word: str) -> None:
         (["model.window_pattern=2"], "model.window_pattern=2", "null with model.window=null"),
         (["model.sinks=some"], "model.sinks=some", "one of none, off_by_one, learnable"),
         (["attention.keep_received=always"], "attention.keep_received=always", "one of auto, true, false"),
+        (["attention.sum_in_node=always"], "attention.sum_in_node=always", "one of auto, true, false"),
+        (
+            ["attention.sum_in_node=true", "parallelism=cp2"],
+            "attention.sum_in_node=true",
+            "parallelism.cluster, which says what the nodes are",
+        ),
         (
             ["attention.keep_received=true", "recompute=attention_output"],
             "attention.keep_received=true",

@@ -73,6 +73,7 @@ class _Followed:
         return kept
 
     def check(self) -> None:
+        came: list[tuple[int, Block, Pairs]] = []  # partial gradients, in the step before, to ranks that send them on
         for step in self.plan.steps:
             arriving: list[tuple[int, set[Token]]] = []
             results: list[tuple[int, Block, Pairs]] = []
@@ -99,11 +100,14 @@ class _Followed:
             for destination, sent in arriving:
                 assert not sent & self.held[destination], "arrives twice"
                 self.held[destination] |= sent
-            for rank, block, pairs in (*results, *computed):
+            sums = [(rank, block._replace(origin=rank), pairs) for rank, block, pairs in came]
+            came = [each for each in results if each[0] != each[1].home and each[1].kind is not Kind.OUT]
+            for rank, block, pairs in (*results, *computed, *sums):
                 if block.home == rank:
                     self.home[block.kind] += pairs
-                else:
+                elif block.kind is Kind.OUT or block.origin == rank:
                     self.results[rank].append((block, pairs))
+        assert not came
         for kind in (Kind.DQ, Kind.DKV) if self.plan.backward else (Kind.OUT,):
             np.testing.assert_array_equal(self.home[kind], self.seen)
 

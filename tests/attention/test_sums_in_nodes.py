@@ -1,0 +1,209 @@
+"""Gradients that are summed inside nodes, on ranks that are processes: dense attention in fp64, in reduced precision as
+good as one device, and a message for each node in the place of one for each rank."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_longctx.attention import ContextParallelAttention
+from megatron_longctx.comm import hosts
+from megatron_longctx.comm.p2p import Exchange, P2PTransport
+from megatron_longctx.schedules import Mask, ModeOptions, build_plan, find_mode
+from megatron_longctx.schedules.mask import documents
+from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.testing.references import dense_attention, random_qkv, shard, unshard, visible
+from megatron_longctx.testing.tolerances import assert_as_good_as, relative_error
+from megatron_longctx.topology import Cluster, Mesh, Network
+
+SCHEDULES = ("ring", "zigzag", "striped", "double_ring", "tasp", "all_gather", "helper")
+PER_NODE = (2, 3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """said: of `documents`. heads: of queries, of keys."""
+
+    schedule: str
+    said: tuple[tuple[str, Any], ...]
+    heads: tuple[int, int]
+    kernel: str = "reference"
+    dtype: torch.dtype = torch.float64
+    keep: str = "auto"
+
+    @property
+    def mask(self) -> Mask:
+        return documents(**dict(self.said))
+
+    @property
+    def plain(self) -> Case:
+        return replace(self, schedule="", keep="auto")
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return random_qkv(self.mask.length, 2, *self.heads, 8, self.dtype, seed=self.mask.length)
+
+
+def options(node: int) -> ModeOptions:
+    """Two nodes, whose ranks share a NIC."""
+    return ModeOptions(inner_size=node, cluster=Cluster("two", 2, node, Mesh(50.0), Network(1, 5.0)))
+
+
+def said(*lengths: int, **more: Any) -> tuple[tuple[str, Any], ...]:
+    return (("lengths", lengths), *more.items())
+
+
+def cases(node: int) -> list[Case]:
+    """Causal, full, packed documents in a window; GQA and one key/value head for each."""
+    n = 2 * node
+    found = []
+    for schedule in SCHEDULES:
+        found += [
+            Case(schedule, said(8 * n + 3), (2 * n, n)),
+            Case(schedule, said(8 * n, causal=False), (n, n), keep="true"),
+            Case(schedule, said(9, 1, 6 * n + 3, window=(13, None)), (2 * n, n)),
+            Case(schedule, said(3 * n, 5 * n + 1), (2 * n, n), keep="true"),
+            Case(schedule, said(16 * n), (2 * n, n), "cpu", torch.bfloat16),
+        ]
+    return found
+
+
+class Crossings:
+    """Counts what this rank sends to the other node."""
+
+    def __init__(self, rank: int, node: int) -> None:
+        self.num_bytes, self.home = 0, rank // node
+        start = P2PTransport.start
+
+        def counted(transport: P2PTransport, sends: Sequence[Any], *others: Any) -> Exchange:
+            self.num_bytes += sum(x.nbytes for x, peer in sends if peer // node != self.home)
+            return start(transport, sends, *others)
+
+        P2PTransport.start = counted  # type: ignore[method-assign]
+
+
+class Rank:
+    def __init__(self, rank: int, node: int) -> None:
+        self.rank, self.node, self.crossings = rank, node, Crossings(rank, node)
+        self.said: list[str] = []
+        logger = logging.getLogger("megatron_longctx.attention.context_parallel")
+        logger.setLevel(logging.INFO)
+        logger.addFilter(lambda record: self.said.append(record.getMessage()) is None)
+
+    def call(self, case: Case, setting: str) -> tuple[dict[str, Tensor], int]:
+        """out and gradients, and the bytes that backward has sent to the other node."""
+        attention = ContextParallelAttention(
+            dist.group.WORLD,
+            schedule=case.schedule,
+            kernel=case.kernel,
+            options=options(self.node),
+            keep_received=case.keep,
+            sum_in_node=setting,
+        )
+        *leaves, grad_out = (shard(x, attention.layout(case.mask), self.rank) for x in case.tensors())
+        out = attention(*(x.requires_grad_() for x in leaves), mask=case.mask)
+        before = self.crossings.num_bytes
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        found = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+        return found, self.crossings.num_bytes - before
+
+
+def _run(number: int, node: int) -> dict[str, Any]:
+    rank = Rank(number, node)
+    runs = {"false": "false", "auto": "auto", "auto again": "auto"}
+    cases_of = [{name: rank.call(case, setting) for name, setting in runs.items()} for case in cases(node)]
+    found: dict[str, Any] = {"results": [{name: of[0] for name, of in each.items()} for each in cases_of]}
+    found["sent"] = [{name: of[1] for name, of in each.items()} for each in cases_of]
+    found["said"] = rank.said.copy()
+    rank.said.clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(hosts.os, "uname", lambda: SimpleNamespace(nodename=f"host{number % 2}"))
+        found["elsewhere"] = [rank.call(cases(node)[0], setting)[1] for setting in ("auto", "true")]
+    return {**found, "said elsewhere": rank.said}
+
+
+@functools.cache
+def _attempt(node: int) -> list[dict[str, Any]] | Exception:
+    try:
+        return run_distributed(_run, 2 * node, node)
+    except Exception as error:
+        return error
+
+
+@pytest.fixture(params=PER_NODE, ids=lambda node: f"2 nodes of {node}", scope="module")
+def node(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def ranks(node: int) -> list[dict[str, Any]]:
+    found = _attempt(node)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+@functools.cache
+def truth(plain: Case) -> dict[str, Tensor]:
+    return dense_attention(*plain.tensors(), seen=visible(**dict(plain.said)))
+
+
+def own(case: Case) -> dict[str, Tensor]:
+    """By one rank alone, in the same precision."""
+    *leaves, grad_out = case.tensors()
+    out = ContextParallelAttention(kernel=case.kernel)(*(x.requires_grad_() for x in leaves), mask=case.mask)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+
+def test_sums_are_the_gradients_of_dense_attention(node: int, ranks: list[dict[str, Any]]) -> None:
+    for i, case in enumerate(cases(node)):
+        layout = build_plan(find_mode(case.schedule, 2 * node, options(node)), 2 * node, case.mask).queries
+        shards = [found["results"][i]["auto"] for found in ranks]
+        found = {name: unshard([each[name] for each in shards], layout) for name in shards[0]}
+        if case.dtype is not torch.float64:
+            assert_as_good_as(found, own(case), truth(case.plain), case)
+            continue
+        for name, expected in truth(case.plain).items():
+            assert relative_error(found[name], expected) < 1e-9, f"{case}: {name}"
+
+
+def test_sums_are_bit_equal_from_run_to_run(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        for results in found["results"]:
+            for name, x in results["auto"].items():
+                assert torch.equal(x, results["auto again"][name])
+            assert torch.equal(results["auto"]["out"], results["false"]["out"])
+
+
+def test_less_crosses_between_nodes(node: int, ranks: list[dict[str, Any]]) -> None:
+    """Full attention whose keys are kept: gradients are all that backward sends, of every rank of a node or of one."""
+    for i, case in enumerate(cases(node)):
+        plain, less = (sum(found["sent"][i][setting] for found in ranks) for setting in ("false", "auto"))
+        assert less < plain
+        if dict(case.said).get("causal") is False and case.schedule != "helper":
+            block = 8 * 2 * 2 * node * 2 * 8 * 8  # dK, dV of a rank: tokens, sequences, heads, channels, bytes
+            assert plain == 2 * node * node * block and less == 2 * node * block
+
+
+def test_it_is_said_once_by_the_first_rank(node: int, ranks: list[dict[str, Any]]) -> None:
+    expected = f"partial gradients for other nodes are summed by every {node} neighbouring ranks "
+    assert ranks[0]["said"] == [f"{expected}(attention.sum_in_node=auto)"] * 2 * len(cases(node))
+    assert not any(found["said"] for found in ranks[1:])
+
+
+def test_auto_does_not_go_by_a_description_of_other_nodes(node: int, ranks: list[dict[str, Any]]) -> None:
+    """Here every other rank is said to be on another machine; `true` is what it is."""
+    plain, less = (sum(found["sent"][0][setting] for found in ranks) for setting in ("false", "auto"))
+    assert [sum(found["elsewhere"][i] for found in ranks) for i in (0, 1)] == [plain, less]
+    auto, true = ranks[0]["said elsewhere"]
+    assert "are not summed by" in auto and "are on several machines" in auto
+    assert true.endswith("(attention.sum_in_node=true)") and "are summed by" in true
