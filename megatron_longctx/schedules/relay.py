@@ -76,16 +76,18 @@ def ways_home(ready: Sequence[Ready], node: int) -> Iterator[tuple[int, Move]]:
             yield step, Move(each.block, origin, home)
         else:
             crossing.setdefault((origin // node, kind, home, heads), []).append(each)
-    sums = [some for found in crossing.values() for some in _overlapping(found)]
-    totals: Counter[int] = Counter()  # by node, tokens of its sums
-    for some in sums:
-        totals[some[0].block.origin // (node or 1)] += _whole(some).tokens
+    sums: dict[int, list[list[Ready]]] = {}  # by the step in which the last part may leave
+    for found in crossing.values():
+        for some in _overlapping(found):
+            sums.setdefault(max(each.step for each in some), []).append(some)
     made: Counter[int] = Counter()  # by rank, tokens of the sums that it makes
+    so_far: Counter[int] = Counter()  # by node, tokens of its sums that are whole in this step or later
     # What is whole last chooses first: it waits for no message if the rank that computes its last part makes the sum.
-    for some in sorted(sums, key=lambda some: -max(each.step for each in some)):
+    # That rank does if it has less than its share of the node's sums so far, so that none has many at a time.
+    for some in (some for step in sorted(sums, reverse=True) for some in _counted(sums[step], so_far, node)):
         whole = _whole(some)
-        share = totals[whole.origin // node] - whole.tokens * node
-        free = [each for each in some if made[each.block.origin] * node <= share]
+        share = so_far[whole.origin // node]
+        free = [each for each in some if made[each.block.origin] * node < share]
         last = max(free, key=lambda each: each.step) if free else min(some, key=lambda each: made[each.block.origin])
         relay, leaves = last.block.origin, 0
         made[relay] += whole.tokens
@@ -94,6 +96,13 @@ def ways_home(ready: Sequence[Ready], node: int) -> Iterator[tuple[int, Move]]:
                 yield step, Move(block, block.origin, relay)
             leaves = max(leaves, step if block.origin == relay else step + 2)
         yield leaves, Move(whole._replace(origin=relay), relay, whole.home)
+
+
+def _counted(sums: list[list[Ready]], so_far: Counter[int], node: int) -> list[list[Ready]]:
+    """The same, once all of their tokens are counted."""
+    for some in sums:
+        so_far[some[0].block.origin // node] += _whole(some).tokens
+    return sums
 
 
 def _whole(some: Sequence[Ready]) -> Block:

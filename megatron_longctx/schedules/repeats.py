@@ -106,7 +106,7 @@ class Repeats:
                 if home != rank:
                     home = plan.n + met[home] - left_out
                 if origin not in (-1, rank):
-                    origin = plan.n + met[plan.n + origin] - left_out
+                    origin = -2 - origin if plan.sum_in_node else plan.n + met[plan.n + origin] - left_out
                 return block._replace(home=home, origin=origin)
 
             moves = [Move(named(block), rank, -1) for block, _, _ in plan.sends(rank)[t]]
@@ -155,6 +155,10 @@ class _Parts:
         rows = np.concatenate((of_moves, of_moves, of_calls, of_blocks[len(moves) :])).take(order, 0)
         # Other ranks are counted as they come.
         others, is_block = rows[:, 1:], (kinds != _CALL)[:, None]
+        if (
+            plan.sum_in_node
+        ):  # who has computed a part of a sum says nothing: it is a rank of the node, come long before
+            others[is_block[:, 0] & (others[:, 1] != ranks), 1] = -1
         counted = is_block & (others >= 0) & (others != ranks[:, None])
         each = (2 * n * ranks[:, None] + others + np.array((0, n)))[counted]
         at = np.repeat(at[:, None], 2, 1)[counted]

@@ -41,6 +41,7 @@ from megatron_longctx.schedules.mask import full
 from megatron_longctx.schedules.overlap import LEAST_TOKENS
 from megatron_longctx.schedules.plan import GRADIENTS
 from megatron_longctx.schedules.program import Space
+from megatron_longctx.schedules.repeats import Repeats
 from megatron_longctx.schedules.select import Problem, rank_modes
 from megatron_longctx.schedules.simulate import simulate
 from megatron_longctx.topology import Cluster, Device, Mesh, Network, load_cluster
@@ -256,11 +257,25 @@ def test_where_the_network_is_the_limit_backward_is_faster(schedule: str) -> Non
     assert less.links[next(r for r in less.links if r.kind == "nic_out")] * less.seconds < 0.6 * plain.seconds
 
 
+@pytest.mark.parametrize("schedule", ["zigzag", "ring"])
+def test_no_rank_of_many_nodes_has_many_sums_at_a_time(schedule: str) -> None:
+    """One part comes to a rank in a step, as one gradient does without sums; else all wait for the one that adds."""
+    plan = summed(build_plan(schedule, 32, full(32 * 32)), 4)
+    moves = [(t, move) for t, step in enumerate(plan.steps) for move in step.moves if move.block.kind is Kind.DKV]
+    came = Counter((t, move.destination) for t, move in moves if move.destination != move.block.home)
+    assert set(came.values()) == {1}
+    cluster = replace(SLOW, nodes=8, network=Network(4, 5.0))
+    plain = backward_plan(build_plan(schedule, 32, full(32 * 2048)))
+    less = summed(build_plan(schedule, 32, full(32 * 2048)), 4)
+    times = [simulate(each, cluster, Target(Workload(32, 8, 128), PACKED)).seconds for each in (plain, less)]
+    assert times[1] < times[0]
+
+
 def test_simulations_of_repeating_steps_hold_for_sums() -> None:
     """Of steps that repeat a few are lowered: the same as all of them."""
-    cluster = replace(SLOW, nodes=16)
-    plan = summed(build_plan("zigzag", 64, full(64 * 64)), 4)
-    target = Target(Workload(2, 2, 8), PACKED)
+    cluster, target = replace(SLOW, nodes=48), Target(Workload(2, 2, 8), PACKED)
+    plan = summed(build_plan("zigzag", 192, full(192 * 64)), 4)
+    assert all(Repeats(plan).short(rank).cuts for rank in (0, 77, 191))
     short, whole = (simulate(plan, cluster, target, timeline=timeline) for timeline in (False, True))
     assert short.seconds == pytest.approx(whole.seconds, rel=1e-12) and short.peak_bytes == whole.peak_bytes
 
