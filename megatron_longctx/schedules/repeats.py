@@ -155,9 +155,7 @@ class _Parts:
         rows = np.concatenate((of_moves, of_moves, of_calls, of_blocks[len(moves) :])).take(order, 0)
         # Other ranks are counted as they come.
         others, is_block = rows[:, 1:], (kinds != _CALL)[:, None]
-        if (
-            plan.sum_in_node
-        ):  # who has computed a part of a sum says nothing: it is a rank of the node, come long before
+        if plan.sum_in_node:  # which rank of the node has computed a part of a sum says nothing
             others[is_block[:, 0] & (others[:, 1] != ranks), 1] = -1
         counted = is_block & (others >= 0) & (others != ranks[:, None])
         each = (2 * n * ranks[:, None] + others + np.array((0, n)))[counted]
