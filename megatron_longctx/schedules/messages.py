@@ -25,10 +25,11 @@ class Messages:
     def __init__(self, n: int, cluster: Cluster, workload: Workload, costs: Costs) -> None:
         self.n, self.cluster, self.workload, self.costs = n, cluster, workload, costs
         self._resources: list[Resource | None] = [None]
-        self._rates = [inf]  # bytes per second, by resource
         self._numbers: dict[Resource, int] = {}
-        self._used: dict[int, float] = {}  # seconds at full rate, by resource in the order of their first use
         self._capacities: dict[str, float] = {}
+        # By resource, bytes per second and, by now, seconds at full rate.
+        self._rates, self._used = np.full(1, inf), np.zeros(1)
+        self._in_use: dict[int, None] = {}  # in the order of their first use
         # Routes inside of nodes: resources, bytes per second (0: not looked up yet) and latency. Others by their ends.
         self._m = m = cluster.ranks_per_node
         self._routes, self._speeds, self._latencies = np.zeros((n * m, _MOST), int), np.zeros(n * m), np.zeros(n * m)
@@ -40,7 +41,8 @@ class Messages:
     @property
     def used(self) -> dict[Resource, float]:
         """Seconds at full rate of every resource that was used, in the order of their first use."""
-        return {found: used for number, used in self._used.items() if (found := self._resources[number]) is not None}
+        used = self._used.tolist()
+        return {found: used[number] for number in self._in_use if (found := self._resources[number]) is not None}
 
     def exchange(
         self, moves: tuple[Move, ...], ready: list[float], before: list[float]
@@ -97,15 +99,15 @@ class Messages:
             routes[outside, 0], routes[outside, 1] = self._out[sources[outside]], self._into[destinations[outside]]
             routes[outside, 2:] = 0
             speeds[outside], latencies[outside] = self._between.gibps * GIB, self._between.latency_s
+        if len(self._resources) > len(self._rates):
+            rates = [self._capacities[each.kind] if each else inf for each in self._resources]
+            self._rates, self._used = np.array(rates), np.append(self._used, np.zeros(len(rates) - len(self._used)))
+        every = routes.ravel()
+        self._in_use.update(dict.fromkeys(every[self._used[every] == 0].tolist()))
         # Of a route's resources, the one with the most to carry.
-        numbers, first, places = np.unique(routes, return_index=True, return_inverse=True)
-        load = np.bincount(places.ravel(), np.repeat(sizes, _MOST))
-        seconds = load / np.array([self._rates[number] for number in numbers])
-        for i in np.argsort(first).tolist():
-            number = int(numbers[i])
-            self._used[number] = self._used.get(number, 0.0) + float(seconds[i])
-        shared = seconds[places].reshape(routes.shape).max(axis=1)
-        longest: Floats = np.maximum(shared, sizes / speeds) + latencies
+        slowest = np.bincount(every, np.repeat(sizes, _MOST), len(self._rates)) / self._rates
+        self._used += slowest
+        longest: Floats = np.maximum(slowest[routes].max(axis=1), sizes / speeds) + latencies
         return longest
 
     def _look_up(self, pair: int, source: int, place: int) -> None:
@@ -120,5 +122,4 @@ class Messages:
             self._resources.append(resource)
             if resource.kind not in self._capacities:
                 self._capacities[resource.kind] = self.cluster.capacity(resource) * GIB
-            self._rates.append(self._capacities[resource.kind])
         return self._numbers[resource]
