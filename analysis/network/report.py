@@ -116,6 +116,6 @@ def draw(found: Sequence[Found], path: Path) -> None:
         panel.plot(predicted, range(len(group)), "k|", markersize=14, markeredgewidth=2, label="simulated")
         panel.set_title(title(network, causal))
         panel.set_xlabel("seconds")
-        panel.legend(frameon=False, loc="upper right")
+        panel.legend(framealpha=0.9, loc="upper right")
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -6,9 +6,10 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from megatron_longctx.schedules import (
     Kind,
@@ -66,7 +67,7 @@ def clusters() -> dict[str, Cluster]:
 
 def make(arguments: argparse.Namespace) -> Made:
     del arguments
-    tables = (table_1(), figures_5_and_6(), choices(), sums(), planning(), emulated())
+    tables = (table_1(), figures_5_and_6(), choices(), sums(), sums_emulated(), planning(), emulated(), by_ratio())
     return Made(tables, facts(tables))
 
 
@@ -221,6 +222,48 @@ def emulated() -> Table:
     return Table("emulated", "measured where links are all that counts", columns, rows)
 
 
+def by_ratio() -> Table:
+    """What `python -m analysis.network --case ratios` recorded."""
+    rows: list[list[Cell]] = []
+    pairs = _recorded("network_ratios", "zigzag", "tasp")
+    for one, several in sorted(pairs, key=lambda pair: float(pair[0]["computing"])):
+        ratio = cell(one["computing"], "e")
+        rows.append([one["network"].partition(", ")[2], ratio, *_gains(one, several, "forward_s", "backward_s")])
+    columns = ["network", "computation / communication of zigzag", *_GAINS]
+    return Table("by_ratio", "measured where there is more to compute", columns, rows)
+
+
+def sums_emulated() -> Table:
+    """What `python -m analysis.network --case sums` recorded."""
+    rows: list[list[Cell]] = []
+    for mode in ("zigzag", "ring", "double_ring (4)", "tasp"):
+        for plain, less in _recorded("network_sums", mode, f"{mode}, summed"):
+            rows.append([plain["network"], mode, *_gains(plain, less, "backward_s")])
+    columns = ["network", "mode", "backward, times as fast", "simulated"]
+    return Table("sums_emulated", "the same, measured where links are all that counts", columns, rows)
+
+
+_GAINS = ("forward, times as fast as zigzag", "simulated", "backward", "simulated")
+
+
+def _recorded(result: str, mode: str, other: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Of every network what both modes took."""
+    found = json.loads((RESULTS / f"{result}.json").read_text())["measurements"]
+    of = {(each["network"], each["mode"]): each for each in found}
+    return [(of[key], of[key[0], other]) for key in of if key[1] == mode]
+
+
+def _gains(one: dict[str, Any], other: dict[str, Any], *passes: str) -> Iterator[Cell]:
+    """By pass, how many times as fast the other is, measured and simulated."""
+    for each in passes:
+        yield cell(one[each] / other[each], "e")
+        yield cell(one[f"predicted_{each}"] / other[f"predicted_{each}"], "d")
+
+
+def _column(table: Table, column: int) -> list[float]:
+    return [value(table, (row[0], row[1]), column) for row in table.rows]  # type: ignore[arg-type]
+
+
 def facts(tables: Sequence[Table]) -> dict[str, float]:
     """What the claims quote."""
     of = {table.key: table for table in tables}
@@ -243,6 +286,11 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
         "sum_one_nic": value(of["sums"], ("H100-2, one NIC", "zigzag", "32K"), 6),
         "sum_a100": value(of["sums"], ("A100-2", "zigzag", "32K"), 6),
         "sum_long": value(of["sums"], ("A100-2", "zigzag", "512K"), 6),
+        "sum_least": min(_column(of["sums_emulated"], 2)),
+        "sum_most": max(_column(of["sums_emulated"], 2)),
         "emulated": value(of["emulated"], ("mesh8", "causal"), 2),
+        "ratio": _column(of["by_ratio"], 1)[-1],
+        "ratio_gain": _column(of["by_ratio"], 2)[-1],
+        "ratio_simulated": _column(of["by_ratio"], 3)[-1],
         "planned": value(of["planning"], ("64",), 2),
     }
