@@ -140,6 +140,8 @@ class HostStates:
     def _pieces(self) -> list[_Piece]:
         pieces, size = [_Piece()], 0
         for number, group in enumerate(self._inner.param_groups):
+            if not group["params"]:  # of which other ranks have some: Adams count its steps, too
+                pieces[-1].groups[number] = []
             for parameter in group["params"]:
                 if size >= STATES_PIECE:
                     pieces.append(_Piece())

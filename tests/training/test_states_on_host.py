@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_longctx.config import Config, validate
 from megatron_longctx.config.tree import OptimConfig
 from megatron_longctx.mcore import optimizer_host
-from megatron_longctx.mcore.optimizer_host import host_states
+from megatron_longctx.mcore.optimizer_host import HostStates, host_states
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.loop import Trainer
 from tests.shared.training import Job, Record, run_job, tiny_config, tiny_corpus
@@ -42,6 +44,7 @@ def _states_are_away(trainer: Trainer) -> None:
         kept, inner = host_states(part), part.optimizer
         assert kept is not None
         assert len(kept._pieces()) > 2
+        assert {each for piece in kept._pieces() for each in piece.groups} == set(range(len(inner.param_groups)))
         states = [x for found in inner.state.values() for key, x in found.items() if key != "step"]
         if trainer.config.train.precision == "bf16":
             states += [x for group in inner.param_groups for x in group["params"]]
@@ -101,6 +104,37 @@ def test_a_run_begins_with_the_weights_of_another(runs: dict[str, list[Record]],
     device, host = runs[kind][4:]
     assert (host.losses, host.grad_norms) == (device.losses, device.grad_norms)
     assert len(host.losses) == SHORT["train.steps"] and host.losses[0] < runs[kind][0].losses[0]
+
+
+class _CountsInGroups(torch.optim.AdamW):
+    """As TransformerEngine's and Apex's Adam do, in groups without parameters, too."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["counted"] = group.get("counted", 0) + 1
+        super().step(closure)
+
+
+def test_a_group_counts_a_step_once_in_however_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_host, "STATES_PIECE", 1)
+    weights = [torch.ones(4).bfloat16() for _ in range(3)]
+    mains = [torch.nn.Parameter(weight.float()) for weight in weights]
+    adam = _CountsInGroups([{"params": mains[:2]}, {"params": [], "weight_decay": 0.0}, {"params": mains[2:]}], lr=0.5)
+    HostStates(
+        SimpleNamespace(
+            optimizer=adam,
+            shard_float16_groups=[weights],
+            shard_fp32_from_float16_groups=[mains],
+            _copy_model_params_to_main_params=None,
+        )
+    )
+    for step in (1, 2):
+        for main in mains:
+            main.grad = torch.ones(4)
+        adam.step()
+        assert [group["counted"] for group in adam.param_groups] == [step] * 3
+        assert [group["params"] for group in adam.param_groups] == [mains[:2], [], mains[2:]]
+    assert all(float(weight[0]) < 0.1 for weight in weights)
 
 
 def test_states_that_are_not_sharded_are_refused() -> None:
