@@ -31,7 +31,7 @@ def _transport(hybrid: bool) -> Any:
 
 def _calls(rank: int, hybrid: bool) -> list[str]:
     attention = ContextParallelAttention(dist.group.WORLD, schedule="ring", kernel="reference")
-    attention._links[CPU] = _Links(_transport(hybrid), BufferPool(CPU), StreamClock(CPU), StreamClock(CPU))
+    attention._links[CPU] = _Links(_transport(hybrid), BufferPool(CPU), StreamClock(CPU), StreamClock(CPU), 0)
     q = torch.zeros(4, 1, 2, 8)
     said = []
     for _ in range(2):
