@@ -214,10 +214,16 @@ def _check_flow(plan: Plan) -> None:
 def _check_sums(plan: Plan) -> None:
     node = plan.sum_in_node
     crossing: dict[tuple[int, Kind, int], list[Move]] = {}
-    for step in plan.steps if node else ():
+    for step in plan.steps if plan.backward else ():
         for move in step.moves:
             block, source, destination = move
-            if block.kind in GRADIENTS and source // node != destination // node:
+            if block.kind not in GRADIENTS:
+                continue
+            summed = node and source // node == destination // node != block.home // node
+            if destination != block.home and not summed:
+                where = f"{block} goes from {source} to {destination}"
+                raise PlanError(f"{plan.name}: {where}: expected its home, or a rank of the node that sums for another")
+            if node and source // node != destination // node:
                 others = crossing.setdefault((source // node, block.kind, block.home), [])
                 for other in others:
                     if other.source != source and other.block.overlaps(block):

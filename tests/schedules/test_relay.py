@@ -205,7 +205,8 @@ def test_a_partial_that_bypasses_the_sum_is_refused() -> None:
     plan = edited(relayed(), lambda t, m: [m._replace(destination=0)] if of(3, 0, 2)(t, m) else [m])
     with pytest.raises(PlanError, match=r"dkv0\[0:4\] by 3 and dkv0\[0:4\] by 2 both leave the node .* their sum$"):
         verify(plan)
-    verify(replace(plan, sum_in_node=0))  # it is right, and crosses twice
+    with pytest.raises(PlanError, match=r"goes from 3 to 2: expected its home, or a rank of the node that sums"):
+        verify(replace(plan, sum_in_node=0))  # it is right, but no sum was asked for
 
 
 def test_sums_of_uneven_parts_of_a_block() -> None:
