@@ -261,7 +261,7 @@ def _gains(one: dict[str, Any], other: dict[str, Any], *passes: str) -> Iterator
 
 
 def _column(table: Table, column: int) -> list[float]:
-    return [value(table, (row[0], row[1]), column) for row in table.rows]  # type: ignore[arg-type]
+    return [float(found["value"]) for row in table.rows if isinstance(found := row[column], dict)]
 
 
 def facts(tables: Sequence[Table]) -> dict[str, float]:

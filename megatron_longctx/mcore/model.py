@@ -196,12 +196,12 @@ def build_model(
     return gpt
 
 
-def _fuse_accumulation(gpt: torch.nn.Module) -> None:
+def _fuse_accumulation(gpt: Any) -> None:
     """TransformerEngine's products add weights' gradients up in DDP's fp32 buffers. Megatron's one field for it,
     `gradient_accumulation_fusion`, is for the LM head too, which needs Apex for that."""
     for module in gpt.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+            module.fuse_wgrad_accumulation = True
 
 
 def _scaled(embedding: torch.nn.Module, given: Any, found: Tensor) -> Tensor:

@@ -82,9 +82,8 @@ Carrier = tuple[Block, int]
 class ResultsSent(NamedTuple):
     """What a rank computes for others. computed: by message, the step in which its last part is. parts: by message, how
     many calls and arrivals add to it. carried: by step and call, what it computes for others, each with its message.
-    added: by step, other
-    ranks' partial gradients that came in the step before and go on in a message of this rank's, likewise. by_call: by
-    message, whether its last part is a call's."""
+    added: by step, other ranks' partial gradients that came in the step before and go on in a message of this rank's,
+    likewise. by_call: by message, whether its last part is a call's."""
 
     computed: dict[Carrier, int]
     parts: dict[Carrier, int]
