@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = ("attention", "packed", "planning", "all_reduce", "inference", "prefill", "fit")
+BENCHMARKS = ("attention", "packed", "planning", "all_reduce", "inference", "prefill", "parts", "fit")
 
 
 def parse(argv: Sequence[str]) -> tuple[Any, argparse.Namespace]:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.papers PAPER [--model WHEEL --text WHEEL]`: see the package."""
+"""`python -m benchmarks.papers PAPER [--model FILE --text WHEEL]`: see the package."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.papers", description=__doc__)
     parser.add_argument("paper", choices=PAPERS)
     parser.add_argument("--page", action="store_true", help="only write the page again, of the recorded numbers")
-    parser.add_argument("--model", type=Path, help="flash_communication: the wheel of SmolLM2, for perplexities")
+    of_model = "flash_communication: SmolLM2's wheel or Qwen's GGUF file, for perplexities; may be repeated"
+    parser.add_argument("--model", type=Path, action="append", default=[], help=of_model)
     parser.add_argument("--text", type=Path, help="flash_communication: the wheel of the essays")
+    parser.add_argument("--device", default="cpu", help="flash_communication: cpu or cuda (default: %(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="texts to take perplexities on (default: %(default)s)")
     parser.add_argument("--length", type=int, default=128, help="tokens of each (default: %(default)s)")
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Flash Communication (Li et al. 2024): what low-bit sums cost a real model, by bits, group, format and rotation."""
+"""Flash Communication (Li et al. 2024): what low-bit sums cost real models, by bits, group, format and rotation."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .page import Cell, Made, Table, cell, paper, paths, value
-from .rounding import Rounding
+from .page import Cell, Made, Table, cell, paper, paths
+from .rounding import TOKEN, Rounding
 
 Weights = Mapping[str, Any]
-_TOKEN = 576
-"""Values of a token of SmolLM2: one range for all of it is the coarsest."""
-_GROUPS = 32, 128, _TOKEN
-_HADAMARD = ((_TOKEN, False), (_TOKEN, True), (128, False), (128, True), (32, False))
+TITLES = {"smollm2": "SmolLM2-135M", "qwen": "Qwen2.5-Coder-1.5B"}
+_GROUPS = TOKEN, 128, 32
+_HADAMARD = ((TOKEN, False), (TOKEN, True), (128, False), (128, True), (32, False))
 ROUNDINGS = (
     *(Rounding(form) for form in ("int8", "int6", "int4", "fp8", "fp6", "fp4")),
     *(Rounding(form, symmetric=True) for form in ("int8", "int6", "int4")),
     *(Rounding("int4", group, hadamard=turned) for group, turned in _HADAMARD if (group, turned) != (128, False)),
     *(Rounding("int4", only=kind) for kind in ("output", "down")),
-    Rounding("fp8", _TOKEN),
+    Rounding("fp8", TOKEN),
+    *(Rounding("int8", group) for group in (TOKEN, 32)),
+    *(Rounding("int4", group, symmetric=True) for group in (TOKEN, 32)),
 )
 INT8_WEIGHTS = tuple(Rounding(form) for form in ("int8", "int6", "int4"))
 ERRORS = (
@@ -34,46 +35,52 @@ ERRORS = (
 
 
 def make(arguments: argparse.Namespace) -> Made:
-    """With `--model` and `--text` perplexities are taken anew; without, those of the recorded JSON are shown again."""
-    if arguments.model and arguments.text:
-        raw = weights(arguments)
-    else:
-        raw = json.loads(paths("flash_communication")[0].read_text(encoding="utf-8"))["raw"]
-    own, int8 = raw["own"], raw["int8_weights"]
-    tables = (formats(own), coarse(own), rotated(own), whole(own, int8), layers(own), steps())
-    return Made(tables, facts(tables), raw=raw)
+    """Perplexities of the given models are taken anew; of the others, those of the recorded JSON are shown again."""
+    recorded = paths("flash_communication")[0]
+    raw: dict[str, Any] = json.loads(recorded.read_text(encoding="utf-8"))["raw"] if recorded.is_file() else {}
+    for model in arguments.model if arguments.text else ():
+        raw |= weights(model, arguments)
+    of = [raw[name] for name in TITLES]
+    own = [each["own"] for each in of]
+    tables = (formats(own), coarse(own), rotated(own), whole(own, [each["int8_weights"] for each in of]), layers(own))
+    found = {f"{name}_{key}": fact for name, one in zip(TITLES, of, strict=True) for key, fact in facts(one).items()}
+    return Made((*tables, steps()), found, raw=raw)
 
 
-def weights(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Perplexities and errors with the real weights: hours on few cores."""
-    from .real_weights import Asked, measure
+def weights(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """A model's perplexities and errors, by its name in `TITLES`. Hours on few cores, minutes on a GPU."""
+    from .real_weights import Asked, known, measure
 
-    def say_nothing(found: dict[str, Any]) -> None:
-        del found
-
-    sizes = arguments.windows, arguments.length
-    own = Asked(arguments.model, arguments.text, ROUNDINGS, *sizes, formats=ERRORS, progress=say_nothing)
-    int8 = replace(own, roundings=INT8_WEIGHTS, int8_weights=True, formats=())
-    return {"own": measure(own), "int8_weights": measure(int8)}
+    own = Asked(ROUNDINGS, arguments.windows, arguments.length, formats=ERRORS)
+    both = own, replace(own, roundings=INT8_WEIGHTS, int8_weights=True, formats=())
+    found = measure(model, arguments.text, arguments.device, both)
+    return {known(model): dict(zip(("own", "int8_weights"), found, strict=True))}
 
 
 def perplexity(found: Weights, rounding: Rounding) -> float:
     return math.exp(statistics.fmean(found["losses"][str(rounding)]))
 
 
-def formats(own: Weights) -> Table:
+def _heads(*words: str) -> list[str]:
+    """Columns of every model."""
+    return [f"{title}: {words[0]}" if not number else word for title in TITLES.values()
+            for number, word in enumerate(words)]  # fmt: skip
+
+
+def formats(own: Sequence[Weights]) -> Table:
     theirs = {"fp8": 8.90, "int8 s": 8.90, "int8": 8.89, "fp6": 9.22, "int6 s": 9.48, "int6": 9.20, "fp4": 9.72}
     theirs |= {"int4 s": 10.51, "int4": 9.68}
-    rows: list[list[Cell]] = [["exact", cell(perplexity(own, Rounding()), "w"), None, None, None]]
+    rows: list[list[Cell]] = [
+        ["exact", *(each for one in own for each in (cell(perplexity(one, Rounding()), "w"), None, None)), paper(8.88)]
+    ]
     for form in ("int8", "int6", "int4", "fp8", "fp6", "fp4"):
         for symmetric in (False, True) if form.startswith("int") else (False,):
             rounding = Rounding(form, symmetric=symmetric)
-            more, noise = _more(own, rounding)
-            rows.append([
-                form + (", symmetric" if symmetric else ""), cell(perplexity(own, rounding), "w"), cell(more, "w", 3),
-                cell(noise, "w", 3), paper(theirs[form + (" s" if symmetric else "")]),
-            ])  # fmt: skip
-    columns = ["sums", "perplexity", "loss more by, nats", "standard error", "paper, Llama-3-8B on C4"]
+            row: list[Cell] = [form + (", symmetric" if symmetric else "")]
+            for one in own:
+                row += [cell(perplexity(one, rounding), "w"), *(cell(each, "w", 4) for each in _more(one, rounding))]
+            rows.append([*row, paper(theirs[form + (" s" if symmetric else "")])])
+    columns = ["sums", *_heads("perplexity", "loss more by, nats", "standard error"), "paper, Llama-3-8B on C4"]
     return Table("formats", "integers and low-bit floats", columns, rows, ["table 4"])
 
 
@@ -84,61 +91,71 @@ def _more(found: Weights, rounding: Rounding) -> tuple[float, float]:
     return statistics.fmean(more), statistics.stdev(more) / math.sqrt(len(more))
 
 
-def coarse(own: Weights) -> Table:
+def _error(own: Weights, rounding: Rounding, kind: str) -> float:
+    """The mean of the shares of the squares, in percent."""
+    of = [each for each in own["errors"] if each["rounding"] == str(rounding) and each["kind"] == kind]
+    return 100 * statistics.fmean(each["relative"] for each in of)
+
+
+def coarse(own: Sequence[Weights]) -> Table:
     rows: list[list[Cell]] = []
     for form in ("int8", "int4"):
         for symmetric in (False, True):
-            for group in (_TOKEN, 128, 32):
+            for group in _GROUPS:
                 rounding = Rounding(form, group, symmetric)
-                known = str(rounding) in own["losses"]
-                of = [each for each in own["errors"] if each["rounding"] == str(rounding)]
-                errors = [
-                    statistics.fmean(each["relative"] for each in of if each["kind"] == kind)
-                    for kind in ("output", "down")
-                ]
-                shown = cell(perplexity(own, rounding), "w") if known else None
-                ranges = "symmetric" if symmetric else "asymmetric"
-                rows.append([form, ranges, str(group), *(cell(100 * each, "w", 3) for each in errors), shown])
-    columns = ["sums", "ranges", "group", "error of output projections, %", "of down projections, %", "perplexity"]
+                row: list[Cell] = [form, "symmetric" if symmetric else "asymmetric", str(group or "a token")]
+                for one in own:
+                    known = str(rounding) in one["losses"]
+                    row += [cell(_error(one, rounding, kind), "w", 3) for kind in ("output", "down")]
+                    row.append(cell(perplexity(one, rounding), "w") if known else None)
+                rows.append(row)
+    columns = [
+        *("sums", "ranges", "group"),
+        *_heads("error of output projections, %", "of down projections, %", "perplexity"),
+    ]
     return Table("coarse", "coarse and fine groups", columns, rows, ["figure 4"])
 
 
-def rotated(own: Weights) -> Table:
-    theirs = {(_TOKEN, False): 2363367.8, (_TOKEN, True): 10.61, (128, False): 9.68, (128, True): 9.67}
+def rotated(own: Sequence[Weights]) -> Table:
+    theirs = {(TOKEN, False): 2363367.8, (TOKEN, True): 10.61, (128, False): 9.68, (128, True): 9.67}
     rows: list[list[Cell]] = []
     for group, turned in _HADAMARD:
-        found = perplexity(own, Rounding("int4", group, hadamard=turned))
-        said = "with" if turned else "without"
-        rows.append([str(group), said, cell(found, "w"), paper(theirs.get((group, turned)))])
-    columns = ["group", "Hadamard transform", "perplexity, int4", "paper, Llama-3-8B (8,192 for 576)"]
+        found = [perplexity(one, Rounding("int4", group, hadamard=turned)) for one in own]
+        row: list[Cell] = [str(group or "a token"), "with" if turned else "without"]
+        rows.append([*row, *(cell(each, "w") for each in found), paper(theirs.get((group, turned)))])
+    columns = ["group", "Hadamard transform", *_heads("perplexity, int4"), "paper, Llama-3-8B"]
     return Table("rotated", "rotation before rounding", columns, rows, ["table 5"])
 
 
-def whole(own: Weights, int8: Weights) -> Table:
+def whole(own: Sequence[Weights], int8: Sequence[Weights]) -> Table:
     theirs = {"none": (8.88, None), "int8": (8.89, 9.01), "int6": (9.20, 9.33), "int4": (9.68, 9.85)}
     rows: list[list[Cell]] = []
     for form in ("none", "int8", "int6", "int4"):
-        first, second = theirs[form]
-        rows.append([
-            form, cell(perplexity(own, Rounding(form)), "w"), paper(first if form != "none" else None),
-            cell(perplexity(int8, Rounding(form)), "w"), paper(second),
-        ])  # fmt: skip
+        pairs = [(perplexity(a, Rounding(form)), perplexity(b, Rounding(form))) for a, b in zip(own, int8, strict=True)]
+        rows.append([form, *(cell(each, "w") for pair in pairs for each in pair), *map(paper, theirs[form])])
     for kind in ("output", "down"):
-        rows.append(
-            [f"int4, {kind} projections alone", cell(perplexity(own, Rounding("int4", only=kind)), "w"), *[None] * 3]
-        )
-    columns = ["sums", "its own weights", "paper, Llama-3-8B on C4", "weights as 8-bit integers", "paper"]
+        alone = [perplexity(one, Rounding("int4", only=kind)) for one in own]
+        row: list[Cell] = [f"int4, {kind} projections alone"]
+        rows.append([*row, *(each for one in alone for each in (cell(one, "w"), None)), None, None])
+    columns = ["sums", *_heads("its own weights", "8-bit weights"), "paper, Llama-3-8B on C4", "8-bit weights"]
     return Table("whole", "perplexities", columns, rows, ["table 6", "table 7"])
 
 
-def layers(own: Weights) -> Table:
-    rows: list[list[Cell]] = []
+def _by_layer(own: Weights) -> dict[int, list[float]]:
+    """Mean squares by layer: of a rank's output projection, of the sum; of its down projection, of the sum."""
     wanted = str(Rounding("int4"))
     found = {(e["kind"], e["layer"], e["step"]): e["mse"] for e in own["errors"] if e["rounding"] == wanted}
-    for layer in sorted({layer for _, layer, _ in found}):
-        errors = [found[kind, layer, step] for kind in ("output", "down") for step in ("reduce", "gather")]
+    kinds = [(kind, step) for kind in ("output", "down") for step in ("reduce", "gather")]
+    return {layer: [found[kind, layer, step] for kind, step in kinds] for layer in sorted({e[1] for e in found})}
+
+
+def layers(own: Sequence[Weights]) -> Table:
+    found = [_by_layer(one) for one in own]
+    rows: list[list[Cell]] = []
+    for layer in sorted(set().union(*found)):
+        errors = [each for one in found for each in one.get(layer, [math.nan] * 4)]
         rows.append([str(layer), *(cell(1e4 * each, "w", 3) for each in errors)])
-    columns = ["layer", "output, to be summed", "output, sums", "down, to be summed", "down, sums"]
+    columns = ["layer", *_heads("output, to be summed", "output, sums", "down, to be summed", "down, sums")]
     return Table("layers", "squared errors by layer", columns, rows, ["figure 5"])
 
 
@@ -154,25 +171,26 @@ def steps() -> Table:
     return Table("steps", "a ring and two steps", columns, rows, ["table 1"])
 
 
-def facts(tables: Sequence[Table]) -> dict[str, float]:
-    """What the claims quote."""
-    of = {table.key: table for table in tables}
-    columns = {row[0]: row[1] for row in of["formats"].rows}
-    found = {str(name).replace(", symmetric", "_s"): float(each["value"]) for name, each in columns.items()
-             if isinstance(each, dict)}  # fmt: skip
-    down, output = (value(of["whole"], (f"int4, {kind} projections alone",), 1) for kind in ("down", "output"))
-    errors = [[float(each["value"]) for each in row[1:] if isinstance(each, dict)] for row in of["layers"].rows]
+def facts(raw: Weights) -> dict[str, float]:
+    """What the claims quote of a model: perplexities by sums, and what else they name."""
+    own, int8 = raw["own"], raw["int8_weights"]
+    forms = ("int8", "int6", "int4", "fp8", "fp6", "fp4")
+    found = {form: perplexity(own, Rounding(form)) for form in forms}
+    found |= {f"{form}_s": perplexity(own, Rounding(form, symmetric=True)) for form in forms[:3]}
+    for form in forms:
+        found[f"{form}_more"], found[f"{form}_noise"] = _more(own, Rounding(form))
+    times = [row[2] / row[0] for row in _by_layer(own).values()]
     return found | {
-        "int8_more": value(of["formats"], ("int8",), 2),
-        "int8_noise": value(of["formats"], ("int8",), 3),
-        "coarse": value(of["rotated"], ("576", "without"), 2),
-        "coarse_turned": value(of["rotated"], ("576", "with"), 2),
-        "turned": value(of["rotated"], ("128", "with"), 2),
-        "fine": value(of["rotated"], ("32", "without"), 2),
-        "down": down,
-        "output": output,
-        "down_times": statistics.median(row[2] / row[0] for row in errors),
-        "down_most": max(row[2] / row[0] for row in errors),
-        "int8_weights_int8": value(of["whole"], ("int8",), 3),
-        "int8_weights_int4": value(of["whole"], ("int4",), 3),
+        "tokens": own["tokens"],
+        "exact": perplexity(own, Rounding()),
+        "coarse": perplexity(own, Rounding("int4", TOKEN)),
+        "coarse_turned": perplexity(own, Rounding("int4", TOKEN, hadamard=True)),
+        "turned": perplexity(own, Rounding("int4", hadamard=True)),
+        "fine": perplexity(own, Rounding("int4", 32)),
+        **{kind: perplexity(own, Rounding("int4", only=kind)) for kind in ("output", "down")},
+        "down_times": statistics.median(times),
+        "down_most": max(times),
+        "int8_weights": perplexity(int8, Rounding()),
+        "int8_weights_int8": perplexity(int8, Rounding("int8")),
+        "int8_weights_int4": perplexity(int8, Rounding("int4")),
     }

@@ -22,7 +22,7 @@ SOURCES = {
     "p": "counted in plans",
     "f": "worked out by a formula",
     "c": "measured on the CPU of this page",
-    "w": "computed on CPUs with the weights of SmolLM2-135M",
+    "w": "computed with published weights",
     "m": "measured on H200s",
     "e": "measured on a network emulated between CPU processes",
 }

