@@ -40,7 +40,8 @@ def make(arguments: argparse.Namespace) -> Made:
     raw: dict[str, Any] = json.loads(recorded.read_text(encoding="utf-8"))["raw"] if recorded.is_file() else {}
     for model in arguments.model if arguments.text else ():
         raw |= weights(model, arguments)
-    of = [raw[name] for name in TITLES]
+    raw = {name: raw[name] for name in TITLES}
+    of = list(raw.values())
     own = [each["own"] for each in of]
     tables = (formats(own), coarse(own), rotated(own), whole(own, [each["int8_weights"] for each in of]), layers(own))
     found = {f"{name}_{key}": fact for name, one in zip(TITLES, of, strict=True) for key, fact in facts(one).items()}

@@ -106,14 +106,16 @@ def contents(name: str) -> dict[str, Any]:
 def render(name: str) -> str:
     """The page, of the JSON and the list."""
     data, listed = json.loads(paths(name)[0].read_text(encoding="utf-8")), contents(name)
-    date, facts = data["environment"]["date"][:10], data["facts"]
+    facts, made = data["facts"], data["environment"]
+    device = f"on one {made['device']}" if str(made["device"]).startswith("NVIDIA") else "without a GPU"
+    by = f"Made by `python -m benchmarks.papers {name}` on {made['date'][:10]}, {device}; do not edit."
     cells = [each for table in data["tables"] for row in table["rows"] for each in row if isinstance(each, dict)]
     used = {each["source"] for each in cells}
     legend = [f"({key}) {text}" if key != "paper" else text for key, text in SOURCES.items() if key in used]
     claims = [[each["claim"], f"**{each['verdict']}**", each["why"].format(**facts)] for each in listed["claims"]]
     parts = [
         f"# {listed['title']}",
-        f"{listed['authors']}. Made by `python -m benchmarks.papers {name}` on {date}, without a GPU; do not edit.",
+        f"{listed['authors']}. {by}",
         f"Every number says where it comes from: {'; '.join(legend)}.",
         *("## Its claims", _grid(["claim", "verdict", "why"], claims)),
         "## Its tables, figures, algorithms and equations",
