@@ -111,7 +111,7 @@ def measure(
 def _mark(cuda: bool) -> Any:
     if not cuda:
         return time.perf_counter()
-    mark = torch.cuda.Event(enable_timing=True)
+    mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     mark.record()
     return mark
 
