@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.recorded import table as markdown
 from megatron_longctx.comm.local_ranks import run_ranks
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config, ReductionConfig
@@ -167,22 +168,21 @@ def kv_table(losses: Sequence[Sequence[float]]) -> str:
     """Markdown, of what `_kv_rank` gives."""
     exact, rounded = losses
     more, noise = paired(rounded, exact)
-    rows = ["| keys and values | perplexity | loss more by (nats) |", "|---|---|---|"]
-    rows.append(f"| exact | {math.exp(statistics.fmean(exact)):.4f} | |")
-    rows.append(f"| 8-bit | {math.exp(statistics.fmean(rounded)):.4f} | {more:+.5f} ± {noise:.5f} |")
-    return "\n".join(rows)
+    rows = [["exact", f"{math.exp(statistics.fmean(exact)):.4f}", ""]]
+    rows.append(["8-bit", f"{math.exp(statistics.fmean(rounded)):.4f}", f"{more:+.5f} ± {noise:.5f}"])
+    return markdown(["keys and values", "perplexity", "loss more by (nats)"], rows)
 
 
 def table(found: Sequence[Found]) -> str:
     """Markdown."""
-    rows = ["| sums | group | ranges | perplexity | loss more by (nats) |", "|---|---|---|---|---|"]
+    rows = []
     for each in found:
         plain = each.name == "none"
         group = "" if plain else str(each.reduction.group_size)
         ranges = "" if plain else "symmetric" if each.reduction.symmetric else "asymmetric"
         more = "" if plain else f"{each.more:+.5f} ± {each.noise:.5f}"
-        rows.append(f"| {each.name} | {group} | {ranges} | {each.perplexity:.4f} | {more} |")
-    return "\n".join(rows)
+        rows.append([each.name, group, ranges, f"{each.perplexity:.4f}", more])
+    return markdown(["sums", "group", "ranges", "perplexity", "loss more by (nats)"], rows)
 
 
 def draw(found: Sequence[Found], path: Path) -> None:

@@ -1,6 +1,6 @@
 """Record training runs as a result: one JSON with configuration, environment and steps, and one Markdown table.
 
-    python analysis/record.py --out analysis/results/NAME --title "what was measured" runs/a runs/b
+    python -m analysis.record --out analysis/results/NAME --title "what was measured" runs/a runs/b
 
 Medians leave out the first steps, in which kernels are chosen and memory is first allocated, and a profiled one.
 """
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from benchmarks.recorded import table as markdown
 
 WARM_UP_STEPS = 3
 COLUMNS = (
@@ -71,7 +73,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """Markdown: one row a run."""
     head = ["run", "layers", "tokens", "CP", "TP", "schedule", "recompute", "steps", "first loss", "last loss"]
-    rows = [head + [title for title, _, _ in COLUMNS]]
+    rows = []
     for run in runs:
         config, steps = run["config"], run["steps"]
         par = config["parallelism"]
@@ -90,8 +92,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
                 *(format(run["medians"][key], form) if key in run["medians"] else "-" for _, key, form in COLUMNS),
             ]
         )
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+    return markdown(head + [title for title, _, _ in COLUMNS], rows)
 
 
 def describe_environment(environment: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ CASES.yaml names a title, settings shared by all (as on the command line of `meg
 case. Each becomes an ordinary run folder under `run.root`, one after the other in the same processes, which compile and
 choose kernels once. `documents:` may name datasets that are made where they are missing, text cut into documents of
 drawn lengths (`benchmarks.packs.drawn`): `data/x: {kind: log_normal, tokens: 1000000}`. OUT.json and OUT.md are made of
-the runs as `analysis/record.py` does. A case that fails ends the job; those before it are recorded.
+the runs as `analysis.record` does. A case that fails ends the job; those before it are recorded.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Whole steps of attention, forward and backward, by the clock: whoever computes them, on the same inputs."""
+"""Whole steps of attention, forward and backward, by the clock: whoever computes them, on the same inputs. Whether they
+are right is seen by a short problem of the same kind, against dense attention written out in fp64."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -14,11 +16,14 @@ from torch import Tensor
 
 from megatron_longctx.calibrate.timing import step_seconds, training_step
 from megatron_longctx.comm import from_all
+from megatron_longctx.testing.references import dense_attention, visible
 
 from .cases import Case
-from .check import dense, short, wrong
 
 _ROUNDS = 3
+_ABOUT_TOKENS = 2048
+_LIMITS = {torch.bfloat16: 2e-2, torch.float32: 1e-3}
+"""Relative errors (Frobenius) above which results are wrong."""
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k, v of this rank `[s, b, heads, d]` -> out."""
@@ -152,6 +157,28 @@ class Bench:
             dist.all_reduce(squares, group=self.group)
             errors[name] = float((squares[0] / squares[1]).sqrt())
         return errors
+
+
+def short(case: Case, n: int) -> Case:
+    """The case, or one whose documents and window are so much shorter that about 2,048 tokens are left, in multiples
+    that packages take on `n` ranks."""
+    factor, unit = case.length / _ABOUT_TOKENS, math.lcm(16, 2 * n)
+    if factor <= 1:
+        return case
+    lengths = tuple(max(1, round(length / factor / unit)) * unit for length in case.documents)
+    return replace(case, documents=lengths, window=case.window and max(1, round(case.window / factor)))
+
+
+def wrong(errors: Mapping[str, float], dtype: torch.dtype) -> bool:
+    """Also where one is NaN."""
+    return not all(error <= _LIMITS[dtype] for error in errors.values())
+
+
+def dense(case: Case, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+    """out, dq, dk and dv of `case.inputs`, in fp64, by what the case's words mean and not by its mask."""
+    seen = visible(case.documents, causal=case.causal, window=(case.window, case.window))
+    q, k, v, grad_out = inputs
+    return dense_attention(q, k, v, grad_out, seen=seen)
 
 
 def _rows(whole: Sequence[Tensor], tokens: Sequence[int]) -> list[Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.recorded import table as markdown
+
 from .job import Found
 
 CLOSE = 0.25
@@ -26,21 +28,19 @@ def title(network: str, causal: bool) -> str:
 def table(found: Sequence[Found]) -> str:
     """Markdown; a prediction off by more than `CLOSE` is marked."""
     head = ("network", "mode", "forward", "backward", "predicted", "predicted / measured", "error")
-    rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    rows = []
     for (network, causal), group in cases(found).items():
         for each in group:
             mark = "" if abs(each.ratio - 1) <= CLOSE else " (!)"
-            rows.append(
-                f"| {title(network, causal)} | {each.mode} | {each.forward_s:.2f} | {each.backward_s:.2f} "
-                f"| {each.predicted_forward_s:.2f} + {each.predicted_backward_s:.2f} "
-                f"| {each.ratio:.2f}{mark} | {each.error:.0e} |"
-            )
-    return "\n".join(rows)
+            predicted = f"{each.predicted_forward_s:.2f} + {each.predicted_backward_s:.2f}"
+            seconds = (f"{each.forward_s:.2f}", f"{each.backward_s:.2f}", predicted)
+            rows.append([title(network, causal), each.mode, *seconds, f"{each.ratio:.2f}{mark}", f"{each.error:.0e}"])
+    return markdown(head, rows)
 
 
 def speedups(found: Sequence[Found]) -> str:
     """How much faster every mode is than the flat rings: forward / forward and backward together."""
-    rows = ["| network | mode | against ring | against zigzag |", "|---|---|---|---|"]
+    rows = []
     for (network, causal), group in cases(found).items():
         flat = {each.mode: each for each in group}
         for each in group:
@@ -50,42 +50,37 @@ def speedups(found: Sequence[Found]) -> str:
                 else ""
                 for name in ("ring", "zigzag")
             ]
-            rows.append(f"| {title(network, causal)} | {each.mode} | {cells[0]} | {cells[1]} |")
-    return "\n".join(rows)
+            rows.append([title(network, causal), each.mode, *cells])
+    return markdown(["network", "mode", "against ring", "against zigzag"], rows)
 
 
 def ratios(found: Sequence[Found]) -> str:
     """`tasp` against `zigzag` by how much there is to compute, the least first: Markdown."""
     head = ("network", "computation / communication of zigzag", "zigzag", "tasp", "forward, times as fast", "simulated",
             "backward")  # fmt: skip
-    rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    rows = []
     pairs = [{each.mode: each for each in group} for group in cases(found).values()]
     for pair in sorted(pairs, key=lambda pair: pair["zigzag"].computing):
         one, several = pair["zigzag"], pair["tasp"]
         simulated = one.predicted_forward_s / several.predicted_forward_s
-        rows.append(
-            f"| {one.network} | {one.computing:.2f} | {one.forward_s:.2f} + {one.backward_s:.2f} "
-            f"| {several.forward_s:.2f} + {several.backward_s:.2f} | {one.forward_s / several.forward_s:.2f} "
-            f"| {simulated:.2f} | {one.backward_s / several.backward_s:.2f} |"
-        )
-    return "\n".join(rows)
+        seconds = [f"{each.forward_s:.2f} + {each.backward_s:.2f}" for each in (one, several)]
+        gains = (one.forward_s / several.forward_s, simulated, one.backward_s / several.backward_s)
+        rows.append([one.network, f"{one.computing:.2f}", *seconds, *(f"{gain:.2f}" for gain in gains)])
+    return markdown(head, rows)
 
 
 def sums(found: Sequence[Found]) -> str:
     """Modes with gradients summed inside nodes, against the same without: Markdown."""
-    head = ("network", "mode", "backward, times as fast", "simulated", "forward and backward")
-    rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    rows = []
     for (network, causal), group in cases(found).items():
         of = {each.mode: each for each in group}
         for each in group:
             less = of.get(f"{each.mode}, summed")
             if less is not None:
                 simulated = each.predicted_backward_s / less.predicted_backward_s
-                rows.append(
-                    f"| {title(network, causal)} | {each.mode} | {each.backward_s / less.backward_s:.2f} "
-                    f"| {simulated:.2f} | {each.seconds / less.seconds:.2f} |"
-                )
-    return "\n".join(rows)
+                gains = (each.backward_s / less.backward_s, simulated, each.seconds / less.seconds)
+                rows.append([title(network, causal), each.mode, *(f"{gain:.2f}" for gain in gains)])
+    return markdown(["network", "mode", "backward, times as fast", "simulated", "forward and backward"], rows)
 
 
 def draw(found: Sequence[Found], path: Path) -> None:

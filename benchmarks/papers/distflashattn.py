@@ -202,7 +202,7 @@ def table_1() -> Table:
 def step(model: Llama, n: int, length: int, *, again: bool = False) -> float:
     """Seconds of a training step with the printed schedule. again: attention is run again in backward."""
     machine = a100s(n)
-    found = passes(PRINTED, machine, model.workload(), length)
+    found = passes(PRINTED, machine, model.workload, length)
     attention = found.seconds + (found.forward.seconds if again else 0.0)
     return model.layers * (attention + _linear(model, length / n, machine))
 

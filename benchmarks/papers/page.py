@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.recorded import table as grid
 from megatron_longctx.files import read_yaml
 from megatron_longctx.metrics.environment import environment
 
@@ -117,15 +118,15 @@ def render(name: str) -> str:
         f"# {listed['title']}",
         f"{listed['authors']}. {by}",
         f"Every number says where it comes from: {'; '.join(legend)}.",
-        *("## Its claims", _grid(["claim", "verdict", "why"], claims)),
+        *("## Its claims", grid(["claim", "verdict", "why"], claims)),
         "## Its tables, figures, algorithms and equations",
-        _grid(["", "what it is", "state", "where"], [_listed(each) for each in listed["items"]]),
+        grid(["", "what it is", "state", "where"], [_listed(each) for each in listed["items"]]),
         "## Numbers",
     ]
     for table in data["tables"]:
         of = ", ".join(each[0].upper() + each[1:] for each in table["of"])
         parts.append(f"### {of}: {table['title']}" if of else f"### {table['title'][0].upper()}{table['title'][1:]}")
-        parts.append(_grid(table["columns"], [[_printed(each) for each in row] for row in table["rows"]]))
+        parts.append(grid(table["columns"], [[_printed(each) for each in row] for row in table["rows"]]))
         parts.append(listed["notes"][table["key"]].format(**facts))
     parts += [f"![{each.removesuffix('.png')}](../../analysis/results/{each})" for each in data["pictures"]]
     return "\n\n".join(parts) + "\n"
@@ -143,7 +144,3 @@ def _printed(each: Cell) -> str:
     if not isinstance(each, dict):
         return each or ""
     return f"*{each['text']}*" if each["source"] == "paper" else f"{each['text']} ({each['source']})"
-
-
-def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))

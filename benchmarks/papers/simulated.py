@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 from megatron_longctx.schedules import Mode, Plan, Takes, Target, Workload, backward_plan, build_plan
 from megatron_longctx.schedules.calibration import load_calibration
@@ -78,31 +79,23 @@ def moved(plan: Plan, workload: Workload) -> float:
 class Llama:
     """A dense model of the papers."""
 
+    head_dim: ClassVar[int] = 128
     layers: int
     hidden: int
     ffn: int
     heads: int
     kv_heads: int
-    vocab: int = 32000
 
     @property
-    def head_dim(self) -> int:
-        return 128
-
-    def workload(self, tensor_parallel: int = 1) -> Workload:
-        return Workload(self.heads // tensor_parallel, max(1, self.kv_heads // tensor_parallel), self.head_dim)
-
-    @property
-    def layer_weights(self) -> int:
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.ffn
+    def workload(self) -> Workload:
+        return Workload(self.heads, self.kv_heads, self.head_dim)
 
     def linear_flops(self, tokens: int) -> float:
         """Forward, of one layer."""
-        return 2.0 * tokens * self.layer_weights
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return 2.0 * tokens * (attention + 3 * self.hidden * self.ffn)
 
 
 LLAMA_7B = Llama(32, 4096, 11008, 32, 32)
 LLAMA_GQA = Llama(32, 4096, 11008, 32, 8)
 LLAMA_33H = Llama(32, 4224, 11008, 33, 33)
-LLAMA_405B = Llama(126, 16384, 53248, 128, 8, 128256)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
 
+from analysis.network import emulate, job, report, run
 from megatron_longctx.schedules.cost import Workload
 from megatron_longctx.topology import Cluster, Mesh, Network, Switch
 from tests.shared.jobs import PATIENCE_S
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-emulate = importlib.import_module("analysis.network.emulate")
-job = importlib.import_module("analysis.network.job")
-report = importlib.import_module("analysis.network.report")
-run = importlib.import_module("analysis.network.run")
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.cases import Case, cases
-from benchmarks.check import dense, short, wrong
-from benchmarks.measure import Bench, Contender, Made, Measurement
+from benchmarks.measure import Bench, Contender, Made, Measurement, dense, short, wrong
 from benchmarks.packs import packs
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.testing.distributed import run_distributed

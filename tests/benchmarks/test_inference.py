@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
+from benchmarks.inference import percentiles, tables
 from benchmarks.inference_ranks import Decoded, FirstToken, Sweep, measure
-from benchmarks.inference_report import percentiles, tables
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import workload_of
 from megatron_longctx.inference.cache_manager import CacheManager

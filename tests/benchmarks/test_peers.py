@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.check import dense
-from benchmarks.measure import Bench, Measurement
+from benchmarks.measure import Bench, Measurement, dense
 from benchmarks.peers import peers, ring_flash_attn
 from benchmarks.peers.flash_attn import functions
 from benchmarks.peers.transformer_engine import ENGINE

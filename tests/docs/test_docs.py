@@ -177,7 +177,7 @@ def test_what_is_not_there_is_found(tmp_path: Path, text: str, wrong: str) -> No
         "megatron-longctx train modle=tiny",
         "megatron-longctx serve checkpoint=runs/a serve.porrt=1",
         "python -m analysis.nothing",
-        "python -m analysis.needle --depth 3",
+        "python -m analysis.network --depth 3",
         "make coffee",
     ],
 )
