@@ -17,6 +17,7 @@ from ..comm import BufferPool, StreamClock, Times, Transport, choose_transport
 from ..comm.hosts import on_one_machine
 from ..errors import refuse
 from ..kernels import KernelRequest, choose
+from ..kernels.interface import check_tensors
 from ..layout import Layout
 from ..schedules import (
     Mask,
@@ -285,16 +286,7 @@ class ContextParallelAttention:
                     f"{self.world} holds {expected} of {mask.length} tokens in the {layout.name} layout. Shard the "
                     "sequence by this layout and give the mask of all of it."
                 )
-        if (
-            k.shape[:3] != v.shape[:3]
-            or k.shape[1] != q.shape[1]
-            or k.shape[3] != q.shape[3]
-            or q.shape[2] % k.shape[2]
-        ):
-            raise ValueError(
-                f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected equal batch, equal head "
-                "dimensions of q and k, equal heads of k and v, and query heads a multiple of key/value heads."
-            )
+        check_tensors(q, k, v)
         self.check_heads(q.shape[2], k.shape[2])
 
     def _engine(self, request: KernelRequest, device: torch.device) -> Engine:

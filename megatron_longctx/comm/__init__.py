@@ -6,11 +6,10 @@ them. `BufferPool` lends the memory in which messages land; `StreamClock` measur
 `PeerMerge` merges what ranks have found for the same queries.
 """
 
-from .all_or_none import PeerMemoryError
 from .buffers import BufferPool
 from .channel import Channel, Transport
 from .choose import choose_transport, transport_name
-from .collect import from_all, from_first, from_rank_0, gather_over, on_rank_0, sum_over
+from .collect import PeerMemoryError, from_all, from_first, from_rank_0, gather_over, on_rank_0, sum_over
 from .hybrid import HybridTransport
 from .p2p import Exchange, P2PTransport
 from .peer import PeerTransport, SymmetricExchange

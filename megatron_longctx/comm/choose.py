@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ..config import check_value
-from .all_or_none import PeerMemoryError
 from .channel import Transport
+from .collect import PeerMemoryError
 from .hosts import find_hosts
 from .hybrid import HybridTransport
 from .p2p import P2PTransport

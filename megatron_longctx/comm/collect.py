@@ -1,4 +1,4 @@
-"""Small values that every rank has to know."""
+"""What every rank has to know: small values, and whether work that may fail on one rank alone has failed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+class PeerMemoryError(RuntimeError):
+    """Peer memory cannot be set up, or can no longer be used."""
 
 
 def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
@@ -81,3 +85,26 @@ def from_all(group: dist.ProcessGroup | None, value: T) -> list[T]:
     found: list[T] = [value] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
+
+
+def all_or_none(group: dist.ProcessGroup, work: Callable[[], T], what: str, remedy: str) -> T:
+    """What `work` returns, if it succeeds on every rank of `group`: none waits for one that gave up. Collective.
+
+    Args:
+        what: what `work` does, for the error: "... failed on rank 3: ...".
+        remedy: what to do about it, a sentence.
+
+    Raises:
+        PeerMemoryError: it failed on some rank; raised on all of them, in the same words.
+    """
+    found, failed = None, None
+    try:
+        found = work()
+    except Exception as error:  # whatever it is, the other ranks have to know
+        failed = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+    said = from_all(group, failed)
+    ranks = [rank for rank, reason in enumerate(said) if reason is not None]
+    if ranks:
+        named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        raise PeerMemoryError(f"{what} failed on {named} of the group's {len(said)}: {said[ranks[0]]}. {remedy}")
+    return found  # type: ignore[return-value]

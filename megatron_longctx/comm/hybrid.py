@@ -41,8 +41,6 @@ class HybridTransport:
     ) -> None:
         self.peers = PeerTransport(group, device, hosts, growth, key)
         self.messages = P2PTransport(group, device)
-        self.group, self.device = group, device
-        self.rank, self.world = self.messages.rank, self.messages.world
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:

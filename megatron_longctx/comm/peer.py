@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..schedules.program import Program, Receive, SendLayout
-from .all_or_none import PeerMemoryError, all_or_none
-from .collect import from_all
+from .collect import PeerMemoryError, all_or_none, from_all
 from .flags import FlagOperations
 from .hosts import Hosts
 from .p2p import Exchange

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernels.fused import row_strides
 from ..kernels.paged import PackedPartials
-from ..kernels.strides import row_strides
 from .peer_flags import await_peers, end_call, tell
 from .peer_memory import MOST_BLOCKS, PeerMemory
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .all_or_none import all_or_none
+from .collect import all_or_none
 
 _SPARE = 2**28
 """Bytes of a device that are left free beside symmetric memory: for its rounding, for NCCL, for kernels' code."""

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_longctx.kernels import relaunch
+from megatron_longctx.kernels import fused
 from megatron_longctx.kernels.batched_copy import MOST_BASES, Launch
 
 # Words of 8 bytes, or of 4, that a program moves at a time.
@@ -89,4 +89,4 @@ def copy_triton(launch: Launch, table: Tensor, bases: Sequence[int]) -> None:
     constants = {"TILE": _TILE, "COLS": launch.columns}
     # The launch goes to the current device, which need not be the tensors'. A CPU tensor's index, -1, changes nothing.
     with torch.cuda.device(table.get_device()):
-        relaunch.launch(_copy_kernel, grid, (table, *bases), constants, (), num_warps=8)
+        fused.launch(_copy_kernel, grid, (table, *bases), constants, (), num_warps=8)

@@ -202,7 +202,12 @@ class AttentionKernel(ABC):
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float) -> BlockInputs | None:
         """Checked and readable; None where there is nothing to compute."""
-        check_inputs(q, k, v, call)
+        check_tensors(q, k, v)
+        if call.segments and (call.segments[-1].q_stop > q.shape[0] or call.segments[-1].k_stop > k.shape[0]):
+            raise ValueError(
+                f"a call of queries {call.q_span} and keys {call.k_span}, with {q.shape[0]} queries and {k.shape[0]} "
+                "keys: expected a call over their rows."
+            )
         whole = (Segment(0, q.shape[0], 0, k.shape[0]),)
         if not self.takes.packed and call.segments not in ((), whole):
             raise ValueError(f"segments {call.segments}: expected {whole}, one of all rows, in a call of {self.name}.")
@@ -247,14 +252,24 @@ def readable(x: Tensor) -> Tensor:
     return x.contiguous() if expanded or strides[-1] != 1 else x
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> None:
-    """Raise ValueError unless q `[s,b,h,d]`, k `[t,b,g,d]` and v `[t,b,g,e]` fit each other and the call."""
+def heads_first(x: Tensor) -> Tensor:
+    """`[s, b, h, d]` seen as `[b, h, s, d]`, as the ATen ops take it; no copy."""
+    return x.permute(1, 2, 0, 3)
+
+
+def token_first(x: Tensor) -> Tensor:
+    """`[b, h, s, d]` seen as `[s, b, h, d]`; no copy."""
+    return x.permute(2, 0, 1, 3)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless q `[s,b,h,d]`, k `[t,b,g,d]` and v `[t,b,g,e]` fit each other."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or v.shape[:3] != k.shape[:3]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected q [s, b, h, d], k [t, b, g, d] and "
             "v [t, b, g, e]."
         )
-    (s, batch, heads, head_dim), (t, kv_batch, kv_heads, kv_head_dim) = q.shape, k.shape
+    (_, batch, heads, head_dim), (_, kv_batch, kv_heads, kv_head_dim) = q.shape, k.shape
     if (batch, head_dim) != (kv_batch, kv_head_dim):
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in batch or head dim; they must be equal.")
     if kv_heads == 0 or heads % kv_heads:
@@ -262,9 +277,4 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> None:
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         raise ValueError(
             f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}; convert them to one."
-        )
-    if call.segments and (call.segments[-1].q_stop > s or call.segments[-1].k_stop > t):
-        raise ValueError(
-            f"a call of queries {call.q_span} and keys {call.k_span}, with {s} queries and {t} keys: expected a call "
-            "over their rows."
         )

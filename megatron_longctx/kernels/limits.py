@@ -1,4 +1,5 @@
 """Reasons shared by the providers' `why_not`: each returns None, or one sentence with the value and what is accepted.
+`or` makes a chain of them, of which the first one counts, and nothing behind it is looked at.
 
 None of these synchronises with the device or allocates on it.
 """
@@ -6,11 +7,6 @@ None of these synchronises with the device or allocates on it.
 import torch
 
 from megatron_longctx.kernels.interface import KernelRequest
-
-
-def first_reason(*reasons: str | None) -> str | None:
-    """The first reason that is not None."""
-    return next((reason for reason in reasons if reason is not None), None)
 
 
 def wrong_device(request: KernelRequest, *accepted: str) -> str | None:
@@ -48,10 +44,8 @@ def no_windows(request: KernelRequest) -> str | None:
     return "windows are not supported, only full and causal attention" if request.windows else None
 
 
-def too_old_gpu(request: KernelRequest, *, least: tuple[int, int]) -> str | None:
-    """The current CUDA device's compute capability is below `least`. Ask after `wrong_device`."""
-    if request.device_type != "cuda" or not torch.cuda.is_available():
-        return None
+def too_old_gpu(*, least: tuple[int, int]) -> str | None:
+    """The current CUDA device's compute capability is below `least`. Ask behind `wrong_device`."""
     found = torch.cuda.get_device_capability()
     if found >= least:
         return None
@@ -64,8 +58,9 @@ def on_rocm() -> str | None:
 
 
 def flash_backward_gap(request: KernelRequest) -> str | None:
-    """FlashAttention-2's backward does not fit the shared memory of some GPUs for head dims in (192, 224]."""
-    if request.device_type != "cuda" or not torch.cuda.is_available() or not 192 < request.head_dim <= 224:
+    """FlashAttention-2's backward does not fit the shared memory of some GPUs for head dims in (192, 224]. Ask behind
+    `wrong_device`."""
+    if not 192 < request.head_dim <= 224:
         return None
     found = torch.cuda.get_device_capability()
     if not ((8, 6) <= found <= (8, 9) or found >= (12, 0)):

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_longctx.kernels.fused import row_strides
 from megatron_longctx.kernels.paged import PackedPartials, Pages
-from megatron_longctx.kernels.strides import row_strides
 
 _LEAST_ROWS = 16
 """Query rows and columns of a matrix product on tensor cores, at least; missing ones are padded."""
@@ -160,7 +160,7 @@ def attend_pages_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float, fo
     parts = PackedPartials.like(q, (splits,)) if splits > 1 else PackedPartials(found.flat[None], *q.shape)
     _attend(q, cache, pages, scale, parts)
     if splits > 1:
-        _merge(parts, found.out, found.lse)
+        merge_ranks_triton(parts, found.out, found.lse)
 
 
 def attend_shares_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
@@ -201,12 +201,8 @@ def _attend(q: Tensor, cache: Tensor, pages: Pages, scale: float, parts: PackedP
         )  # fmt: skip
 
 
-def merge_ranks_triton(found: PackedPartials, out: Tensor) -> None:
-    """See `paged.merge_ranks`."""
-    _merge(found, out, None)
-
-
-def _merge(parts: PackedPartials, out: Tensor, lse: Tensor | None) -> None:
+def merge_ranks_triton(parts: PackedPartials, out: Tensor, lse: Tensor | None = None) -> None:
+    """See `paged.merge_ranks`. lse: is written as well, where it is wanted."""
     count, rows, heads, head_dim = parts.out.shape
     constants: dict[str, Any] = {"COLS": triton.next_power_of_2(head_dim), "BLOCK": _MERGED}
     with torch.cuda.device(out.get_device()):

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_longctx.kernels.fused import fused
+from megatron_longctx.kernels.fused import few_rows, fused
 from megatron_longctx.kernels.no_grad import no_grad
-from megatron_longctx.kernels.strides import few_rows
 from megatron_longctx.schedules.totals import MOST_PARTIALS
 
 _fused = partial(fused, __name__, "merging attention")

@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_longctx.kernels.fused import kind_of, launch, row_strides
 from megatron_longctx.kernels.partials import Partial
-from megatron_longctx.kernels.relaunch import kind_of, launch
-from megatron_longctx.kernels.strides import row_strides
 
 # Elements of the result that one program handles.
 _TILE = 2048

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_longctx.kernels.strides import row_strides
+from megatron_longctx.kernels.fused import row_strides
 
 _TILE = 4096
 # What kernels are not compiled anew for, as it changes with length and batch: numbers that no vector load needs to be
@@ -23,11 +23,11 @@ _TO_EVEN: tl.constexpr = tl.constexpr(1.5 * 2**23)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _place(num_rows, batch, heads, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of this program, whether they are there, and their token, sequence and head."""
+    """Whether this program's rows are there, and their token, sequence and head."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # 32 bits are divided faster, places need 64
     token = row // heads
     t, b, h = (token // batch).to(tl.int64), (token % batch).to(tl.int64), (row % heads).to(tl.int64)
-    return row.to(tl.int64), row < num_rows, t, b, h
+    return row < num_rows, t, b, h
 
 
 @triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=["packed"])  # type: ignore[untyped-decorator]
@@ -36,7 +36,7 @@ def _pack_kernel(  # type: ignore[no-untyped-def]
     k_t, k_b, k_h, k_d, v_t, v_b, v_h, v_d,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    _, inside, t, b, h = _place(num_rows, batch, heads, ROWS)
+    inside, t, b, h = _place(num_rows, batch, heads, ROWS)
     col = tl.arange(0, COLS)[None, :]
     mask = inside[:, None] & (col < D)
     second = tl.program_id(1)
@@ -61,7 +61,7 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
     packed, out, num_rows, batch, heads, packed_t, packed_second, packed_b, packed_h,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    _, inside, t, b, h = _place(num_rows, batch, heads, ROWS)
+    inside, t, b, h = _place(num_rows, batch, heads, ROWS)
     col = tl.arange(0, COLS)[None, :]
     mask = inside[:, None] & (col < D)
     second = tl.program_id(1)

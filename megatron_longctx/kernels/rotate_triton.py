@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_longctx.kernels.strides import row_strides
+from megatron_longctx.kernels.fused import row_strides
 
 # Heads that one program turns, of one token.
 _HEADS = 16

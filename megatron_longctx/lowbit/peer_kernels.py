@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..comm.peer_flags import await_peers, end_call, tell
 from ..comm.peer_memory import MOST_BLOCKS, PeerMemory
+from .quantize import Wire
 from .quantize_triton import quantized, store_quantized, unpack_add
-from .wire import Piece, Wire
 
 # Elements that a block handles at once, and its warps: few blocks with much to do need many loads under way.
 _SMALL, _LARGE = (4096, 4), (16384, 16)
@@ -206,9 +206,17 @@ def _one_step_kernel(  # type: ignore[no-untyped-def]
 
 
 def two_step(
-    memory: PeerMemory, x: Tensor, out: Tensor, piece: Piece, wires: tuple[Wire, Wire], phases: int = ALL
+    memory: PeerMemory,
+    x: Tensor,
+    out: Tensor,
+    wires: tuple[Wire, Wire],
+    *,
+    chunk: int,
+    stride: int,
+    scatter: bool = False,
+    phases: int = ALL,
 ) -> None:
-    """Chunk r is summed by rank r, and given to all unless it is a scatter.
+    """Chunk r, of `chunk` elements at `r * stride`, is summed by rank r, and given to all unless it is a scatter.
 
     Args:
         x: contiguous; the last chunk may be ragged.
@@ -217,14 +225,14 @@ def two_step(
         phases: PUSH, SUM, UNPACK: one after the other where ranks are simulated one after the other.
     """
     first, second = wires
-    groups = first.groups(piece.chunk)
+    groups = first.groups(chunk)
     per, blocks, rows, warps = _shares(memory, groups, memory.world, first.group_size)
-    sizes = (x.numel(), piece.chunk, piece.stride, groups, per)
-    rows_of = [size for w in wires for size in (w.message_bytes(piece.chunk), w.value_bytes(piece.chunk))]
+    sizes = (x.numel(), chunk, stride, groups, per)
+    rows_of = [size for w in wires for size in (w.message_bytes(chunk), w.value_bytes(chunk))]
     with torch.cuda.device(x.get_device()):  # a CPU tensor's index, -1, changes nothing
         _two_step_kernel[(blocks,)](
             x, out, memory.data, memory.flags, memory.state, memory.rank, memory.room, *sizes, *rows_of,
-            TO_BITS=second.form.bits if second.form else 0, ROWS=rows, SCATTER=piece.scatter, PHASES=phases,
+            TO_BITS=second.form.bits if second.form else 0, ROWS=rows, SCATTER=scatter, PHASES=phases,
             SUM_ROWS=rows // 4 if per <= rows // 4 else rows, **_constants(memory, first), num_warps=warps,
         )  # fmt: skip
 

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.all_or_none import PeerMemoryError, all_or_none
+from ..comm.collect import PeerMemoryError, all_or_none
 from ..comm.hosts import find_hosts
 from ..comm.peer_memory import PeerMemory, peer_memory
 from ..config import check_value
 from ..errors import refuse
+from .quantize import Wire
 from .quantized import formats, output_like, share_like
-from .wire import Piece, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +92,7 @@ class PeerReduction:
                 return out
             for part in self._pieces(flat.numel(), wires, self._memory.world):
                 chunk = -(-(part.stop - part.start) // (self._memory.world * wires[0].group_size)) * wires[0].group_size
-                piece = Piece(chunk, chunk)
-                self._kernels.two_step(self._memory, flat[part], into[part], piece, wires)
+                self._kernels.two_step(self._memory, flat[part], into[part], wires, chunk=chunk, stride=chunk)
         return out
 
     def reduce_scatter(
@@ -116,8 +115,10 @@ class PeerReduction:
         with torch.no_grad():
             flat, into, stride = x.reshape(-1), out.view(-1), out.numel()
             for part in self._pieces(stride, wires, 1):
-                piece = Piece(part.stop - part.start, stride, scatter=True)
-                self._kernels.two_step(self._memory, flat[part.start :], into[part], piece, wires)
+                self._kernels.two_step(
+                    self._memory, flat[part.start :], into[part], wires, chunk=part.stop - part.start, stride=stride,
+                    scatter=True,
+                )  # fmt: skip
         return out
 
     def _wires(self, dtype: torch.dtype, bits: int | None, group_size: int, symmetric: bool) -> tuple[Wire, Wire]:

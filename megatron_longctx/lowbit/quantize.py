@@ -31,6 +31,7 @@ BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes, of every message
+_RAW_GROUP = 128
 SMALLEST_STEP = 2.0**-126
 """Half a step below this has no reciprocal in fp32: such groups count as of one value."""
 
@@ -95,6 +96,32 @@ class QuantFormat:
         ends = packed[:, values : values + groups * num_ends * self.range_dtype.itemsize].view(self.range_dtype)
         row = self.group_size * self.bits // 8
         return packed[:, :values].view(len(packed), groups, row), ends.view(len(packed), num_ends, groups)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How values that are summed travel: quantized (form), or as they are (None) in x's dtype."""
+
+    form: QuantFormat | None
+    itemsize: int
+
+    @property
+    def group_size(self) -> int:
+        return self.form.group_size if self.form else _RAW_GROUP
+
+    @property
+    def group_bytes(self) -> int:
+        """Of a group, in a message of many."""
+        return self.message_bytes(16 * self.group_size) // 16
+
+    def groups(self, chunk: int) -> int:
+        return -(-chunk // self.group_size)
+
+    def value_bytes(self, chunk: int) -> int:
+        return self.form.value_bytes(chunk) if self.form else self.groups(chunk) * _RAW_GROUP * self.itemsize
+
+    def message_bytes(self, chunk: int) -> int:
+        return self.form.message_bytes(chunk) if self.form else self.value_bytes(chunk)
 
 
 @torch.no_grad()

@@ -68,7 +68,6 @@ class Reducer:
         exact = policy.mode == "none" or self._alone
         self._least = float("inf") if exact else policy.min_kib * 1024
         self.crossovers: dict[tuple[str, torch.dtype], Crossover] = {}
-        self._auto_from: dict[tuple[str, torch.dtype, torch.device], float] = {}  # bytes; inf for never
         self._peers: dict[torch.device, PeerReduction | None] = {}
 
     def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
@@ -86,19 +85,18 @@ class Reducer:
     def bits(self, operation: str, x: Tensor) -> int | None:
         """What `operation` (all_reduce or reduce_scatter) of `x` is quantized to; None: it is not.
 
-        With `auto` the first call for a dtype and a device measures, if no file says, and logs what it found.
+        With `auto` the first call for a dtype measures, if no file says, and logs what it found.
         """
         num_bytes = x.numel() * x.element_size()
         if num_bytes < self._least:
             return None
         if self.policy.mode != "auto":
             return _BITS[self.policy.mode]
-        key = (operation, x.dtype, x.device)
-        if key not in self._auto_from:
-            self.crossovers[operation, x.dtype] = found = self._crossover(operation, x)
-            start = found.from_bytes
-            self._auto_from[key] = float("inf") if start is None else start
-        return _AUTO_BITS if num_bytes >= self._auto_from[key] else None
+        key = operation, x.dtype
+        if key not in self.crossovers:
+            self.crossovers[key] = self._crossover(operation, x)
+        start = self.crossovers[key].from_bytes
+        return None if start is None or num_bytes < start else _AUTO_BITS
 
     def _crossover(self, operation: str, x: Tensor) -> Crossover:
         policy = self.policy

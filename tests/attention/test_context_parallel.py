@@ -239,6 +239,7 @@ class Rank:
             "heads of keys and values differ": refused(v=v[:, :, :1]),
             "batches differ": refused(k=k[:, :1], v=v[:, :1]),
             "heads do not divide": refused(q=q[:, :, :3]),
+            "dtypes differ": refused(v=v.float()),
             "heads that cannot be shared": refused(sharing, **dict(zip("qkv", one_head, strict=True))),
             "kernel": refused(self.attention(replace(case, kernel="cudnn"))),
         }
@@ -386,9 +387,10 @@ def test_wrong_input_is_refused_on_every_rank(n: int, ranks: list[dict[str, Any]
             "one token too many": f"q has shape ({s + 1}, 2, 4, 8): expected [{s}, b, heads, d], {where}",
             "another length": f"expected [{longer.num_tokens(rank)}, b, heads, d]",
             "too few dimensions": f"q has shape ({s}, 2, 4): expected [{s}, b, heads, d], {where}",
-            "heads of keys and values differ": f"k ({s}, 2, 2, 8), v ({s}, 2, 1, 8): expected equal batch",
-            "batches differ": f"q ({s}, 2, 4, 8), k ({s}, 1, 2, 8)",
-            "heads do not divide": f"q ({s}, 2, 3, 8), k ({s}, 2, 2, 8)",
+            "heads of keys and values differ": f"k ({s}, 2, 2, 8), v ({s}, 2, 1, 8): expected q [s, b, h, d]",
+            "batches differ": f"q ({s}, 2, 4, 8) and k ({s}, 1, 2, 8) differ in batch or head dim",
+            "heads do not divide": "3 query heads over 2 KV heads",
+            "dtypes differ": "v torch.float32 on cpu; convert them to one",
             "heads that cannot be shared": "query heads",
             "kernel": "kernel='cudnn' cannot be used here",
         }

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.comm import PeerMemoryError, PeerTransport, peer, symmetric
-from megatron_longctx.comm.all_or_none import all_or_none
+from megatron_longctx.comm.collect import all_or_none
 from megatron_longctx.comm.hosts import Hosts
 from megatron_longctx.testing.distributed import run_distributed
 

@@ -50,7 +50,7 @@ def in_rank_order(rows: list[torch.Tensor]) -> torch.Tensor:
 def compare_step_by_step() -> int:
     """Every format, number of ranks and ragged sizes, against the functions of `lowbit.quantize`."""
     from megatron_longctx.lowbit.peer_kernels import PUSH, SUM, UNPACK, one_step, two_step
-    from megatron_longctx.lowbit.wire import Piece, Wire
+    from megatron_longctx.lowbit.quantize import Wire
     from tests.comm.simulated_peers import one_process
 
     compared = 0
@@ -65,7 +65,7 @@ def compare_step_by_step() -> int:
         chunk = -(-numel // (n * group)) * group
         outs = [torch.empty_like(x) for x in xs]
         for phase, rank in itertools.product((PUSH, SUM, UNPACK), range(n)):
-            two_step(memories[rank], xs[rank], outs[rank], Piece(chunk, chunk), wires, phase)
+            two_step(memories[rank], xs[rank], outs[rank], wires, chunk=chunk, stride=chunk, phases=phase)
         expected = in_rank_order(xs)
         if bits:
             rows = [quantize(x, n, chunk, forms[0]) for x in xs]

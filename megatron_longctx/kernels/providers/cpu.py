@@ -9,10 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest
-from megatron_longctx.kernels.limits import first_reason, wrong_device, wrong_dtype, wrong_value_dim
+from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, token_first
+from megatron_longctx.kernels.limits import wrong_device, wrong_dtype, wrong_value_dim
 from megatron_longctx.kernels.providers.reference import ReferenceKernel, hidden_keys
-from megatron_longctx.kernels.views import heads_first, token_first
 from megatron_longctx.schedules.kernel_calls import Takes
 
 
@@ -25,10 +24,10 @@ class CpuKernel(AttentionKernel):
     takes: ClassVar[Takes] = Takes(windows=True, bands=True)
 
     def why_not(self, request: KernelRequest) -> str | None:
-        return first_reason(
-            wrong_device(request, "cpu"),
-            wrong_dtype(request, torch.float64, torch.float32, torch.bfloat16, torch.float16),
-            wrong_value_dim(request),
+        return (
+            wrong_device(request, "cpu")
+            or wrong_dtype(request, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+            or wrong_value_dim(request)
         )
 
     def _forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:

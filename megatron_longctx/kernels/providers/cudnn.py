@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest
+from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, token_first
 from megatron_longctx.kernels.limits import (
-    first_reason,
     no_windows,
     on_rocm,
     too_old_gpu,
@@ -22,7 +21,6 @@ from megatron_longctx.kernels.limits import (
     wrong_value_dim,
 )
 from megatron_longctx.kernels.providers.flash import FlashKernel
-from megatron_longctx.kernels.views import heads_first, token_first
 
 _LEAST_CUDNN = 90000
 
@@ -40,18 +38,18 @@ class CudnnKernel(AttentionKernel):
         self._of_one = FlashKernel(deterministic=deterministic)
 
     def why_not(self, request: KernelRequest) -> str | None:
-        return first_reason(
-            wrong_device(request, "cuda"),
-            on_rocm(),
-            _no_cudnn(),
-            too_old_gpu(request, least=(8, 0)),
-            wrong_dtype(request, torch.bfloat16, torch.float16),
+        return (
+            wrong_device(request, "cuda")
+            or on_rocm()
+            or _no_cudnn()
+            or too_old_gpu(least=(8, 0))
+            or wrong_dtype(request, torch.bfloat16, torch.float16)
             # Forward goes further on some GPUs; 128 is what forward and backward take on all of them.
-            wrong_head_dim(request, multiple=8, most=128),
-            wrong_value_dim(request),
-            no_windows(request),
-            _unlike_shapes(request),
-            _not_deterministic(request),
+            or wrong_head_dim(request, multiple=8, most=128)
+            or wrong_value_dim(request)
+            or no_windows(request)
+            or _unlike_shapes(request)
+            or _not_deterministic(request)
         )
 
     def _forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:

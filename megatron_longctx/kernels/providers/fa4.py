@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.kernels.interface import BlockInputs, CallKind, KernelRequest
-from megatron_longctx.kernels.limits import first_reason, on_rocm, too_old_gpu, wrong_device, wrong_dtype
+from megatron_longctx.kernels.limits import on_rocm, too_old_gpu, wrong_device, wrong_dtype
 from megatron_longctx.kernels.packed import PackedKernel, Segments
 from megatron_longctx.schedules.calibration import cache_folder
 from megatron_longctx.schedules.kernel_calls import KernelCall
@@ -39,13 +39,13 @@ class Fa4Kernel(PackedKernel):
     compiles: ClassVar[bool] = True
 
     def why_not(self, request: KernelRequest) -> str | None:
-        return first_reason(
-            wrong_device(request, "cuda"),
-            on_rocm(),
-            too_old_gpu(request, least=(9, 0)),
-            wrong_dtype(request, torch.bfloat16, torch.float16),
-            _wrong_head_dims(request),
-            package_problem(),
+        return (
+            wrong_device(request, "cuda")
+            or on_rocm()
+            or too_old_gpu(least=(9, 0))
+            or wrong_dtype(request, torch.bfloat16, torch.float16)
+            or _wrong_head_dims(request)
+            or package_problem()
         )
 
     def _forward_rows(self, inputs: BlockInputs, packed: Segments | None) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_longctx.kernels.interface import BlockInputs, KernelRequest
 from megatron_longctx.kernels.limits import (
-    first_reason,
     flash_backward_gap,
     on_rocm,
     too_old_gpu,
@@ -34,14 +33,14 @@ class FlashKernel(PackedKernel):
     speed: ClassVar[dict[str, int]] = {"cuda": 20}
 
     def why_not(self, request: KernelRequest) -> str | None:
-        return first_reason(
-            wrong_device(request, "cuda"),
-            on_rocm(),
-            too_old_gpu(request, least=(8, 0)),
-            wrong_dtype(request, torch.bfloat16, torch.float16),
-            wrong_head_dim(request, multiple=8, most=256),
-            wrong_value_dim(request),
-            flash_backward_gap(request),
+        return (
+            wrong_device(request, "cuda")
+            or on_rocm()
+            or too_old_gpu(least=(8, 0))
+            or wrong_dtype(request, torch.bfloat16, torch.float16)
+            or wrong_head_dim(request, multiple=8, most=256)
+            or wrong_value_dim(request)
+            or flash_backward_gap(request)
         )
 
     def prepare(self, call: KernelCall, rows: tuple[int, int], device: torch.device) -> Segments | None:

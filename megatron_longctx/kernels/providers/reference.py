@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest, sum_dtype
-from megatron_longctx.kernels.limits import first_reason, wrong_device, wrong_dtype
+from megatron_longctx.kernels.limits import wrong_device, wrong_dtype
 from megatron_longctx.schedules.kernel_calls import Takes
 from megatron_longctx.schedules.mask import FAR
 
@@ -26,10 +26,8 @@ class ReferenceKernel(AttentionKernel):
     takes: ClassVar[Takes] = Takes(windows=True, bands=True)
 
     def why_not(self, request: KernelRequest) -> str | None:
-        return first_reason(
-            wrong_device(request, "cpu", "cuda"),
-            wrong_dtype(request, torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        )
+        dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
+        return wrong_device(request, "cpu", "cuda") or wrong_dtype(request, *dtypes)
 
     def _forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
         q, k, v = _grouped(inputs.q, inputs.k.shape[2]), _keys(inputs.k), _keys(inputs.v)
