@@ -17,6 +17,18 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs more CUDA devices than are here."""
+    mark = item.get_closest_marker("gpu")
+    if mark is not None:
+        import torch
+
+        needed = mark.args[0] if mark.args else 1
+        if torch.cuda.device_count() < needed:
+            pytest.skip(f"needs CUDA devices: {needed}")
+
+
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that the test starts see no CUDA device, so that it checks the same thing on every machine."""

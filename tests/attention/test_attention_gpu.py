@@ -28,7 +28,7 @@ from megatron_longctx.testing.references import dense_attention, random_qkv, sha
 from megatron_longctx.testing.tolerances import assert_as_good_as
 from tests.shared.plans import helper_plan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 HEADS = {"GQA": (32, 8), "MHA": (32, 32)}  # any number of GPUs up to 8 that divides them may share them
 HEAD_DIM = 128
@@ -234,10 +234,9 @@ def _a_thousand_steps(rank: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.gpu(2)
 def test_a_thousand_deterministic_steps_are_equal_and_hold_no_more_memory() -> None:
     n = min(4, torch.cuda.device_count())
-    if n < 2:
-        pytest.skip("needs 2 CUDA devices")
     wrong = [line for lines in run_distributed(_a_thousand_steps, n, backend="nccl", timeout=240) for line in lines]
     assert not wrong, "\n".join(wrong)
 

@@ -16,7 +16,7 @@ from megatron_longctx.kernels import PROVIDERS
 from megatron_longctx.testing.distributed import run_distributed
 from tests.attention.test_attention_gpu import _every_case, request
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 def _forced(name: str, group: dist.ProcessGroup, device: torch.device) -> HybridTransport:

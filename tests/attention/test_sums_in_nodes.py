@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,47 +17,19 @@ from torch import Tensor
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.comm import hosts
 from megatron_longctx.comm.p2p import Exchange, P2PTransport
-from megatron_longctx.schedules import Mask, ModeOptions, build_plan, find_mode
-from megatron_longctx.schedules.mask import documents
+from megatron_longctx.schedules import ModeOptions, build_plan, find_mode
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.testing.references import dense_attention, random_qkv, shard, unshard, visible
-from megatron_longctx.testing.tolerances import assert_as_good_as, relative_error
+from megatron_longctx.testing.references import shard
 from megatron_longctx.topology import Cluster, Mesh, Network
+from tests.attention.test_context_parallel import Case, check, gradients, said
 
 SCHEDULES = ("ring", "zigzag", "striped", "double_ring", "tasp", "all_gather", "helper")
 PER_NODE = (2, 3)
 
 
-@dataclass(frozen=True)
-class Case:
-    """said: of `documents`. heads: of queries, of keys."""
-
-    schedule: str
-    said: tuple[tuple[str, Any], ...]
-    heads: tuple[int, int]
-    kernel: str = "reference"
-    dtype: torch.dtype = torch.float64
-    keep: str = "auto"
-
-    @property
-    def mask(self) -> Mask:
-        return documents(**dict(self.said))
-
-    @property
-    def plain(self) -> Case:
-        return replace(self, schedule="", keep="auto")
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return random_qkv(self.mask.length, 2, *self.heads, 8, self.dtype, seed=self.mask.length)
-
-
 def options(node: int) -> ModeOptions:
     """Two nodes, whose ranks share a NIC."""
     return ModeOptions(inner_size=node, cluster=Cluster("two", 2, node, Mesh(50.0), Network(1, 5.0)))
-
-
-def said(*lengths: int, **more: Any) -> tuple[tuple[str, Any], ...]:
-    return (("lengths", lengths), *more.items())
 
 
 def cases(node: int) -> list[Case]:
@@ -71,7 +42,7 @@ def cases(node: int) -> list[Case]:
             Case(schedule, said(8 * n, causal=False), (n, n), keep="true"),
             Case(schedule, said(9, 1, 6 * n + 3, window=(13, None)), (2 * n, n)),
             Case(schedule, said(3 * n, 5 * n + 1), (2 * n, n), keep="true"),
-            Case(schedule, said(16 * n), (2 * n, n), "cpu", torch.bfloat16),
+            Case(schedule, said(16 * n), (2 * n, n), kernel="cpu", dtype=torch.bfloat16),
         ]
     return found
 
@@ -111,9 +82,7 @@ class Rank:
         *leaves, grad_out = (shard(x, attention.layout(case.mask), self.rank) for x in case.tensors())
         out = attention(*(x.requires_grad_() for x in leaves), mask=case.mask)
         before = self.crossings.num_bytes
-        grads = torch.autograd.grad(out, leaves, grad_out)
-        found = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
-        return found, self.crossings.num_bytes - before
+        return gradients(leaves, out, grad_out), self.crossings.num_bytes - before
 
 
 def _run(number: int, node: int) -> dict[str, Any]:
@@ -151,29 +120,10 @@ def ranks(node: int) -> list[dict[str, Any]]:
     return found
 
 
-@functools.cache
-def truth(plain: Case) -> dict[str, Tensor]:
-    return dense_attention(*plain.tensors(), seen=visible(**dict(plain.said)))
-
-
-def own(case: Case) -> dict[str, Tensor]:
-    """By one rank alone, in the same precision."""
-    *leaves, grad_out = case.tensors()
-    out = ContextParallelAttention(kernel=case.kernel)(*(x.requires_grad_() for x in leaves), mask=case.mask)
-    grads = torch.autograd.grad(out, leaves, grad_out)
-    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
-
-
 def test_sums_are_the_gradients_of_dense_attention(node: int, ranks: list[dict[str, Any]]) -> None:
     for i, case in enumerate(cases(node)):
         layout = build_plan(find_mode(case.schedule, 2 * node, options(node)), 2 * node, case.mask).queries
-        shards = [found["results"][i]["auto"] for found in ranks]
-        found = {name: unshard([each[name] for each in shards], layout) for name in shards[0]}
-        if case.dtype is not torch.float64:
-            assert_as_good_as(found, own(case), truth(case.plain), case)
-            continue
-        for name, expected in truth(case.plain).items():
-            assert relative_error(found[name], expected) < 1e-9, f"{case}: {name}"
+        check([found["results"][i]["auto"] for found in ranks], layout, case)
 
 
 def test_sums_are_bit_equal_from_run_to_run(ranks: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import shard
 from tests.attention.test_attention_gpu import CASES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu(2)
 
 MODES = ("zigzag", "ulysses")  # messages beside computing; messages that are read where they lie
 PASSES = ("forward", "backward")
@@ -80,8 +80,6 @@ def _measure(rank: int) -> dict[tuple[str, str | None], Measured]:
 
 
 def test_passes_measure_how_long_they_wait_for_a_late_peer() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
     early, late = run_distributed(_measure, 2, backend="nccl", timeout=120)
     for schedule in MODES:
         prompt = early[schedule, None].waited

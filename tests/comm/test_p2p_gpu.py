@@ -7,10 +7,7 @@ import torch.distributed as dist
 from megatron_longctx.comm import P2PTransport
 from megatron_longctx.testing.distributed import run_distributed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
-]
+pytestmark = pytest.mark.gpu(2)
 
 ROUNDS = 20
 SIZE = 1 << 20

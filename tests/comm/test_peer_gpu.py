@@ -14,10 +14,7 @@ from megatron_longctx.comm.hosts import Hosts
 from megatron_longctx.kernels import AttentionKernel
 from megatron_longctx.testing.distributed import run_distributed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
-]
+pytestmark = pytest.mark.gpu(2)
 
 
 def _error(work: Any) -> str:

@@ -310,7 +310,6 @@ def converse_with(rank: int, configs: list[Config]) -> list[list[tuple[list[int]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("context", "tensor"), [(1, 1), (2, 1), (4, 1), (2, 2)])
 def test_replayed_steps_give_the_tokens_of_plans_on_gpus(context: int, tensor: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < context * tensor:

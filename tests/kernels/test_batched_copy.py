@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 from collections.abc import Sequence
@@ -256,13 +255,11 @@ def copy_in_the_interpreter() -> None:
             assert torch.equal(torch.tensor([], dtype=into.dtype).set_(memory), wanted)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernel_copies_the_same_under_the_interpreter() -> None:
     run_interpreted(__file__)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pairs_are_copied_on_a_gpu_as_on_a_cpu() -> None:
     """By plans made at once and used again, with memory that has moved."""
     copier = BatchedCopy()

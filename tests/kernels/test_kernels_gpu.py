@@ -23,7 +23,7 @@ from megatron_longctx.schedules.mask import causal, documents, full
 from tests.kernels.blocks import Case, check, error, run, run_in_blocks, tensors
 from tests.kernels.test_kernel_providers import PACKED, call
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 GPU_PROVIDERS = auto_order("cuda")
 CASES = {

@@ -1,6 +1,5 @@
 """Attention over pages: against fp64 by the definition, in plain PyTorch and as fused kernels under the interpreter."""
 
-import importlib.util
 import itertools
 from dataclasses import replace
 
@@ -208,7 +207,6 @@ def compare_fused_with_torch() -> None:
         torch.testing.assert_close(out, torchs)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_fused_kernels_equal_the_definition_under_the_interpreter():
     run_interpreted(__file__)
 
@@ -262,7 +260,6 @@ def test_shares_of_keys_fill_the_processors_in_whole_rounds(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(32, 8, 128, 64), (8, 8, 64, 4), (64, 1, 128, 32), (16, 2, 256, 48)], ids=str)
 def test_kernels_equal_the_definition_on_a_gpu(shape, dtype):
@@ -283,7 +280,6 @@ def test_kernels_equal_the_definition_on_a_gpu(shape, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(32, 8, 128, 64), (8, 8, 64, 4), (64, 1, 128, 32), (16, 2, 256, 48)], ids=str)
 def test_queries_of_one_sequence_on_a_gpu(shape, dtype):
@@ -294,7 +290,6 @@ def test_queries_of_one_sequence_on_a_gpu(shape, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_slots_past_two_billion_elements_are_read():
     """The last page of a 6 GiB cache."""
     slots, page = 3 * 2**19, 64  # 1.5M slots of 2 x 8 x 128 elements

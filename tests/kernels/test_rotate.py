@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 
 import pytest
@@ -50,7 +49,6 @@ def compare(device: str) -> int:
     return compared
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_fused_kernel_equals_torch_under_the_interpreter() -> None:
     run_interpreted(__file__)
 
@@ -76,7 +74,6 @@ def test_turned_back_is_as_before_and_nothing_is_written_to() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_fused_kernel_equals_torch_on_a_gpu() -> None:
     assert compare("cuda") == len(SIZES) * 4
 

@@ -245,7 +245,6 @@ def test_values_are_still_read_16_bytes_at_a_time(
 
 @pytest.mark.gpu
 @needs_compiler
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize(("module", "name"), [at for at, (call, _) in BOUNDS.items() if call not in WAITING], ids=str)
 def test_no_variants_for_lengths_on_a_gpu(module: str, name: str) -> None:
     call, bound = BOUNDS[module, name]

@@ -1,7 +1,6 @@
 """Reductions over peer memory: their kernels under Triton's interpreter, in one process step by step and in several
 that map the same files and truly wait for each other; which transport a group gets."""
 
-import importlib.util
 import itertools
 import logging
 import random
@@ -130,7 +129,6 @@ def compare_between_processes() -> None:
         assert run_forked(_calls_in_any_order, 3, Path(folder), 3) == [[]] * 3
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("what", ["compare_step_by_step", "compare_between_processes"])
 def test_kernels_under_the_interpreter(what):
     run_interpreted("-m", "tests.lowbit.test_peer_reduce", what)

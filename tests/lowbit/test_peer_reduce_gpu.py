@@ -12,10 +12,7 @@ from megatron_longctx.lowbit.quantize import quantize, sum_quantized
 from megatron_longctx.lowbit.quantized import all_reduce, formats, reduce_scatter
 from megatron_longctx.testing.distributed import run_distributed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
-]
+pytestmark = pytest.mark.gpu(2)
 CALLS = 200
 # Few enough that compiling them takes a minute, not ten; the interpreter's tests have them all.
 VARIANTS = (

@@ -37,7 +37,6 @@ def test_kernels_compile_for_hopper(bits: int, symmetric: bool, short: bool) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_kernels_equal_torch_on_a_gpu(form: QuantFormat, dtype: torch.dtype) -> None:

@@ -15,7 +15,6 @@ from megatron_longctx.testing.distributed import run_distributed
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs TransformerEngine"),
 ]
 KINDS = ("p2p", "all_gather", "a2a")

@@ -171,7 +171,6 @@ def test_queries_and_keys_turn_together_as_alone(variant: dict[str, object]) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_queries_and_keys_turn_together_as_alone_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     rotations = _rotations({})
     monkeypatch.undo()
