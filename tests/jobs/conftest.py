@@ -34,6 +34,17 @@ def workplace(tmp_path: Path, corpus: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def no_start(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks must not be started in this process."""
+    from megatron_longctx.training import launcher
+
+    def started_anyway(*arguments: object, **more: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(launcher.mp, "start_processes", started_anyway)
+
+
 @pytest.fixture(scope="session")
 def tiny() -> tuple[str, ...]:
     """Settings of a small run on the corpus."""

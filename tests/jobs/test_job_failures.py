@@ -15,7 +15,6 @@ import torch
 from megatron_longctx import names
 from megatron_longctx.compose import load_config
 from megatron_longctx.metrics.sinks import decode
-from megatron_longctx.training import launcher
 from megatron_longctx.training.run_lock import RunLock
 from megatron_longctx.verbs import cli
 from tests.shared.jobs import CLI, TORCHRUN_2, clean_environment, finished, latest_checkpoint, started, steps_recorded
@@ -160,16 +159,10 @@ def test_under_torchrun_all_ranks_of_a_second_job_end(workplace: Path, tiny: tup
 
 @pytest.fixture
 def no_ranks(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workplace: Path, no_start: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
     """Runs a verb here that must be refused without starting ranks or leaving a run folder; gives standard error."""
     monkeypatch.chdir(workplace)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-    def started_anyway(*arguments: object, **more: object) -> None:
-        raise AssertionError("ranks were started")
-
-    monkeypatch.setattr(launcher.mp, "start_processes", started_anyway)
 
     def run(*words: str) -> str:
         before = sorted(workplace.rglob("*"))

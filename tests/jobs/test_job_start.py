@@ -16,7 +16,7 @@ import pytest
 from megatron_longctx import names
 from megatron_longctx.compose import compose_config, load_config
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.training import launcher, saved_run
+from megatron_longctx.training import saved_run
 from megatron_longctx.verbs import cli
 from tests.shared.jobs import CLI, Job, finished, latest_checkpoint, started, steps_recorded
 
@@ -130,16 +130,12 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.fixture
-def resuming(jobs: Jobs, tiny: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def resuming(
+    jobs: Jobs, no_start: None, tiny: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
     """Settings that go on with a copy of the run, in the current directory, where ranks must not be started."""
     shutil.copytree(jobs.place, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-    def started_anyway(*arguments: object, **more: object) -> None:
-        raise AssertionError("ranks were started")
-
-    monkeypatch.setattr(launcher.mp, "start_processes", started_anyway)
     return [*tiny, "run.name=first", "train.precision=bf16", "train.steps=60"]
 
 
