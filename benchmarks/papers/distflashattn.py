@@ -13,18 +13,7 @@ from megatron_longctx.schedules.modes.helper import Helper
 from megatron_longctx.topology import load_cluster
 
 from .page import Cell, Made, Table, cell, paper, value
-from .simulated import (
-    LLAMA_7B,
-    LLAMA_33H,
-    LLAMA_GQA,
-    RESULTS,
-    Llama,
-    Machine,
-    moved,
-    not_overlapped,
-    one_rank,
-    passes,
-)
+from .simulated import LLAMA_7B, LLAMA_33H, LLAMA_GQA, RESULTS, Llama, Machine, moved, not_overlapped, one_rank, passes
 
 PRINTED = Helper(shares=False)
 """Algorithm 2 as the paper prints it."""

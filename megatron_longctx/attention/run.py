@@ -12,19 +12,7 @@ from ..comm import Exchange, SymmetricExchange, measured
 from ..kernels import Partial, merge_partials, sum_partials
 from ..schedules import Kind
 from ..schedules.plan import NUM_FIELDS
-from ..schedules.program import (
-    Acquire,
-    Compute,
-    Copy,
-    Mark,
-    Merge,
-    Part,
-    Release,
-    Rows,
-    Send,
-    Space,
-    Wait,
-)
+from ..schedules.program import Acquire, Compute, Copy, Mark, Merge, Part, Release, Rows, Send, Space, Wait
 from .bind import Bound, Fields, first_field
 from .kv_format import Pair
 from .shapes import new_lse

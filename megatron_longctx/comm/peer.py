@@ -210,11 +210,7 @@ class SymmetricExchange:
     """
 
     def __init__(
-        self,
-        transport: PeerTransport,
-        layout: SendLayout,
-        receives: Sequence[Sequence[Receive]],
-        num_bytes: int,
+        self, transport: PeerTransport, layout: SendLayout, receives: Sequence[Sequence[Receive]], num_bytes: int
     ) -> None:
         self._transport, self._layout, self._num_bytes = transport, layout, num_bytes
         self._steps = len(receives)

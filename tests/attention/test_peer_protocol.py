@@ -34,18 +34,7 @@ from megatron_longctx.schedules import (
 )
 from megatron_longctx.schedules.mask import documents, full
 from megatron_longctx.schedules.plan import NUM_FIELDS
-from megatron_longctx.schedules.program import (
-    Acquire,
-    Compute,
-    Copy,
-    Merge,
-    Program,
-    Receive,
-    Rows,
-    Send,
-    Space,
-    Wait,
-)
+from megatron_longctx.schedules.program import Acquire, Compute, Copy, Merge, Program, Receive, Rows, Send, Space, Wait
 from tests.attention.streams import Bytes, Far, Flags, Stream, on, run_all
 from tests.shared.plans import one_sided_plan, tangled_plan
 

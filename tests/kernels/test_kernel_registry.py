@@ -12,14 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels import (
-    PROVIDERS,
-    KernelRequest,
-    auto_order,
-    available,
-    choose,
-    registry,
-)
+from megatron_longctx.kernels import PROVIDERS, KernelRequest, auto_order, available, choose, registry
 from megatron_longctx.kernels.interface import BlockInputs
 from megatron_longctx.kernels.providers import fa4
 from tests.kernels.blocks import Case
