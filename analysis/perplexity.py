@@ -65,71 +65,43 @@ def settings() -> list[ReductionConfig]:
     return [*found, ReductionConfig("int4", "none", 128, False, 0.0), ReductionConfig("none", "int4", 128, False, 0.0)]
 
 
-def _rank(rank: int, config: Config, num_windows: int) -> list[list[float]]:
-    """Train, then the mean loss of every window, by setting."""
-    from megatron_longctx.mcore import model
-    from megatron_longctx.mcore.tokenizer import build_tokenizer
-    from megatron_longctx.training.loop import Trainer
-    from megatron_longctx.training.signals import StopRequest
-    from megatron_longctx.training.worker import _log_to
-
-    folder = RunFolder.of(config)
-    _log_to(folder.log, rank)
-    trainer = Trainer(config, folder, StopRequest())
-    trainer.train()
-    weights = trainer.models[0].module.state_dict()
-    windows = held_out(build_tokenizer(config.data.tokenizer, None), config.data.seq_length, num_windows)
-    positions = torch.arange(config.data.seq_length)
-    losses = []
-    for reduction in settings():
-        changed = replace(config, reduction=reduction)
-        megatron = model.transformer_config(changed)
-        gpt = model.build_model(changed, megatron, trainer.groups, trainer.sequence, trainer.vocab_size)
-        gpt.load_state_dict(weights)
-        gpt.eval()
-        means: list[float] = []
-        with torch.no_grad():
-            for batch in windows.split(8):
-                places = positions.expand(len(batch), -1)
-                found = gpt(batch[:, :-1].contiguous(), places, None, labels=batch[:, 1:].contiguous())
-                means += found.double().mean(1).tolist()
-        losses.append(means)
-        if rank == 0:
-            print(f"{reduction}: {math.exp(statistics.fmean(means)):.4f}", file=sys.stderr, flush=True)
-    return losses
-
-
-def _kv_rank(rank: int, config: Config, num_windows: int) -> list[list[float]]:
-    """The trained model over context-parallel ranks: the mean loss of every window, with exact and 8-bit K and V."""
+def _rank(rank: int, configs: Sequence[Config], num_windows: int) -> list[list[float]]:
+    """Train as the first of `configs` says, or load what was trained; then, by configuration, the mean loss of every
+    window over the ranks that share it."""
     from megatron_longctx.mcore import model
     from megatron_longctx.mcore.sequence import build_sequence
     from megatron_longctx.mcore.tokenizer import build_tokenizer
     from megatron_longctx.training.loop import Trainer
     from megatron_longctx.training.signals import StopRequest
+    from megatron_longctx.training.worker import _log_to
 
-    trainer = Trainer(config, RunFolder.of(config), StopRequest())  # loads what was trained
-    assert trainer.step == config.train.steps
+    data, folder = configs[0].data, RunFolder.of(configs[0])
+    _log_to(folder.log, rank)
+    trainer = Trainer(configs[0], folder, StopRequest())
+    trainer.train()
     weights = trainer.models[0].module.state_dict()
-    length = config.data.seq_length
-    windows = held_out(build_tokenizer(config.data.tokenizer, None), length, num_windows)
+    windows = held_out(build_tokenizer(data.tokenizer, None), data.seq_length, num_windows)
+    positions = torch.arange(data.seq_length)
     losses = []
-    for kv_int8 in (False, True):
-        changed = replace(config, attention=replace(config.attention, kv_int8=kv_int8))
-        sequence = build_sequence(changed, trainer.groups.cp)
-        megatron = model.transformer_config(changed)
-        gpt = model.build_model(changed, megatron, trainer.groups, sequence, trainer.vocab_size)
+    for config in configs:
+        sequence = build_sequence(config, trainer.groups.cp)
+        megatron = model.transformer_config(config)
+        gpt = model.build_model(config, megatron, trainer.groups, sequence, trainer.vocab_size)
         gpt.load_state_dict(weights)
         gpt.eval()
-        sums = torch.zeros(num_windows, dtype=torch.float64)
+        sums = []
         with torch.no_grad():
-            for first, batch in zip(range(0, num_windows, 8), windows.split(8), strict=True):
+            for batch in windows.split(8):
                 whole = {"tokens": batch[:, :-1], "labels": batch[:, 1:]}
-                whole["position_ids"] = torch.arange(length).expand(len(batch), -1)
-                mine = sequence.shard_batch(whole)
+                mine = sequence.shard_batch(whole | {"position_ids": positions.expand(len(batch), -1)})
                 found = gpt(mine["tokens"], mine["position_ids"], None, labels=mine["labels"])
-                sums[first : first + len(batch)] = found.double().sum(1)
-        dist.all_reduce(sums)
-        losses.append((sums / length).tolist())
+                sums.append(found.double().sum(1))
+        total = torch.cat(sums)
+        dist.all_reduce(total, group=trainer.groups.cp)
+        losses.append((total / data.seq_length).tolist())
+        if rank == 0:
+            mean = statistics.fmean(losses[-1])
+            print(f"{config.reduction}, kv_int8={config.attention.kv_int8}: {math.exp(mean):.4f}", file=sys.stderr)
     return losses
 
 
@@ -165,7 +137,7 @@ def paired(losses: Sequence[float], of: Sequence[float]) -> tuple[float, float]:
 
 
 def kv_table(losses: Sequence[Sequence[float]]) -> str:
-    """Markdown, of what `_kv_rank` gives."""
+    """Markdown, of losses with exact and with 8-bit keys and values."""
     exact, rounded = losses
     more, noise = paired(rounded, exact)
     rows = [["exact", f"{math.exp(statistics.fmean(exact)):.4f}", ""]]
@@ -222,10 +194,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_missing(config.data)
     facts = environment()
     RunFolder.of(config).path.mkdir(parents=True, exist_ok=True)
-    losses = run_ranks(_rank, RANKS, config, args.windows, timeout=3600.0, threads=args.threads)[0]
+    reduced = [replace(config, reduction=reduction) for reduction in settings()]
+    losses = run_ranks(_rank, RANKS, reduced, args.windows, timeout=3600.0, threads=args.threads)[0]
     par = replace(config.parallelism, tensor_parallel_size=1, context_parallel_size=RANKS)
     sharded = replace(config, parallelism=par)
-    kv = run_ranks(_kv_rank, RANKS, sharded, args.windows, timeout=3600.0, threads=args.threads)[0]
+    kv_int8 = replace(sharded, attention=replace(config.attention, kv_int8=True))
+    kv = run_ranks(_rank, RANKS, [sharded, kv_int8], args.windows, timeout=3600.0, threads=args.threads)[0]
     found = findings(losses)
     tokens = args.windows * config.data.seq_length
     about = (
