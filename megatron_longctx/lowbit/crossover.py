@@ -27,6 +27,8 @@ _SIZES = [4**k * 1024 for k in range(2, 9)]  # bytes: 16 KiB to 64 MiB
 _MARGIN = 0.95
 """Quantized counts as faster below this share of the plain seconds: noise is no reason to lose precision."""
 _ROUNDS = 6
+_ENOUGH_S = 0.2
+"""Where a call takes longer, neither more rounds nor larger sizes are measured."""
 _ROW = 8
 """Calls between two marks on a device."""
 _AHEAD_CYCLES = 10_000_000
@@ -113,25 +115,21 @@ def crossover(
 
 
 def _measure(
-    dtype: torch.dtype,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    ways: tuple[Reduction, Reduction],
-    budget_s: float = 2.0,
+    dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device, ways: tuple[Reduction, Reduction]
 ) -> Crossover:
-    """Times both ways at rising sizes, until one takes more than a tenth of `budget_s`: ranks decide by the slowest."""
+    """Times both ways at rising sizes, until one takes more than `_ENOUGH_S`: ranks decide by the slowest."""
     samples: list[tuple[int, float, float]] = []
     for size in _SIZES:
         share = max(1, size // dtype.itemsize // dist.get_world_size(group))
         x = torch.empty(share * dist.get_world_size(group), device=device, dtype=dtype)
-        plain, quantized = _seconds(ways, x, group, budget_s / 10)
+        plain, quantized = _seconds(ways, x, group)
         samples.append((x.numel() * dtype.itemsize, plain, quantized))
-        if max(plain, quantized) > budget_s / 10:
+        if max(plain, quantized) > _ENOUGH_S:
             break
     return Crossover.between(samples)
 
 
-def _seconds(ways: Sequence[Reduction], x: Tensor, group: dist.ProcessGroup, enough_s: float) -> list[float]:
+def _seconds(ways: Sequence[Reduction], x: Tensor, group: dist.ProcessGroup) -> list[float]:
     """Of a call of each way on the slowest rank, the fastest of a few rounds, in which they take turns.
 
     First calls do not count, at any size: kernels are compiled for them and ranks connected, which takes longer than
@@ -147,7 +145,7 @@ def _seconds(ways: Sequence[Reduction], x: Tensor, group: dist.ProcessGroup, eno
             took = torch.tensor(_row(way, x), device=x.device)
             dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
             best[i] = min(best[i], float(took))
-        if max(best) > enough_s:
+        if max(best) > _ENOUGH_S:
             break
     return best
 
