@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -76,11 +77,9 @@ def forward_pass(passes: Passes, q: Tensor, k: Tensor, v: Tensor, scale: float, 
     run = Run(passes.forward, {Kind.Q: (q,), Kind.KV: own}, scale)
     run()
     out, lse = run.result(Kind.OUT)
-    kept = run.kept
-    if sink is not None:
-        out, lse = merge_sink(out, lse, sink, range(q.shape[2]))
-        kept = with_sinks(kept, passes.kept_heads, sink)
-    return [out, lse, *kept]
+    if sink is None:
+        return [out, lse, *chain.from_iterable(run.kept)]
+    return [*merge_sink(out, lse, sink, range(q.shape[2])), *with_sinks(run.kept, passes.kept_heads, sink)]
 
 
 class AttentionFunction(torch.autograd.Function):

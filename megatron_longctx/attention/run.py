@@ -24,7 +24,7 @@ class Run:
     Args:
         own: this rank's own tensors: forward Q `(q,)` and KV `(k, v)`, or packed `(kv,)`; backward Q_GRAD `(q, out,
             grad of out, lse)`, GRAD the third of it, and KV. What the program does not read may have no memory.
-        kept: what the forward pass has kept.
+        kept: what the forward pass has kept, one entry behind the other.
     """
 
     def __init__(self, bound: Bound, own: dict[Kind, Fields], scale: float, kept: Sequence[Tensor] = ()) -> None:
@@ -60,9 +60,9 @@ class Run:
         return self._fields(self._program.own[kind])
 
     @property
-    def kept(self) -> list[Tensor]:
-        """What the program keeps for backward: (q, out, lse), or packed keys and values, one after the other."""
-        return [x for entry in self._program.kept for rows in entry for x in self._fields(rows)]
+    def kept(self) -> list[Fields]:
+        """What the program keeps for backward, entry by entry: (q, out, lse), or packed keys and values."""
+        return [tuple(x for rows in entry for x in self._fields(rows)) for entry in self._program.kept]
 
     # Operations.
 

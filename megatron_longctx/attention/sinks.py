@@ -5,7 +5,7 @@ A sink is the partial result (0, sink) over no key, merged once at the end: no p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -37,15 +37,7 @@ def sink_gradient(sink: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> T
     return -(share * delta).sum((0, 1)).to(sink.dtype)
 
 
-def with_sinks(kept: Sequence[Tensor], entries: Sequence[range | None], sink: Tensor) -> list[Tensor]:
-    """What a pass keeps, its outputs corrected. entries: by kept entry, the heads of queries, None for keys."""
-    found: list[Tensor] = []
-    left = list(kept)
-    for heads in entries:
-        if heads is None:
-            found.append(left.pop(0))
-        else:
-            q, out, lse = left[:3]
-            del left[:3]
-            found += [q, *merge_sink(out, lse, sink, heads)]
-    return found
+def with_sinks(kept: Sequence[tuple[Tensor, ...]], heads: Sequence[range | None], sink: Tensor) -> Iterator[Tensor]:
+    """What a pass keeps, (q, out, lse) or keys, its outputs corrected. heads: of queries, by entry; None for keys."""
+    for fields, some in zip(kept, heads, strict=True):
+        yield from fields if some is None else (fields[0], *merge_sink(fields[1], fields[2], sink, some))

@@ -158,7 +158,7 @@ class Layer:
     def backward(self, run: Run) -> None:
         out, lse = run.result(Kind.OUT)
         own = {Kind.Q_GRAD: (self.q, out, self.q, lse), Kind.GRAD: (self.q,), Kind.KV: (self.k, self.k)}
-        back = Run(self.bound[1], own, 1.0, run.kept)
+        back = Run(self.bound[1], own, 1.0, [x for entry in run.kept for x in entry])
         back()
         back.result(Kind.DQ), back.result(Kind.DKV)
 
@@ -333,7 +333,7 @@ def test_what_is_kept_is_every_pass_s_own() -> None:
     for schedule in MODES:
         layer = Layer(plan_of(schedule, 4, 1, True, full(64)), 1)
         kept = [layer.forward().kept for _ in range(2)]
-        one, other = ({x.untyped_storage().data_ptr() for x in each} for each in kept)
+        one, other = ({x.untyped_storage().data_ptr() for entry in each for x in entry} for each in kept)
         assert one and one.isdisjoint(other), schedule
 
 
