@@ -155,14 +155,8 @@ def rules() -> Table:
     right: list[Cell] = [cell(sum(row[at] == row[1] for row in rows), "f", 0) for at in range(2, 7)]
     rows.append(["right, of 14", "", *right])
     columns = [
-        "miss rate",
-        "faster",
-        "algorithm 1",
-        "algorithm 5",
-        "empirical, printed",
-        "empirical, fitted",
-        "simulate",
-    ]
+        "miss rate", "faster", "algorithm 1", "algorithm 5", "empirical, printed", "empirical, fitted", "simulate",
+    ]  # fmt: skip
     return Table("rules", "what the rules take for the paper's prompts", columns, rows, ["figure 10"])
 
 

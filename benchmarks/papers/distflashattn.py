@@ -175,16 +175,8 @@ def table_1() -> Table:
                     cell(megatron / ours, "d"), paper(them / us),
                 ])  # fmt: skip
     columns = [
-        "GPUs",
-        "model",
-        "tokens a GPU",
-        "helper, s",
-        "paper",
-        "Megatron TP + SP, s",
-        "paper",
-        "speed-up",
-        "paper",
-    ]
+        "GPUs", "model", "tokens a GPU", "helper, s", "paper", "Megatron TP + SP, s", "paper", "speed-up", "paper",
+    ]  # fmt: skip
     return Table("steps", "whole steps beside Megatron's tensor parallelism", columns, rows, ["table 1"])
 
 
@@ -242,15 +234,9 @@ def table_5() -> Table:
             *(cell(again / once, "d"), paper(plain / better), found),
         ])  # fmt: skip
     columns = [
-        "tokens a GPU",
-        "whole layers again, s",
-        "paper",
-        "attention kept, s",
-        "paper",
-        "speed-up",
-        "paper",
+        "tokens a GPU", "whole layers again, s", "paper", "attention kept, s", "paper", "speed-up", "paper",
         "4 H200s",
-    ]
+    ]  # fmt: skip
     return Table("checkpoints", "checkpoints at the outputs of attention", columns, rows, ["table 5"])
 
 

@@ -130,16 +130,8 @@ def figures_5_and_6() -> Table:
                 cell(statistics.fmean(bound), "d") if bound else None,
             ])  # fmt: skip
     columns = [
-        "cluster",
-        "mask",
-        "rings",
-        "mean",
-        "paper",
-        "most",
-        "paper",
-        "of messages, most",
-        "mean where ratio < 1",
-    ]
+        "cluster", "mask", "rings", "mean", "paper", "most", "paper", "of messages, most", "mean where ratio < 1",
+    ]  # fmt: skip
     return Table("figures", "speed-ups by cluster", columns, rows, ["figure 5", "figure 6"])
 
 
@@ -170,14 +162,9 @@ def sums() -> Table:
             for length in (32, 128, 512):
                 rows.append([name, mode, f"{length}K", *_summed(mode, cluster, length * _K)])
     columns = [
-        "cluster",
-        "mode",
-        "tokens",
-        "MiB of dK, dV that cross",
-        "with sums",
-        "backward, times as fast",
+        "cluster", "mode", "tokens", "MiB of dK, dV that cross", "with sums", "backward, times as fast",
         "forward and backward",
-    ]
+    ]  # fmt: skip
     return Table("sums", "partial dK, dV summed inside a node before they cross", columns, rows)
 
 
