@@ -183,8 +183,8 @@ def draw(found: Sequence[Found], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m analysis.perplexity", description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--windows", type=int, default=128, help="of the sequence length, to take perplexity on")
-    parser.add_argument("--threads", type=int, default=1, help="of each of the two ranks")
+    parser.add_argument("--windows", type=int, default=128, help="windows of the sequence length to evaluate")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each of the two ranks")
     parser.add_argument("--out", type=Path, default=Path("analysis/results"), help="folder of the results")
     parser.add_argument("words", nargs="*", help="settings of the run, after those of this analysis")
     args = parser.parse_args(arguments)

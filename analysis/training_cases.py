@@ -138,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", type=Path)
     parser.add_argument("out", type=Path, help="path of the result, without suffix")
-    parser.add_argument("--ranks", type=int, help="default: one per GPU here, or as many as the cases need")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for all of it")
+    parser.add_argument("--ranks", type=int, help="ranks to start (default: one per GPU, or as many as the cases need)")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="time limit for all cases, in seconds")
     arguments = parser.parse_args(argv)
     try:
         cases = read_cases(arguments.cases)

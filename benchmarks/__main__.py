@@ -26,7 +26,9 @@ def parse(argv: Sequence[str]) -> tuple[Any, argparse.Namespace]:
     module = importlib.import_module(f"benchmarks.{name}")
     parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=module.__doc__)
     module.add_arguments(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="results; a .md goes beside it")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.json", help="results; a .md is written beside it"
+    )
     return module, parser.parse_intermixed_args(argv[1:])
 
 

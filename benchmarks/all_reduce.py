@@ -38,10 +38,10 @@ Maker = Callable[[Tensor], Call]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, help="to start here (default: one per GPU, 2 on CPU)")
+    parser.add_argument("--ranks", type=int, help="ranks to start on this host (default: one per GPU, 2 on CPU)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--smallest-kib", type=int, default=64, help="of a rank's tensor (default: %(default)s)")
-    parser.add_argument("--largest-mib", type=int, help="(default: 512 on GPUs, 4 on CPU)")
+    parser.add_argument("--smallest-kib", type=int, default=64, help="smallest tensor of a rank (default: %(default)s)")
+    parser.add_argument("--largest-mib", type=int, help="largest tensor of a rank (default: 512 on GPUs, 4 on CPU)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
 
 

@@ -42,7 +42,7 @@ class Ask:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, help="to start here (default: one per GPU, 2 on CPU)")
+    parser.add_argument("--ranks", type=int, help="ranks to start on this host (default: one per GPU, 2 on CPU)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--masks", default="causal",
@@ -57,9 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", choices=("auto", *PROVIDERS), default="auto")
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how blocks travel")
     parser.add_argument("--keep-received", choices=KEEP_RECEIVED, default="auto", help="as attention.keep_received")
-    parser.add_argument("--iterations", type=int, default=10, help="steps in a row, three times (default: %(default)s)")
+    parser.add_argument(
+        "--iterations", type=int, default=10, help="steps of each of three measurements (default: %(default)s)"
+    )
     parser.add_argument("--peers", action="store_true", help="also time other packages' context parallelism")
-    parser.add_argument("--check", action="store_true", help="before, compare short ones with dense fp64")
+    parser.add_argument("--check", action="store_true", help="first compare short cases with dense attention in fp64")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ Coefficients = tuple[float, float, float]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     of = "of `benchmarks inference`"
     parser.add_argument("--prompts", type=Path, required=True, nargs="+", metavar="FILE", help=of)
-    parser.add_argument("--ranks", type=int, help="only prompts on so many context-parallel ranks")
+    parser.add_argument("--ranks", type=int, help="use only prompts measured on this number of context-parallel ranks")
 
 
 def run(arguments: argparse.Namespace) -> None:

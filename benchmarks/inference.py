@@ -29,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("settings", nargs="*", help="group=NAME and key=value words")
+    parser.add_argument("settings", nargs="*", help="group=NAME and key=value")
     parser.add_argument("--lengths", default="2048", help="tokens, cached and new together (default: %(default)s)")
     parser.add_argument(
         "--miss-rates", default="0.01,0.025,0.05,0.1,0.2,0.5,1", help="new tokens as a share of the length"
     )
-    parser.add_argument("--modes", default="pass_kv,pass_q", help=f"of {','.join(CACHE_MODES)}: of first tokens")
+    parser.add_argument("--modes", default="pass_kv,pass_q", help=f"modes for first tokens: {','.join(CACHE_MODES)}")
     parser.add_argument("--batches", default="1,4", help="sequences decoded together (default: %(default)s)")
     parser.add_argument("--context", help="context-parallel sizes, e.g. 1,2,4,8 (default: the settings')")
-    parser.add_argument("--iterations", type=int, default=5, help="0: the first time counts (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, help="decoded by every sequence (default: %(default)s)")
-    parser.add_argument("--decode-only", action="store_true", help="no first tokens: times between tokens alone")
+    parser.add_argument("--iterations", type=int, default=5, help="0: measure the first time (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="decoded tokens per sequence (default: %(default)s)")
+    parser.add_argument("--decode-only", action="store_true", help="measure only times between tokens")
 
 
 def run(arguments: argparse.Namespace) -> None:

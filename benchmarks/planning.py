@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pack", default="24", help="a name in benchmarks/packs.py (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--schedules", default="all_gather,zigzag,ring,ulysses", help="(default: %(default)s)")
-    parser.add_argument("--iterations", type=int, default=20, help="new batches of each (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=20, help="new batches per schedule (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -23,10 +23,10 @@ from .recorded import Report, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("settings", nargs="*", help="group=NAME and key=value words")
+    parser.add_argument("settings", nargs="*", help="group=NAME and key=value")
     parser.add_argument("--lengths", default="1024,4096,16384,32768", help="prompt tokens (default: %(default)s)")
     parser.add_argument("--reductions", default="none,int8,int6,int4,auto", help="(default: %(default)s)")
-    parser.add_argument("--iterations", type=int, default=5, help="of every first token (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=5, help="of each time to first token (default: %(default)s)")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The `megatron-longctx` command: one verb a job."""
+"""The `megatron-longctx` command: each verb is one job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..errors import JobFailed
 from . import habits, wandb_runs
 
 _EPILOG = """\
-Settings are words of the form group=NAME or key.subkey=value, e.g.
+Settings are arguments of the form group=NAME or key.subkey=value, for example:
   megatron-longctx train experiment=demo parallelism=cp4 train.steps=50
   megatron-longctx plan parallelism.schedule=zigzag parallelism.context_parallel_size=8 --draw plan.png
 `megatron-longctx VERB --help` lists the groups and their recipes; docs/configuration.md explains every key.
@@ -120,7 +120,7 @@ class _Verb(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.set_defaults(reject=self.error)
 
-    def takes_settings(self, meaning: str = "group=NAME and key=value words") -> None:
+    def takes_settings(self, meaning: str = "group=NAME and key=value") -> None:
         settings = self.add_argument("settings", nargs="*", metavar="setting", help=meaning)
         settings.completer = habits.complete_settings  # type: ignore[attr-defined]
 
@@ -133,7 +133,7 @@ class _Verb(argparse.ArgumentParser):
 def _settings_help() -> str:
     from ..compose import recipes
 
-    lines = ["settings (keys win over recipes):"]
+    lines = ["settings (keys override recipes):"]
     for group, names in recipes().items():
         lines += textwrap.wrap(", ".join(names), 100, initial_indent=f"  {group + '=':<18}", subsequent_indent=" " * 20)
     return "\n".join([*lines, "  key.subkey=VALUE  docs/configuration.md explains every key"])
@@ -149,72 +149,72 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb", parser_class=_Verb)
 
-    train = verbs.add_parser("train", help="train, or resume, on this host's devices or under torchrun or Slurm")
+    train = verbs.add_parser("train", help="train or resume on this host's devices, or under torchrun or Slurm")
     train.takes_settings()
     habits.add_options(train)
-    train.add_argument("--resolved", type=Path, metavar="FILE", help="this resolved.yaml in the place of the recipes")
+    train.add_argument("--resolved", type=Path, metavar="FILE", help="use this resolved.yaml instead of the recipes")
     train.add_argument(
         "--preflight", type=int, metavar="RANKS",
-        help="only refuse what so many ranks would refuse here, and print the run's folder; starts and writes nothing",
+        help="check the settings for this number of ranks and print the run's folder; start and write nothing",
     )  # fmt: skip
     train.set_defaults(run=_train)
 
-    submit = verbs.add_parser("submit", help="a Slurm job of a configuration composed now and a copy of the code")
+    submit = verbs.add_parser("submit", help="submit a Slurm job with the configuration and code of now")
     submit.add_argument("--dry-run", action="store_true", help="print the sbatch command; write and submit nothing")
-    submit.add_argument("kind", choices=("train", "serve", "sweep"), help="of launch/KIND.sbatch")
+    submit.add_argument("kind", choices=("train", "serve", "sweep"), help="submit launch/KIND.sbatch")
     submit.add_argument("words", nargs=argparse.REMAINDER, help="options of sbatch (--nodes=4), and settings")
     submit.set_defaults(run=_submit)
 
-    plan = verbs.add_parser("plan", help="print who holds, sends and attends what, per step")
+    plan = verbs.add_parser("plan", help="print what each rank holds, sends and attends to, step by step")
     plan.takes_settings()
     habits.add_options(plan)
-    plan.add_argument("--backward", action="store_true", help="the backward plan instead")
-    plan.add_argument("--full-mask", action="store_true", help="every token sees every token, instead of causal")
-    plan.add_argument("--draw", type=Path, metavar="FILE.png", help="also draw it")
+    plan.add_argument("--backward", action="store_true", help="show the backward plan instead")
+    plan.add_argument("--full-mask", action="store_true", help="every token sees every token (default: causal)")
+    plan.add_argument("--draw", type=Path, metavar="FILE.png", help="also draw the plan")
     plan.add_argument(
         "--documents",
         metavar="N,N,…",
-        help="of a pack of such lengths, not the dataset's first; print and draw where they lie",
+        help="plan a pack of documents of these lengths, not the dataset's first pack; show where they lie",
     )
     plan.add_argument(
-        "--timeline", type=Path, metavar="FILE.png", help="also draw what ranks do when (needs a cluster)"
+        "--timeline", type=Path, metavar="FILE.png", help="also draw what each rank does over time (needs a cluster)"
     )
     plan.add_argument(
         "--compare", nargs="?", type=Path, const=Path(), metavar="FILE.png",
-        help="instead: all modes ranked by their simulated time (needs a cluster), and drawn into the file",
+        help="instead of the plan: rank all modes by simulated time (needs a cluster), and draw them into the file",
     )  # fmt: skip
     plan.add_argument(
         "--memory", nargs="?", type=Path, const=Path(), metavar="FILE.png",
-        help="instead: what a training step needs of a rank's memory, and all recompute modes drawn into the file",
+        help="instead of the plan: the memory of a training step on a rank; draw all recompute modes into the file",
     )  # fmt: skip
     plan.add_argument(
-        "--max-length", action="store_true", help="instead: the longest sequence that fits, for every recompute mode"
+        "--max-length", action="store_true", help="instead of the plan: the longest sequence that fits, by recompute"
     )
-    plan.add_argument("--device-gib", type=float, help="memory of a device (default: what the cluster says)")
+    plan.add_argument("--device-gib", type=float, help="memory of a device (default: that of the cluster)")
     plan.set_defaults(run=_plan)
 
     calibrate = verbs.add_parser(
-        "calibrate", help="measure links, kernels and modes for a model on these ranks, and keep them for `auto`"
+        "calibrate", help="measure links, kernels and modes for a model on these ranks, and store them for `auto`"
     )
     calibrate.takes_settings()
     habits.add_options(calibrate)
     calibrate.add_argument("--max-tokens", type=int, help="longest kernel call (default: 32768 on GPUs, 1024 on CPU)")
     calibrate.add_argument(
-        "--links", type=Path, metavar="FILE.yaml", help="instead: the links alone, written as a cluster file"
+        "--links", type=Path, metavar="FILE.yaml", help="measure only the links and write them as a cluster file"
     )
     calibrate.set_defaults(run=_calibrate)
 
     check = verbs.add_parser(
         "check",
-        help="whether a recipe trains the same with context parallelism as without: losses, gradients and their norm",
-        description="Trains the recipe for a few steps at its context-parallel size and at 1, all else alike, and "
-        "compares every loss, gradient norm (before clipping) and the gradients of the first and the last step. Exit "
-        "code 0 where all agree, 1 where not. One rank at CP=1 holds a whole sequence, and the temporary folder "
-        "(TMPDIR) two copies of the gradients of two steps: cut large models with model.num_layers=2.",
+        help="check that a recipe trains the same with context parallelism as without",
+        description="Trains the recipe for a few steps at its context-parallel size and at 1, with all else equal. "
+        "Compares every loss and gradient norm (before clipping), and the gradients of the first and the last step. "
+        "The exit code is 0 if all agree, otherwise 1. A rank at CP=1 holds a whole sequence, and the temporary folder "
+        "(TMPDIR) holds two copies of the gradients of two steps: reduce large models with model.num_layers=2.",
     )
     check.takes_settings()
     habits.add_options(check)
-    check.add_argument("--steps", type=int, default=3, help="of each run (default: %(default)s)")
+    check.add_argument("--steps", type=int, default=3, help="steps of each run (default: %(default)s)")
     check.add_argument(
         "--tolerance", type=float, help="largest relative difference (default: 1e-5 in fp32, 2e-2 in bf16)"
     )
@@ -222,68 +222,68 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = verbs.add_parser("generate", help="continue a prompt, or chat, with a run's checkpoint")
     generate.takes_settings(
-        "checkpoint=RUN, prompt=TEXT or prompt_file=FILE, iteration=N, and words that replace the run's settings"
+        "checkpoint=RUN, prompt=TEXT or prompt_file=FILE, iteration=N, and settings that override the run's"
     )
-    generate.add_argument("--chat", action="store_true", help="a turn for every line of standard input")
+    generate.add_argument("--chat", action="store_true", help="chat: each line of standard input is a turn")
     generate.set_defaults(run=_generate)
 
-    serve = verbs.add_parser("serve", help="an OpenAI-compatible server over a run's checkpoint")
-    serve.takes_settings("checkpoint=RUN, iteration=N, and words that replace the run's settings")
+    serve = verbs.add_parser("serve", help="serve a run's checkpoint with an OpenAI-compatible API")
+    serve.takes_settings("checkpoint=RUN, iteration=N, and settings that override the run's")
     serve.set_defaults(run=_serve)
 
-    importing = verbs.add_parser("import", help="a published model as a run: of Hugging Face, or in GGUF")
+    importing = verbs.add_parser("import", help="import a published model (Hugging Face or GGUF) as a run")
     importing.add_argument("source", metavar="SOURCE", help="a folder with config.json and safetensors, or a .gguf")
-    importing.takes_settings("out=RUN, a new folder, and words that the run's settings are to be")
+    importing.takes_settings("out=RUN (a new folder), and settings of the run")
     importing.set_defaults(run=_import)
 
-    export = verbs.add_parser("export", help="a run's checkpoint as a folder that Hugging Face's libraries read")
-    export.add_argument("words", nargs="+", metavar="word", help="checkpoint=RUN, out=FOLDER, a new one, iteration=N")
+    export = verbs.add_parser("export", help="export a run's checkpoint as a folder for Hugging Face's libraries")
+    export.add_argument("words", nargs="+", metavar="word", help="checkpoint=RUN, out=FOLDER (a new one), iteration=N")
     export.set_defaults(run=_export)
 
     evaluate = verbs.add_parser(
         "eval",
-        help="a run's checkpoint on long texts: losses by position, needles, RULER's tasks",
-        description="Writes eval.json, eval.md and pictures. Words: docs/evaluation.md.",
+        help="evaluate a run's checkpoint on long texts: losses by position, needles, RULER's tasks",
+        description="Writes eval.json, eval.md and pictures. docs/evaluation.md explains the arguments.",
     )
     evaluate.takes_settings(
         "checkpoint=RUN, iteration=N, tasks=NAME,…, lengths=N,…, samples=N, depths=X,…, seed=N, data=PREFIX, "
-        "haystack=FOLDER, chat=true, out=FOLDER, and words that replace the run's settings"
+        "haystack=FOLDER, chat=true, out=FOLDER, and settings that override the run's"
     )
     evaluate.set_defaults(run=_eval)
 
-    data = verbs.add_parser("data", help="turn text into Megatron's indexed dataset")
+    data = verbs.add_parser("data", help="convert text to Megatron's indexed dataset")
     data.add_argument("--source", required=True, help="stdlib, pydoc, a text or .jsonl file, or a folder")
     data.add_argument("--out", type=Path, required=True, help="path without suffix: .bin, .idx and .json are written")
-    data.add_argument("--glob", help="which files of a folder (default: those that end as text does)")
+    data.add_argument("--glob", help="pattern of the files of a folder (default: text files)")
     data.add_argument("--join", action="store_true", help="make one document of each folder in the folder")
     data.add_argument(
-        "--tokenizer", default="byte-level", choices=TOKENIZERS, help="of Megatron-Core (default: %(default)s)"
+        "--tokenizer", default="byte-level", choices=TOKENIZERS, help="library of the tokenizer (default: %(default)s)"
     )
-    data.add_argument("--tokenizer-path", help="its files, for all but byte-level")
+    data.add_argument("--tokenizer-path", help="files of the tokenizer, for all but byte-level")
     data.add_argument("--chat-template", help="a file with a Jinja template (default: the tokenizer's own)")
     data.set_defaults(run=_data)
 
     compare = verbs.add_parser(
         "compare",
-        help="runs side by side: tables, pictures, a dashboard in one HTML file",
-        description="Speeds, waiting, imbalance and memory of each run, and its losses beside those of the first.",
+        help="compare runs: tables, pictures and a dashboard in one HTML file",
+        description="Shows speed, waiting, imbalance, memory and losses of each run, compared with the first.",
     )
     compare.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run folders; others are compared to the first"
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders; the others are compared with the first"
     )
     compare.add_argument("--out", type=Path, metavar="FILE", help="picture (default: compare.png beside the first run)")
-    compare.add_argument("--html", type=Path, metavar="FILE", help="also write the dashboard: sorts, filters, curves")
-    compare.add_argument("--plan", default="all", metavar="RUN", help="draw this run's plan; `all` (default) or `none`")
+    compare.add_argument("--html", type=Path, metavar="FILE", help="also write the dashboard: table, filters, curves")
+    compare.add_argument("--plan", default="all", metavar="RUN", help="draw this run's plan, `all` (default) or `none`")
     compare.add_argument("--rows", type=int, default=50, help="most steps to print (default: %(default)s)")
     compare.set_defaults(run=_compare)
 
     wandb_runs.add_verb(verbs)
 
-    doctor = verbs.add_parser("doctor", help="what is installed and usable here")
+    doctor = verbs.add_parser("doctor", help="list what is installed and usable on this machine")
     doctor.set_defaults(run=_doctor)
 
     demo = verbs.add_parser("demo", help="train on real text with 4 context-parallel ranks and with 1, and compare")
-    demo.takes_settings("key=value words for both runs, e.g. train.steps=10")
+    demo.takes_settings("key=value settings for both runs, for example train.steps=10")
     demo.set_defaults(run=_demo)
     return parser
 

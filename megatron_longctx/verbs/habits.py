@@ -18,13 +18,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `hydra.main` that make sense here, by its names."""
     parser.add_argument(
         "-m", "--multirun", action="store_true",
-        help="one job after the other for key=a,b words, and for what the recipe sweeps; run.name gets their values",
+        help="run jobs one by one for key=a,b and for the recipe's sweep; run.name gets the values",
     )  # fmt: skip
-    parser.add_argument("--cfg", choices=("job",), help="print the configuration, and run nothing")
+    parser.add_argument("--cfg", choices=("job",), help="print the configuration and run nothing")
     parser.add_argument(
         "--info", nargs="?", const="all", choices=_INFO, help="print how Hydra composes it, and run nothing"
     )
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder of your own recipes, as recipes/ is")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="your own recipes, laid out as recipes/")
 
 
 def run(arguments: argparse.Namespace) -> int:

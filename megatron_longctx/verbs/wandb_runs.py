@@ -11,22 +11,22 @@ from ..errors import JobFailed
 
 def add_verb(verbs: Any) -> None:
     """Add it to a command line's subparsers."""
-    verb = verbs.add_parser("wandb", help="W&B: runs rebuilt from their folders, and the views of `compare` there")
+    verb = verbs.add_parser("wandb", help="rebuild W&B runs from their folders, or make the views of `compare` in W&B")
     actions = verb.add_subparsers(dest="action", required=True, metavar="action")
     again = actions.add_parser(
         "sync",
-        help="W&B's runs once more, from metrics.jsonl and resolved.yaml",
-        description="For runs whose W&B files are empty or incomplete: same id, name, group, tags, configuration and "
-        "steps. Online, or as W&B's own settings say: WANDB_MODE=offline writes files for `wandb sync`. Steps that W&B "
-        "has already stay as they are there; times are those of now.",
+        help="rebuild W&B runs from metrics.jsonl and resolved.yaml",
+        description="Rebuilds runs whose W&B files are empty or incomplete, with the same id, name, group, tags, "
+        "configuration and steps. It works online, or as W&B's own settings say: WANDB_MODE=offline writes files for "
+        "W&B's `wandb sync`. It does not change steps that W&B already has. Times are those of the rebuilding.",
     )
     again.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     again.set_defaults(run=_sync)
     for kind in ("workspace", "report"):
-        view = actions.add_parser(kind, help=f"a {kind} with the figures and curves of `compare`, by mode")
+        view = actions.add_parser(kind, help=f"make a {kind} with the metrics and curves of `compare`, by mode")
         view.add_argument("place", metavar="ENTITY/PROJECT")
-        view.add_argument("--group", metavar="NAME", help="only runs of this group: a sweep or an experiment")
-        view.add_argument("--dry-run", action="store_true", help="print its specification; nothing is sent")
+        view.add_argument("--group", metavar="NAME", help="use only runs of this group (a sweep or an experiment)")
+        view.add_argument("--dry-run", action="store_true", help="print the specification; send nothing")
         view.set_defaults(run=_view)
 
 
