@@ -21,9 +21,9 @@ ROUTER_DTYPES = ("fp32", "fp64")
 class ExpertKeys:
     """Megatron's fields, under its names. Tokens are never dropped."""
 
-    num_moe_experts: int | None = number(None, 2, 10_000)  # null: all MLPs are dense
-    moe_ffn_hidden_size: int | None = number(None, 1, 10**7)  # of one expert; null: ffn_hidden_size
-    moe_router_topk: int = number(2, 1, 10_000)  # experts of a token
+    num_moe_experts: int | None = number(None, 2, 10_000)  # experts per layer; null: all MLPs are dense
+    moe_ffn_hidden_size: int | None = number(None, 1, 10**7)  # width inside one expert; null: ffn_hidden_size
+    moe_router_topk: int = number(2, 1, 10_000)  # experts per token
     # One layer of experts in each moe_layer_freq, the first one; or a list of all layers, 1 with experts and 0 dense.
     moe_layer_freq: str = text(
         "1",
@@ -31,17 +31,21 @@ class ExpertKeys:
         r"[1-9][0-9]{0,3}|10000|\[[01](, ?[01])*\]",
         most=10_000,
     )
-    moe_first_dense_layers: int = number(0, 0, 10_000)  # of all layers; moe_layer_freq counts from behind them
-    # Width of the MLP that every token goes through beside its experts, of all shared experts together. null: none.
+    # number of first layers without experts; moe_layer_freq counts from the layer after them
+    moe_first_dense_layers: int = number(0, 0, 10_000)
+    # Width of the MLP that every token uses in addition to its experts, of all shared experts together. null:
+    # none.
     moe_shared_expert_intermediate_size: int | None = number(None, 1, 10**7)
-    moe_router_pre_softmax: bool = False  # weights are the softmax over all experts, not over the chosen ones
-    # What the weights are multiplied by; null: 1.
+    moe_router_pre_softmax: bool = False  # weights are the softmax over all experts instead of over the chosen ones
+    # Factor for the weights of experts; null: 1.
     moe_router_topk_scaling_factor: float | None = number(None, 0, 1e6, above=True)
-    # What keeps experts equally busy: a loss over each micro-batch (aux_loss), or over each sequence.
+    # How experts are kept equally busy: by a loss over each micro-batch (aux_loss) or over each sequence
+    # (seq_aux_loss).
     moe_router_load_balancing_type: str = choice("aux_loss", BALANCINGS)
     moe_aux_loss_coeff: float = number(0.01, 0, 1e6)
-    moe_z_loss_coeff: float | None = number(None, 0, 1e6, above=True)  # of a loss that keeps router logits small
-    moe_router_dtype: str | None = choice(None, ROUTER_DTYPES)  # null: the model's precision
+    # weight of a loss that keeps router logits small; null: no such loss
+    moe_z_loss_coeff: float | None = number(None, 0, 1e6, above=True)
+    moe_router_dtype: str | None = choice(None, ROUTER_DTYPES)  # precision of the router; null: the model's
 
     @property
     def expert_width(self) -> int:

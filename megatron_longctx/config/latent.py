@@ -24,11 +24,14 @@ class LatentKeys:
         num_kv_heads: int
         head_dim: int | None
 
-    # Elements of the latent that all keys and values of a token are made of (MLA, as DeepSeek has it). null: none.
+    # Elements of the latent from which a token's keys and values are computed (MLA, as in DeepSeek). null: no
+    # MLA.
     kv_lora_rank: int | None = number(None, 1, 10**6)
-    q_lora_rank: int | None = number(None, 1, 10**6)  # with kv_lora_rank: of the queries' latent; null: none
-    qk_head_dim: int | None = number(None, 1, 10**5)  # with kv_lora_rank: of a query or key, what RoPE leaves as it is
-    # With kv_lora_rank: of a query or key, what RoPE turns, behind the rest; of keys the same for all heads.
+    q_lora_rank: int | None = number(None, 1, 10**6)  # with kv_lora_rank: elements of the queries' latent; null: none
+    # with kv_lora_rank: elements of a query or key that RoPE does not rotate
+    qk_head_dim: int | None = number(None, 1, 10**5)
+    # With kv_lora_rank: elements of a query or key that RoPE rotates, after the others; all heads share those of
+    # the keys.
     qk_pos_emb_head_dim: int | None = number(None, 2, 10**5)
     v_head_dim: int | None = number(None, 1, 10**5)  # with kv_lora_rank: elements of a value
 

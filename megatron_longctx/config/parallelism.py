@@ -14,41 +14,42 @@ YEAR_S = 31_536_000.0
 
 @dataclass(frozen=True)
 class ParallelismConfig:
-    """How ranks are divided. `data_parallel_size: null` takes what remains of the world."""
+    """How ranks are divided. `data_parallel_size: null` is the remaining factor of the world size."""
 
     context_parallel_size: int = number(1, 1, MOST_RANKS)
     tensor_parallel_size: int = number(1, 1, MOST_RANKS)
     pipeline_parallel_size: int = number(1, 1, MOST_RANKS)
-    # Ranks that share the experts, each holding some whole: neighbours of context and data parallelism.
+    # Ranks that share the experts, each with some whole experts: neighbours in context and data parallelism.
     expert_model_parallel_size: int = number(1, 1, MOST_RANKS)
     expert_tensor_parallel_size: int | None = number(None, 1, MOST_RANKS)  # null: tensor_parallel_size
     data_parallel_size: int | None = number(None, 1, 10**5)
     sequence_parallel: bool = True  # only has an effect when tensor_parallel_size > 1
-    # ... or auto: what the simulator finds fastest, from a calibration (`megatron-longctx calibrate`) or, where
-    # there is none, from what `cluster` says.
+    # ... or auto: the fastest in simulation, from a calibration (`megatron-longctx calibrate`) or, without one,
+    # from `cluster`.
     schedule: str = choice("zigzag", MODES, "auto")
-    # Which rank holds which token. auto: what the schedule's balance rests on; over packed documents `balanced`, where
-    # the schedule takes it.
+    # Which rank holds which token. auto: the layout that balances the schedule; for packed documents `balanced`,
+    # if the schedule supports it.
     layout: str = choice("auto", LAYOUTS, "auto")
-    # all_gather only: most remote K/V tokens one rank may hold at once; null: all of them, in one group.
+    # all_gather only: maximum number of remote K/V tokens that a rank holds at once; null: all of them, in one
+    # group.
     max_buffer_tokens: int | None = number(None, 2, 10**9)
-    # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: a node of `cluster`, or the largest
-    # proper divisor of context_parallel_size up to 8.
+    # double_ring: ranks of an inner ring; usp: ranks that share the heads. null: those of a node of `cluster`, or
+    # the largest proper divisor of context_parallel_size up to 8.
     inner_size: int | None = number(None, 1, MOST_RANKS)
-    # ulysses only: parts in which a rank's heads are exchanged, each beside the attention of the one before.
+    # ulysses only: number of parts in which a rank's heads are exchanged, each during attention of the previous
+    # one.
     head_chunks: int = number(1, 1, 10**5)
-    # auto only: most memory of one attention call on a rank; null: no bound
+    # auto only: maximum memory of one attention call on a rank; null: no limit
     max_attention_gib: float | None = number(None, 0, 1e6, above=True)
     outer_schedule: str = choice("zigzag", outer_modes())  # usp only: the mode between its groups
-    # How ranks are linked: a name in recipes/cluster or a file of that form. tasp chooses its rings by it. null: every
-    # pair of ranks has a link of its own.
+    # How ranks are linked: a name in recipes/cluster, or a file of the same form. tasp chooses its rings by it.
+    # null: every pair of ranks has its own link.
     cluster: str | None = path(None)
-    # Reduce gradients beside backward, bucket by bucket (Megatron's DDP).
-    overlap_grad_reduce: bool = True
-    # Gather what the optimizer has changed beside the next forward, bucket by bucket: auto (where the two that it
-    # needs are on: overlap_grad_reduce and optim.distributed) | true | false
+    overlap_grad_reduce: bool = True  # Reduce gradients during backward, bucket by bucket (Megatron's DDP).
+    # Gather updated parameters during the next forward, bucket by bucket: auto (if overlap_grad_reduce and
+    # optim.distributed, which it requires, are on) | true | false
     overlap_param_gather: str = choice("auto", ("auto", "true", "false"))
-    timeout_s: float = number(600.0, 1, YEAR_S)  # a collective that waits longer fails the job
+    timeout_s: float = number(600.0, 1, YEAR_S)  # a collective that takes longer fails the job
 
     def __post_init__(self) -> None:
         # `true`, read as a truth value, becomes the text `True`.

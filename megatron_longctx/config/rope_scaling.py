@@ -27,15 +27,13 @@ class RopeScaling:
 
     kind: str = choice("none", ROPE_SCALINGS)
     factor: float = number(1.0, 1, 1e6)
-    original_length: int | None = number(None, 1, 10**9)  # tokens; llama3 and yarn need it
-    # llama3: pairs that turn fewer times than the low one in `original_length` are stretched whole, more often than
-    # the high one not at all.
+    original_length: int | None = number(None, 1, 10**9)  # tokens before scaling; required by llama3 and yarn
+    # llama3: pairs that rotate fewer times than this in `original_length` are scaled fully.
     low_freq_factor: float = number(1.0, 0, 1e6, above=True)
     high_freq_factor: float = number(4.0, 0, 1e6, above=True)
-    # yarn: pairs that turn more often than the fast one stay, fewer times than the slow one are stretched whole.
-    beta_fast: float = number(32.0, 0, 1e6, above=True)
+    beta_fast: float = number(32.0, 0, 1e6, above=True)  # yarn: pairs that rotate more often than this are not scaled.
     beta_slow: float = number(1.0, 0, 1e6, above=True)
-    # yarn: what cosines and sines are multiplied by; null: 0.1 ln(factor) + 1, the paper's rule.
+    # yarn: factor for cosines and sines; null: 0.1 ln(factor) + 1, the paper's rule.
     attention_factor: float | None = number(None, 0, 1e6, above=True)
     truncate: bool = True  # yarn: the ramp begins and ends at whole pairs
 

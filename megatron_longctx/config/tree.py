@@ -48,7 +48,7 @@ _BLEND = re.compile(rf"{_SHARE} +\S+( +{_SHARE} +\S+)+")
 
 @dataclass(frozen=True)
 class ModelConfig(ExpertKeys, LatentKeys):
-    """Shape of a GPT. `vocab_size: null` takes the tokenizer's, rounded up to `vocab_multiple`."""
+    """Shape of a GPT. `vocab_size: null` is the tokenizer's, rounded up to a multiple of `vocab_multiple`."""
 
     name: str = text("tiny")
     num_layers: int = number(4, 1, 10_000)
@@ -60,29 +60,28 @@ class ModelConfig(ExpertKeys, LatentKeys):
     vocab_size: int | None = number(None, 1, 10**7)
     vocab_multiple: int = number(128, 1, 10**6)
     normalization: str = choice("rmsnorm", ("rmsnorm", "layernorm"))
-    norm_epsilon: float = number(1e-5, 1e-20, 1)  # less is 0 in fp32, or near it
-    zero_centered_norms: bool = False  # weights of norms are kept less 1
-    qk_norm: bool = False  # queries and keys are normed, each head by itself; with latents, these are
-    post_norms: bool = False  # what attention and the MLP give is normed, too, before it is added
-    activation: str = choice("swiglu", ACTIVATIONS)  # geglu: gated by the tanh form of gelu; swiglu_oai: gpt-oss's
-    # What scores are multiplied by; null: 1 / sqrt(head_dim).
-    attention_scale: float | None = number(None, 0, 1e6, above=True)
-    scale_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size), rounded to the model's precision
+    norm_epsilon: float = number(1e-5, 1e-20, 1)  # smaller values are 0 in fp32, or close to it
+    zero_centered_norms: bool = False  # weights of norms are stored minus 1
+    qk_norm: bool = False  # norms of queries and keys, per head; with latents, norms of the latents
+    post_norms: bool = False  # norms after attention and after the MLP, before the residual is added
+    activation: str = choice("swiglu", ACTIVATIONS)  # geglu: gated by the tanh form of gelu; swiglu_oai: as in gpt-oss
+    attention_scale: float | None = number(None, 0, 1e6, above=True)  # Factor for the scores; null: 1 / sqrt(head_dim).
+    scale_embedding: bool = False  # multiply embeddings by sqrt(hidden_size), rounded to the model's precision
     position_embedding: str = choice("rope", ("rope", "learned"))
     rope_base: float = number(500_000.0, 1, 1e15)
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    # Tokens before itself that a token sees; null: all. Every window_pattern-th layer sees all in any case; null: none.
+    # Number of previous tokens that a token sees; null: all. Every window_pattern-th layer sees all of them.
     window: int | None = number(None, 1, MOST_TOKENS)
     window_pattern: int | None = number(None, 2, 10_000)
-    # RoPE's base in the layers with a window, which is not scaled; null: as in the others.
+    # RoPE's base in layers with a window, where RoPE is not scaled; null: as in other layers.
     window_rope_base: float | None = number(None, 1, 1e15)
-    # A logit per head that takes part in every softmax and has no value: none, 0 (off_by_one), or learnable.
+    # A logit per head that is part of every softmax but has no value: none, 0 (off_by_one), or learnable.
     sinks: str = choice("none", SINKS)
-    bias: bool = False  # of all linear layers but the output's
-    qkv_bias: bool = False  # of queries, keys and values, where the other layers have none
+    bias: bool = False  # bias in all linear layers except the output layer
+    qkv_bias: bool = False  # bias of queries, keys and values if the other layers have none
     tie_embeddings: bool = False
     init_std: float = number(0.02, 1e-6, 10)
-    # Whose layers surround our attention: auto (TransformerEngine's on GPUs where installed, else Megatron's local)
+    # Layers around attention: auto (TransformerEngine's on GPUs if installed, else Megatron's local layers)
     implementation: str = choice("auto", ("auto", "local", "transformer_engine"))
 
     @property
@@ -96,23 +95,24 @@ class AttentionConfig:
     # auto, or the name of a provider: fa4 | cudnn | flash | cpu | reference
     kernel: str = text("auto", "auto or the name of a kernel", r"[a-z][a-z0-9_]*")
     deterministic: bool = False
-    # How blocks travel: peer (pulled out of peers' memory by the copy engine), p2p (batched messages of NCCL or gloo),
-    # auto (peer where all ranks of the group can, both where only some can, else p2p, saying which and why)
+    # How blocks travel: peer (the copy engine pulls them from peer memory), p2p (batched messages over NCCL or
+    # gloo), auto (peer if all ranks of the group can use it, both if only some can, otherwise p2p; the log says
+    # which and why).
     transport: str = choice("auto", TRANSPORTS)
-    # In inference on several context-parallel ranks keys and values are kept and sent as 8-bit integers, with a scale
-    # for every token and head: half the bytes of bf16, and not exact. Training is not touched.
+    # In inference on several context-parallel ranks, store and send keys and values as 8-bit integers with a
+    # scale for every token and head: half the bytes of bf16, but not exact. Training does not change.
     kv_int8: bool = False
-    # Whether a call keeps what it has received from other ranks until its backward, which then does not exchange it
-    # again: auto (with ulysses, up to 32,768 tokens a rank: it takes the memory of one output more) | true | false.
-    # With recompute=attention_output nothing is kept: forward runs without a graph.
+    # Whether a call keeps blocks received from other ranks for its backward, which then does not exchange them
+    # again: auto (with ulysses, up to 32,768 tokens per rank; this needs the memory of one more output) | true |
+    # false. With recompute=attention_output nothing can be kept, since forward runs without a graph.
     keep_received: str = choice("auto", KEEP_RECEIVED)
-    # Whether the partial gradients that ranks of a node have for a rank of another node are summed within the node, so
-    # that one message crosses: auto (where parallelism.cluster has several nodes whose ranks have faster links to each
-    # other than their share of the network) | true | false.
+    # Whether partial gradients that ranks of a node have for a rank of another node are summed within the node
+    # and sent as one message: auto (if parallelism.cluster has several nodes whose ranks have faster links to
+    # each other than their share of the network) | true | false.
     sum_in_node: str = choice("auto", SUM_IN_NODE)
-    # To compare with, in training: TransformerEngine's context parallelism in the place of ours, whose schedule,
-    # layout, kernel and transport then say nothing. Documents must be multiples of 2 x context_parallel_size.
-    # null: ours.
+    # For comparison, in training: TransformerEngine's context parallelism instead of this project's; schedule,
+    # layout, kernel and transport then have no effect. Document lengths must be multiples of 2 x
+    # context_parallel_size. null: none.
     baseline: str | None = choice(None, BASELINES)
 
     def __post_init__(self) -> None:
@@ -123,34 +123,35 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """What is kept between forward and backward, the rest being computed again.
+    """What is kept between forward and backward; the rest is recomputed.
 
     none: all activations. layer: each layer's input (Megatron's full recompute). attention_output: each layer's input
-    and what attention gave, so that attention runs once. attention_output+offload: both wait in pinned host
-    memory, but of two layers (docs/memory.md).
+    and attention's output, so that attention runs once. attention_output+offload: both wait in pinned host memory,
+    except for those of two layers (docs/memory.md).
     """
 
     mode: str = choice("none", RECOMPUTES)
-    # Most tokens (times sequences) of a rank whose logits exist at once, forward and again in backward. null: all.
+    # Maximum number of tokens (times sequences) per rank whose logits exist at once, in forward and again in
+    # backward. null: all.
     head_chunk_tokens: int | None = number(None, 1, _MOST)
-    # Most tokens (times sequences) of a rank that pass through an MLP at once; its activations are then not kept, but
-    # computed again in backward. null: all.
+    # Maximum number of tokens (times sequences) per rank that pass through an MLP at once. Its activations are
+    # not kept but recomputed in backward. null: all.
     mlp_tile_tokens: int | None = number(None, 1, _MOST)
 
 
 @dataclass(frozen=True)
 class ReductionConfig:
-    """How the outputs of row-parallel layers are summed over tensor-parallel ranks: as they are, or as integers (Flash
-    Communication), which is faster on slow links and not exact. In inference only, unless `in_training`."""
+    """How the outputs of row-parallel layers are summed over tensor-parallel ranks: exactly, or as integers (Flash
+    Communication), which is faster on slow links but not exact. Only in inference, unless `in_training`."""
 
-    output_projection: str = choice("none", REDUCTIONS)  # of attention; auto: int8 where measured faster
-    down_projection: str = choice("none", REDUCTIONS)  # of the MLP, whose outliers make it the harder one
+    output_projection: str = choice("none", REDUCTIONS)  # for attention; auto: int8 where it was measured to be faster
+    down_projection: str = choice("none", REDUCTIONS)  # for the MLP, which is harder to quantize because of outliers
     group_size: int = choice(128, (32, 64, 128))  # neighbouring values that share a range; 128 sends the fewest bytes
-    symmetric: bool = False  # ranges around zero
-    min_kib: float = number(64.0, 0, 1e12)  # smaller tensors are summed as they are
-    in_training: bool = False  # forward; gradients pass as through the exact sum
-    # Over what integers travel: peer (GPUs of one host write each other's memory), collective (all-to-all and
-    # all-gather of the process group), auto (peer where it can be had).
+    symmetric: bool = False  # use ranges that are symmetric around zero
+    min_kib: float = number(64.0, 0, 1e12)  # smaller tensors are summed exactly
+    in_training: bool = False  # also quantize in training's forward; gradients pass as through the exact sum
+    # How integers travel: peer (GPUs of one host write to each other's memory), collective (all-to-all and
+    # all-gather of the process group), auto (peer if possible).
     transport: str = choice("auto", REDUCTION_TRANSPORTS)
 
 
@@ -158,18 +159,18 @@ class ReductionConfig:
 class DataConfig:
     """Megatron indexed data: `<prefix>.bin` and `<prefix>.idx`, as `megatron-longctx data` writes them.
 
-    `prefix` names one dataset, or blends several by weights, as Megatron's `--data-path` does: `0.7 data/a 0.3 data/b`.
+    `prefix` names one dataset, or blends several by weight, like Megatron's `--data-path`: `0.7 data/a 0.3 data/b`.
     """
 
     prefix: str = path("data/stdlib")
     seq_length: int = number(4096, 1, MOST_TOKENS)
-    # How documents become sequences of at most seq_length tokens: none (a stream of them, cut anywhere) | documents
-    # (the same stream; attention, positions and labels end with a document) | best_fit (whole documents packed; only
-    # what is longer than a sequence is cut)
+    # How documents become sequences of at most seq_length tokens: none (a stream of documents, cut anywhere) |
+    # documents (the same stream, but attention, positions and labels end with each document) | best_fit (whole
+    # documents packed; only documents longer than a sequence are cut)
     packing: str = choice("none", PACKINGS)
-    workers: int = number(2, 0, 256)  # processes of a rank that read ahead; 0: a thread of its own
+    workers: int = number(2, 0, 256)  # processes per rank that read ahead; 0: a thread
     tokenizer: str = choice("byte-level", TOKENIZERS)
-    tokenizer_path: str | None = path(None)  # needed by all but byte-level
+    tokenizer_path: str | None = path(None)  # required by all except byte-level
     # Shares of the documents for training, validation and test. Training takes the first, `train.eval_interval` and
     # `eval` the second.
     split: str = text(
@@ -199,89 +200,95 @@ class OptimConfig:
     min_lr: float = number(3e-5, 0, 100)
     warmup_steps: int = number(10, 0, _MOST)
     decay_steps: int | None = number(None, 1, _MOST)  # null: train.steps
-    # WSD: the rate stays until wsd_decay_steps before the end of decay_steps, then falls as wsd_decay_style says.
+    # WSD: the rate stays constant until wsd_decay_steps before the end of decay_steps, then falls by
+    # wsd_decay_style.
     decay_style: str = choice("cosine", DECAY_STYLES)
-    wsd_decay_steps: int | None = number(None, 1, _MOST)  # needed by WSD, null with any other
-    wsd_decay_style: str = choice("exponential", WSD_DECAY_STYLES)  # how WSD's rate falls
+    wsd_decay_steps: int | None = number(None, 1, _MOST)  # required by WSD, null with any other style
+    wsd_decay_style: str = choice("exponential", WSD_DECAY_STYLES)  # how the rate of WSD falls
     weight_decay: float = number(0.1, 0, 100)
     beta1: float = number(0.9, 0, 1, below=True)
     beta2: float = number(0.95, 0, 1, below=True)
-    eps: float = number(1e-8, 1e-20, 1)  # Adam's; less is 0 in fp32, or near it
-    clip_grad: float = number(1.0, 0, 1e9)  # 0: gradients are not clipped
-    distributed: bool = True  # Megatron's distributed optimizer: states sharded over dp x cp
-    # Adam's states and main parameters wait in pinned host memory and come to the device for the step, a few at a time.
-    states_on_host: bool = False  # needs distributed
+    eps: float = number(1e-8, 1e-20, 1)  # epsilon of Adam; smaller values are 0 in fp32, or close to it
+    clip_grad: float = number(1.0, 0, 1e9)  # maximum gradient norm; 0: gradients are not clipped
+    distributed: bool = True  # Megatron's distributed optimizer: states are sharded over dp x cp
+    # Adam's states and main parameters wait in pinned host memory; a few at a time come to the device for the
+    # step. Requires distributed.
+    states_on_host: bool = False
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = number(20, 1, _MOST)
-    # A run, imported or trained, with whose latest weights this one begins; its optimizer begins anew. Checkpoints of
-    # this run itself win. The model has to be the same, but for RoPE, the length of sequences and the padding of its
-    # vocabulary. Given as a word, it also gives the model and the tokenizer, where other words do not.
+    # An imported or trained run whose latest weights this run starts from, with a new optimizer. Own checkpoints
+    # of this run take precedence. The model must be the same except for RoPE, sequence length and vocabulary
+    # padding. On the command line, it also sets the model and the tokenizer unless other settings do.
     init_from: str | None = path(None)
     global_batch_size: int = number(1, 1, 10**6)  # sequences per step, over all data-parallel ranks
     micro_batch_size: int = number(1, 1, 10**6)  # sequences per forward pass of one data-parallel rank
     precision: str = choice("bf16", PRECISIONS)
     device: str = choice("auto", DEVICES)
-    check_memory: bool = True  # refuse a run that is predicted not to fit, warn where it will be close
-    # Refuse a tokenizer that the dataset was not written with and, on resume, another dataset, tokenizer, seq_length,
-    # split or seed than the run's. false: go on with them, from the sample after the last.
+    check_memory: bool = True  # refuse a run that is predicted not to fit, and warn if it is close
+    # Refuse a tokenizer that the dataset was not written with and, on resume, a different dataset, tokenizer,
+    # seq_length, split or seed. false: continue with them, from the sample after the last.
     check_data: bool = True
     seed: int = number(1234, 1, 2**31 - 1)
     save: bool = True  # checkpoint at the end and when stopped
     save_interval: int | None = number(None, 1, _MOST)  # steps; null: only at the end and when stopped
-    # Checkpoints are copied to host memory and written while training goes on; false: training waits.
+    # Copy checkpoints to host memory and write them while training continues; false: training waits.
     async_save: bool = True
-    keep_checkpoints: int | None = number(None, 1, _MOST)  # the newest so many; null: all
-    keep_every: int | None = number(None, 1, _MOST)  # and those of every multiple of so many steps; null: no others
-    log_interval: int = number(1, 1, _MOST)  # steps of a record, which has the means of what they took
-    # Steps between losses of the second part of data.split (`loss/validation`); null: never.
+    keep_checkpoints: int | None = number(None, 1, _MOST)  # number of newest checkpoints to keep; null: all
+    # also keep those at multiples of this number of steps; null: no others
+    keep_every: int | None = number(None, 1, _MOST)
+    log_interval: int = number(1, 1, _MOST)  # steps per record, which has the means over these steps
+    # Steps between losses of the validation part of data.split (`loss/validation`); null: never.
     eval_interval: int | None = number(None, 1, _MOST)
-    eval_samples: int = number(32, 1, 10**6)  # sequences of that part, always the same ones, over all ranks
-    # Ranks started on this host; null: one per GPU, or the smallest that fits on CPU.
+    eval_samples: int = number(32, 1, 10**6)  # sequences of the validation part, always the same ones, over all ranks
+    # Ranks to start on this host; null: one per GPU, or the smallest number that fits on CPU.
     num_processes: int | None = number(None, 1, MOST_RANKS)
 
 
 @dataclass(frozen=True)
 class InferenceConfig:
-    """`megatron-longctx generate` and `serve`. Sampling: see `inference.sampling.Sampling`."""
+    """`megatron-longctx generate` and `serve`. `inference.sampling.Sampling` explains sampling."""
 
     max_new_tokens: int = number(128, 1, _MOST)
-    temperature: float = number(0.0, 0, 1e6)  # 0: the likeliest token
+    temperature: float = number(0.0, 0, 1e6)  # 0: the most likely token
     top_k: int | None = number(None, 1, _MOST)
-    top_p: float = number(1.0, 0, 1, above=True)  # 1: draws among all tokens
+    top_p: float = number(1.0, 0, 1, above=True)  # 1: draw from all tokens
     seed: int = number(0, -(2**63), 2**63 - 1)
-    # How the ranks share attention over the cache: auto | pass_kv | pass_q | one_hop
+    # How ranks share attention over the cache: auto | pass_kv | pass_q | one_hop
     mode: str = choice("auto", CACHE_MODES, "auto")
-    # What mode=auto goes by: auto | simulate | algorithm_1 | algorithm_5 | empirical | bytes. auto: simulate where
-    # a calibration (`megatron-longctx calibrate` with attention.transport as `transport` below) or else
-    # parallelism.cluster says how ranks are linked, else bytes.
+    # How mode=auto chooses: auto | simulate | algorithm_1 | algorithm_5 | empirical | bytes. auto: simulate if
+    # the links between ranks are known from a calibration (`megatron-longctx calibrate` with attention.transport
+    # as `transport` below) or from parallelism.cluster, otherwise bytes.
     rule: str = choice("auto", CACHE_RULES)
-    # rule=empirical: K and V travel where alpha ln T + beta ln(T / (T + P)) + gamma > 0, of T new and P cached tokens.
-    # As the paper fitted them on its hardware; `python -m benchmarks fit` fits one's own.
+    # rule=empirical: pass K and V if alpha ln T + beta ln(T / (T + P)) + gamma > 0, for T new and P cached
+    # tokens. The defaults are the paper's, for its hardware; `python -m benchmarks fit` fits others.
     rule_alpha: float = number(-1.059, -1e6, 1e6)
     rule_beta: float = number(1.145, -1e6, 1e6)  # see rule_alpha
     rule_gamma: float = number(12.112, -1e6, 1e6)  # see rule_alpha
-    # How few new tokens are computed: single ones of several sequences, and prompts of up to 512 tokens together.
-    # replicated: the whole model for all of them on every rank, but attention by each rank over what it holds of the
-    # cache, with one exchange of partial results a layer. plan: as any other batch, by `mode`. auto: replicated unless
-    # `mode` names a way, but prompts only where CUDA graphs can be and never with exact_reuse.
+    # How small numbers of new tokens are computed: single tokens of several sequences, and prompts of up to 512
+    # tokens together. replicated: every rank computes the whole model for all of them but attends only to its
+    # part of the cache, with one exchange of partial results per layer. plan: as any other batch, by `mode`.
+    # auto: replicated unless `mode` names a mode; for prompts only if CUDA graphs can be used, and never with
+    # exact_reuse.
     decode: str = choice("auto", DECODES)
-    # Replicated steps are replayed from CUDA graphs: auto (where that is possible, else it says why not) | true | false
+    # Replay replicated steps from CUDA graphs: auto (if possible, else the log says why not) | true | false
     cuda_graphs: str = choice("auto", CUDA_GRAPHS)
     # How blocks travel between context-parallel ranks, as attention.transport.
     transport: str = choice("auto", TRANSPORTS)
     page_tokens: int = number(64, 1, 2**20)
-    # The cache of all context-parallel ranks together; null: data.seq_length + max_new_tokens.
+    # Size of the cache of all context-parallel ranks together; null: data.seq_length + max_new_tokens.
     cache_tokens: int | None = number(None, 1, 10**10)
-    # Most new tokens of a sequence computed at once; null: as many as make 65,536 a rank, of all sequences together.
+    # Maximum number of new tokens per sequence computed at once; null: 65,536 per rank, over all sequences.
     prefill_chunk: int | None = number(None, 1, _MOST)
-    evict: bool = False  # a full cache forgets idle sessions, which are computed again, instead of refusing
-    # A file with a Jinja template for chats; null: the tokenizer's own, else plain text, a message a line.
+    evict: bool = False  # if the cache is full, drop idle sessions and recompute them later, instead of refusing
+    # A file with a Jinja template for chats; null: the tokenizer's own, else plain text with one message per
+    # line.
     chat_template: str | None = path(None)
-    # A prompt gets bit for bit the same logits whether its beginning is found in the cache or not: only whole chunks of
-    # prefill_chunk from its first token on are reused, and prompts are computed one by one. false: all that is found.
+    # Give a prompt bit-identical logits whether or not its prefix is in the cache: only whole chunks of
+    # prefill_chunk tokens, from the first token on, are reused, and prompts are computed one by one. false: reuse
+    # everything.
     exact_reuse: bool = False
 
     def __post_init__(self) -> None:
@@ -291,24 +298,24 @@ class InferenceConfig:
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """`megatron-longctx serve`. API keys come from the environment, a key a line: MEGATRON_LONGCTX_API_KEY."""
+    """`megatron-longctx serve`. API keys come from the environment variable MEGATRON_LONGCTX_API_KEY, one per line."""
 
-    host: str = text("127.0.0.1")  # any other than this host's own needs a key
-    port: int = number(8000, 0, 65_535)  # 0: any free one
-    api_keys: str | None = path(None)  # a file with more keys, a key a line
-    # By which names clients may call the server (their `Host`), separated by commas; `*`: any. null: on a loopback
-    # address only names and addresses of this host itself, else any.
+    host: str = text("127.0.0.1")  # an address other than loopback requires an API key
+    port: int = number(8000, 0, 65_535)  # 0: any free port
+    api_keys: str | None = path(None)  # a file with more keys, one per line
+    # Names by which clients may call the server (their `Host`), separated by commas; `*`: any. null: on a
+    # loopback address only names and addresses of this host, otherwise any.
     allowed_hosts: str | None = text(None, most=2000)
     max_active: int = number(16, 1, 4096)  # sequences computed together
-    max_waiting: int = number(64, 1, 10**6)  # requests at once, those that are computed included; more are answered 429
+    max_waiting: int = number(64, 1, 10**6)  # open requests, including active ones; more get 429
     max_connections: int = number(128, 1, 10**6)
     max_body_bytes: int = number(16 * 2**20, 1, 2**32)
-    # For a client to send a request's head, and then its body; to keep silent; not to read.
+    # Time limit for a client to send a request's head, to send its body, to stay silent, and to read.
     timeout_s: float = number(30.0, 1, YEAR_S)
-    # Where ranks take longer for one round, a chunk of prompts and a token, `/health` and requests get 503; half of
-    # parallelism.timeout_s if that is less.
+    # If ranks take longer for one round (a chunk of prompts and a token), `/health` and requests get 503; at most
+    # half of parallelism.timeout_s.
     stalled_s: float = number(10.0, 0, YEAR_S, above=True)
-    # Finished or cancelled sequences whose caches are kept for prompts that begin with them.
+    # Finished or cancelled sequences whose cache is kept for prompts with the same prefix.
     keep_sessions: int = number(16, 0, 10**6)
 
 
