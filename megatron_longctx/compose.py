@@ -1,4 +1,4 @@
-"""From recipes and command-line words to one validated `Config`, and back to a run's `resolved.yaml`."""
+"""Composes recipes and command-line settings into one validated `Config`, and reads and writes `resolved.yaml`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one form of errors that users make: what was given, what is possible, what to do; and that of a failed job."""
+"""How errors of users and failed jobs are reported: what was given, what is possible, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Files: where ours are, YAML from anywhere, and small ones that are written whole or not at all."""
+"""Files: where the project's own files are, YAML from untrusted sources, and small files written completely or not at
+all.
+"""
 
 from __future__ import annotations
 

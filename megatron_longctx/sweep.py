@@ -1,4 +1,4 @@
-"""Hydra's habits beside composition: the jobs of a multirun, and what `--info` prints."""
+"""Hydra's features beyond composition: the jobs of a multirun, and the output of `--info`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Measures links, messages, kernels, the host's pace and whole steps of modes, on what is here.
+"""Measures links, messages, kernels, the host's speed and whole steps of modes on this machine.
 
-`megatron-longctx calibrate` starts the ranks (`command`). Links and messages go through the channel of a program that
-does nothing else, kernels are called in the shapes that modes make, modes train whole steps. What is found is kept in
-the file that `schedules.calibration` reads, and by which `auto` and the inference engine choose.
+`megatron-longctx calibrate` starts the ranks (`command`). Links and messages are measured through the channel of a
+program that does nothing else, kernels in the shapes that modes need, and modes in whole training steps. Results go to
+the file that `schedules.calibration` reads; `auto` and the inference engine choose by it.
 """

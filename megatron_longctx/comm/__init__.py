@@ -1,9 +1,9 @@
-"""The only room that issues communication. It moves tensors between ranks and knows nothing of attention.
+"""The only room that communicates. It moves tensors between ranks and is independent of attention.
 
-`P2PTransport` sends and receives batches of messages on a stream of its own; `PeerTransport` lets receivers pull out of
-the senders' memory; `HybridTransport` does the one between hosts and the other within; `choose_transport` takes one of
-them. `BufferPool` lends the memory in which messages land; `StreamClock` measures how long a rank waits for them.
-`PeerMerge` merges what ranks have found for the same queries.
+`P2PTransport` sends and receives batches of messages on its own stream. With `PeerTransport`, receivers pull from the
+senders' memory. `HybridTransport` uses peer memory within hosts and messages between them. `choose_transport` selects a
+transport. `BufferPool` lends memory for received messages, and `StreamClock` measures how long a rank waits for them.
+`PeerMerge` merges the partial results of several ranks for the same queries.
 """
 
 from .buffers import BufferPool

@@ -1,7 +1,7 @@
-"""Runs side by side: tables, a picture, and a dashboard that is one HTML file.
+"""Compares runs: tables, pictures, and a dashboard in one HTML file.
 
-`runs` reads run folders, whatever wrote them; `command` is the verb `compare`; `dashboard` fills a page that opens
-without a server or a network; `wandb_views` makes a workspace and a report of W&B of the same figures.
+`runs` reads run folders, and `command` is the verb `compare`. `dashboard` fills a page that needs no server or network.
+`wandb_views` makes a W&B workspace and report with the same metrics.
 """
 
 from .command import compare

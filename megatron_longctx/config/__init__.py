@@ -1,8 +1,8 @@
-"""The typed configuration: every key is a field in `tree`, with what it may be from `bounds`.
+"""The typed configuration: every key is a field in `tree`, with its allowed values from `bounds`.
 
-`checks.validate` is its only validation: it runs once, before any rank starts, and refuses with value, expectation and
-remedy. `planned` says what a configuration means for plans (the mode, the mask, the workload). Composition from recipes
-is in `compose`, the jobs of a sweep are in `sweep`.
+`checks.validate` is the only validation. It runs once, before any rank starts, and reports value, expectation and
+remedy. `planned` derives the mode, the mask and the workload from a configuration. `compose` composes configurations
+from recipes, and `sweep` makes the jobs of a sweep.
 """
 
 from .bounds import keys_of

@@ -1,8 +1,8 @@
-"""What a model is asked about long texts, and how its answers are scored and written down; no ranks, no torch.
+"""Questions to models about long texts, and how answers are scored and recorded; without ranks and torch.
 
-`questions` makes texts of exact lengths with `Haystack` and the `TASKS` (needles, and those of RULER that need no
-download); `score` says how much of the answer was given; `positions` and `results` give losses by position, tables and
-pictures. The verb `eval` asks a run.
+`questions` makes texts of exact lengths with `Haystack` and the `TASKS` (needles, and RULER's tasks that need no
+download). `score` gives the share of the answer that was found. `positions` and `results` give losses by position,
+tables and pictures. The verb `eval` evaluates a run.
 """
 
 from .asking import DEPTHS, Question, questions

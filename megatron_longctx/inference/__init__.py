@@ -1,7 +1,8 @@
-"""Prefill, multi-turn cache and decode over a cache that is sharded among ranks, without Megatron.
+"""Prefill, multi-turn sessions and decode over a cache that is sharded over ranks, without Megatron.
 
-`CacheManager` knows where every token lies; `Batch` makes plans of new tokens over that; `CachedAttention` runs them on
-the executor and kernels of training; `LongContextEngine` is what users talk to, `mcore.inference` builds it from a run.
+`CacheManager` tracks where every token lies, and `Batch` makes plans of new tokens over it. `CachedAttention` runs the
+plans on the executor and the kernels of training. `LongContextEngine` is the interface for users; `mcore.inference`
+builds it from a run.
 """
 
 from .batch import Batch

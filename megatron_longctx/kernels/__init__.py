@@ -1,16 +1,17 @@
-"""Attention of some queries over some keys, forward and backward, on whatever kernel is at hand.
+"""Attention of some queries over some keys, forward and backward, on any available kernel.
 
-The room knows tensors of one process: no ranks, no process groups, no plans. Layout is token first: q `[s, b, h, d]`,
+It works on tensors of one process: no ranks, no process groups, no plans. Layout is token first: q `[s, b, h, d]`,
 k `[t, b, g, d]` and v `[t, b, g, e]` with g KV heads dividing h query heads (never expanded), out `[s, b, h, e]`, lse
 `[s, b, h]` (natural log).
 
-- `choose("auto", KernelRequest(...))` gives an `AttentionKernel`; `available(...)` says why the others were not taken.
-- `kernel.forward` gives one call's (out, lse); `merge_partials` joins results over disjoint keys in one pass.
-- `kernel.backward` takes the GLOBAL (out, lse) and gives one call's share of the gradients; `sum_partials` adds them.
-- Beside them: `paged` attention of decode, `quantize_kv` (keys and values in 8 bits), `rotate` (RoPE), `batched_copy`.
+- `choose("auto", KernelRequest(...))` returns an `AttentionKernel`; `available(...)` explains why others are not used.
+- `kernel.forward` returns (out, lse) of one call; `merge_partials` merges results over disjoint keys in one pass.
+- `kernel.backward` takes the GLOBAL (out, lse) and returns one call's part of the gradients; `sum_partials` adds them.
+- The room also has `paged` attention for decode, `quantize_kv` (8-bit keys and values), `rotate` (RoPE) and
+  `batched_copy`.
 
-To add a provider: one new file in `providers/` with a subclass of `AttentionKernel` or `PackedKernel` (`name`, `takes`,
-`why_not`, `_forward`, `_backward`, and a `speed` if `auto` may take it).
+To add a provider, add one file to `providers/` with a subclass of `AttentionKernel` or `PackedKernel` (`name`, `takes`,
+`why_not`, `_forward`, `_backward`, and a `speed` if `auto` may choose it).
 """
 
 from megatron_longctx.kernels.interface import PROVIDERS, AttentionKernel, CallKind, KernelRequest, dense_call

@@ -1,7 +1,7 @@
-"""Which rank holds which token. Pure functions over integers; nothing here knows a process group or a device.
+"""Which rank holds which token. Pure functions over integers, without process groups and devices.
 
-`build_layout("zigzag", n, length)` returns a `Layout`; `balanced` lays out several documents, with as many tokens and
-as much causal work for all ranks. To add one, write a function in `layouts.py` that returns the spans of every rank and
+`build_layout("zigzag", n, length)` returns a `Layout`. `balanced` lays out several documents and gives all ranks equal
+tokens and equal causal work. To add a layout, write a function in `layouts.py` that returns the spans of every rank and
 enter it in `LAYOUTS`.
 """
 

@@ -1,12 +1,12 @@
-"""Everything that touches Megatron-Core, and its only importer: layer specs, groups, batches, optimizer, checkpoints.
+"""Everything that depends on Megatron-Core, which only this room imports: layer specs, groups, batches, checkpoints.
 
-- `spec.with_context_parallel` puts our attention into a layer spec; `sequence.ShardedSequence` is what all layers of a
-  model share; `rope`, `pack` and `core_attention` serve them.
-- `model`, `step` and `optimizer` build and train a model as a configuration says; `data` and `corpus` read and write
-  Megatron's datasets; `checkpoint` and its files save at any parallel sizes and load at any others.
-- `recompute`, `head`, `tiles` and `row_parallel` are layers with our recomputation, chunks and low-bit sums.
-- `inference` gives the engine of the room of that name a run's layers; `direct` issues them without autograd.
-- `version` says what differs between the releases that are served, `cpu` what Megatron needs without a GPU.
+- `spec.with_context_parallel` puts context-parallel attention into a layer spec. All layers of a model share its
+  `sequence.ShardedSequence`; `rope`, `pack` and `core_attention` support it.
+- `model`, `step` and `optimizer` build and train a model from a configuration. `data` and `corpus` read and write
+  Megatron's datasets. `checkpoint` and its files save at any parallel sizes and load at any others.
+- `recompute`, `head`, `tiles` and `row_parallel` are layers with recomputation, chunks and low-bit sums.
+- `inference` gives a run's layers to the engine of the room `inference`; `direct` runs them without autograd.
+- `version` handles the differences between supported releases, `cpu` what Megatron needs without a GPU.
 """
 
 import warnings

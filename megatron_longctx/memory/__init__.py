@@ -1,7 +1,7 @@
-"""What a training step needs of a device's memory, predicted from the configuration alone.
+"""The device memory that a training step needs, predicted from the configuration alone.
 
-`predict` gives every term by name, `report` prints them, `check` refuses what does not fit, and `max_length` answers
-how long a sequence fits.
+`predict` gives every term by name, `report` prints them, `check` refuses a step that does not fit, and `max_length`
+finds the longest sequence that fits.
 """
 
 from .fit import COMFORT, check, max_length

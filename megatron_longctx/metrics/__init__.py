@@ -1,6 +1,6 @@
-"""What a run reports: FLOP formulas, hardware peaks, time left, and where the numbers go (console, JSONL, W&B).
+"""What a run reports: FLOP formulas, hardware peaks, remaining time, and outputs (console, JSONL, W&B).
 
-`flops` and `hardware` give MFU, `environment` says what a run ran on, `facts` what tells it from others, `sinks` and
-`wandb_run` write a step's numbers under the keys of `names`, `step_profile` reads where a step's time went. It needs so
-few rooms that any later one may use it.
+`flops` and `hardware` give MFU. `environment` describes the hardware and software of a run, and `facts` what
+distinguishes it from others. `sinks` and `wandb_run` write the metrics of a step under the keys of `names`.
+`step_profile` shows where a step's time went. The room imports so few others that any later room may use it.
 """

@@ -1,8 +1,8 @@
-"""Families of published models: what their `config.json` says in this project's words, and how their weights are kept.
+"""Families of published models: the meaning of their `config.json` and the form of their weights.
 
 A family is a file in `families/` whose `FAMILY` is a `Family`: the fields that it reads and writes, and its `Weight`s.
-`source` finds what a folder or a file has; `huggingface` and `gguf_file` read tensors one by one; `rope` and
-`rope_scaling` are RoPE's frequencies; `chat` makes text of messages. Nothing here knows of ranks or Megatron.
+`source` finds the contents of a folder or a file. `huggingface` and `gguf_file` read tensors one by one. `rope` and
+`rope_scaling` compute RoPE's frequencies. `chat` turns messages into text. Nothing here depends on ranks or Megatron.
 """
 
 from .families import FAMILIES

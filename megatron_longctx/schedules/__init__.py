@@ -1,10 +1,10 @@
-"""Parallelism modes as plans, plans as programs.
+"""Parallelism modes as plans, and plans as programs.
 
-- `mask` says what tokens see, `visibility` what ranks see of each other, `plan` what a `Plan` is.
-- `build_plan("zigzag", n, mask)` plans one pass of a mask over ranks; `backward_plan` derives its backward; `verify`
-  proves either; `describe` and `draw` show it.
-- `lower` turns it into the programs that ranks run, that `simulate` prices and `memory` counts; `select` ranks modes.
-- `modes/` has the modes, `cache_modes/` those over a KV cache: to add one, write its file there.
+- `mask` defines what tokens see, `visibility` what ranks see of each other, and `plan` the type `Plan`.
+- `build_plan("zigzag", n, mask)` plans one pass of a mask over ranks. `backward_plan` derives its backward plan,
+  `verify` proves either correct, and `describe` and `draw` show them.
+- `lower` turns a plan into the programs that ranks run, `simulate` times and `memory` counts. `select` ranks modes.
+- `modes/` has the modes and `cache_modes/` those over a KV cache. To add one, add its file there.
 """
 
 from .build import build_plan

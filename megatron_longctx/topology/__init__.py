@@ -1,14 +1,14 @@
 """Clusters as data, and the rings that use all of their links at once. Pure functions over integers and numbers.
 
-- `cluster`: a `Cluster` says how ranks are wired; `Cluster.route(a, b)` says which shared resources a message from a to
-  b occupies, at what rate and latency. `load_cluster` reads one from YAML, `save_cluster` writes one.
-- `hamiltonian`, `latin`, `rainbow`: complete digraphs cut into edge-disjoint Hamiltonian cycles and paths.
-- `rings`: the rings of u nodes of m ranks, and those that suit a cluster.
-- `measured`, `measure`: a running process group turned into a `Cluster`. Only `measure` knows torch; import it by name.
+- `cluster`: a `Cluster` describes how ranks are linked. `Cluster.route(a, b)` gives the shared resources that a message
+  from a to b occupies, with its rate and latency. `load_cluster` reads a cluster from YAML, `save_cluster` writes one.
+- `hamiltonian`, `latin`, `rainbow`: cut complete digraphs into edge-disjoint Hamiltonian cycles and paths.
+- `rings`: the rings of u nodes with m ranks, and those that suit a cluster.
+- `measured`, `measure`: turn a running process group into a `Cluster`. Only `measure` imports torch; import it by name.
 
-To add a cluster: write a file in `recipes/cluster/` after one that is there (every key is a field of the dataclasses
-in `cluster.py`; say in a comment where each figure comes from), or measure one. Rates are GiB/s (2**30 bytes) in one
-direction as a message of tens of MiB gets them, latencies are seconds per message, software included.
+To add a cluster, copy a file in `recipes/cluster/` and adapt it, or measure one. Every key is a dataclass field in
+`cluster.py`; give the source of each figure in a comment. Rates are in GiB/s (2**30 bytes) in one direction, for
+messages of tens of MiB. Latencies are in seconds per message, including software.
 """
 
 from .cluster import (

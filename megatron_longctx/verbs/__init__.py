@@ -1,5 +1,5 @@
-"""The command `megatron-longctx`: a module for each verb, and `cli`, which reads its words.
+"""The command `megatron-longctx`: one module per verb, and `cli`, which parses the command line.
 
-`plan`, `doctor`, `check`, `demo`, `evaluate`, `importing`, `exporting`, `submit` and `wandb_runs` are here; `train`,
-`generate`, `serve`, `calibrate` and `compare` lie in rooms of their own. `habits` has Hydra's options.
+`plan`, `doctor`, `check`, `demo`, `evaluate`, `importing`, `exporting`, `submit` and `wandb_runs` are here. `train`,
+`generate`, `serve`, `calibrate` and `compare` are in their own rooms. `habits` has Hydra's options.
 """
