@@ -17,11 +17,11 @@ from megatron_longctx.metrics.environment import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {
-    "paper": "*in italics* the paper's own",
+    "paper": "*in italics* from the paper",
     "s": "simulated from a calibration of H200s",
-    "d": "simulated from figures of data sheets, which no measurement has checked",
+    "d": "simulated from data sheets, not checked by measurement",
     "p": "counted in plans",
-    "f": "worked out by a formula",
+    "f": "calculated from a formula",
     "c": "measured on the CPU of this page",
     "w": "computed with published weights",
     "m": "measured on H200s",
@@ -117,7 +117,7 @@ def render(name: str) -> str:
     parts = [
         f"# {listed['title']}",
         f"{listed['authors']}. {by}",
-        f"Every number says where it comes from: {'; '.join(legend)}.",
+        f"Every number is marked with its source: {'; '.join(legend)}.",
         *("## Its claims", grid(["claim", "verdict", "why"], claims)),
         "## Its tables, figures, algorithms and equations",
         grid(["", "what it is", "state", "where"], [_listed(each) for each in listed["items"]]),
