@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_longctx.errors import refuse
+
 from .page import Cell, Made, Table, cell, paper, paths
 from .rounding import TOKEN, Rounding
 
@@ -35,10 +37,18 @@ ERRORS = (
 
 
 def make(arguments: argparse.Namespace) -> Made:
-    """Perplexities of the given models are taken anew; of the others, those of the recorded JSON are shown again."""
+    """Perplexities of the given models are taken anew; of the others, those of the recorded JSON are shown again.
+
+    Raises:
+        ValueError: files or sizes that cannot be used.
+    """
+    if bool(arguments.model) != (arguments.text is not None):
+        raise refuse("--text", arguments.text, "the essays where --model is given, else none", "Give both, or neither.")
+    if arguments.windows < 2:
+        raise refuse("--windows", arguments.windows, "2 or more", "Losses of texts are compared.")
     recorded = paths("flash_communication")[0]
     raw: dict[str, Any] = json.loads(recorded.read_text(encoding="utf-8"))["raw"] if recorded.is_file() else {}
-    for model in arguments.model if arguments.text else ():
+    for model in arguments.model:
         raw |= weights(model, arguments)
     raw = {name: raw[name] for name in TITLES}
     of = list(raw.values())

