@@ -143,8 +143,6 @@ def _work(
     if len(enough) < windows:
         expected = f"at most {len(enough)}, the essays of {length} tokens"
         raise refuse("--windows", windows, expected, "Lower --windows or --length.")
-            "--windows", windows, f"at most {len(enough)}, the essays of {length} tokens", "Lower one of them."
-        )
     batch = torch.tensor(enough[:windows], device=device)
     if asked.int8_weights:
         _round_weights(gpt)
