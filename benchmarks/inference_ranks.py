@@ -24,6 +24,7 @@ from megatron_longctx.inference.choice import Chooser, Decision
 from megatron_longctx.inference.engine import EngineSettings, LongContextEngine, Session
 from megatron_longctx.inference.figures import agreed_figures
 from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.inference.session import NextToken
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, pages_per_rank
 from megatron_longctx.schedules import Target
@@ -145,8 +146,7 @@ class _Rewindable(CacheManager):
         for session in sessions:
             del session.tokens[self.length(session.number) :]
             # Whatever token a rewound session goes on with takes the same time.
-            session.logits = session.likeliest = None
-            session.ready = True
+            session.next_token = NextToken()
 
 
 Keep = Callable[[list[FirstToken], list[Decoded]], object]
@@ -181,7 +181,7 @@ class _Rig:
         self._chooser = _Remembering(agreed_figures(config, self._device), config.inference.mode, rule)
         self._modes = sweep.modes if self._n > 1 else sweep.modes[:1]
         self._cache_manager = _Rewindable(self._n, pages_per_rank(config), config.inference.page_tokens)
-        settings = EngineSettings(decode=engine.settings.decode)
+        settings = EngineSettings(decode=engine.settings.decode, cuda_graphs=engine.settings.cuda_graphs)
         self.engine = LongContextEngine(engine.model, self._cache_manager, self._chooser, settings)
         self._random = random.Random(0)  # the same tokens on every rank
 
@@ -214,7 +214,7 @@ class _Rig:
         """Give the session so many random tokens as if they had been computed."""
         self._cache_manager.append({session.number: tokens})
         session.tokens += self._prompt(tokens)
-        session.ready = True
+        session.next_token = NextToken()
 
     def _prompt(self, tokens: int) -> list[int]:
         return self._random.choices(range(self.engine.model.vocab_size), k=tokens)

@@ -9,6 +9,5 @@ from .batch import Batch
 from .cache_manager import CacheFull, CacheManager, ScheduledChunk
 from .cached_attention import CachedAttention, CachedModel, CacheShape
 from .choice import Chooser, Decision, Figures
-from .decode import DecodeSettings
 from .engine import EngineSettings, LongContextEngine, Session
 from .sampling import Sampling

@@ -296,19 +296,12 @@ class CachedAttention:
         if not in_place:
             storage[self._place] = new
 
-    def attend_here(self, layer: int, q: Tensor, pages: Pages, scale: float) -> PackedPartials:
-        """Queries `[B, h, d]` over what this rank holds of their sequences; see `kernels.paged.attend_pages`."""
-        return attend_pages(q, self._storage[layer][:, :, 0], pages, scale)
-
     def _attend_rows(self, layer: int, pages: Pages, q: Tensor, scale: float, sink: Tensor | None) -> Tensor:
         """Each rank attends over what it holds, the first one with the sink; all merge what all have found, in the
         same order."""
-        q = q[:, 0]
+        q, cache = q[:, 0], self._storage[layer][:, :, 0]
         merge = self._merge if self._merge is not None and self._merge.fits(*q.shape) else None
-        if merge is None:
-            found = self.attend_here(layer, q, pages, scale)
-        else:
-            found = attend_shares(q, self._storage[layer][:, :, 0], pages, scale)
+        found = (attend_pages if merge is None else attend_shares)(q, cache, pages, scale)
         if sink is not None and self.rank == 0:
             add_sink_(found.out.view(-1, *q.shape)[0], found.lse.view(-1, *q.shape[:2])[0], sink)
         if self.world == 1:

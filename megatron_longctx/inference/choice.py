@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -103,19 +103,15 @@ class Chooser:
     Args:
         mode: `auto`, or the one to take always.
         rule: what `auto` goes by; itself `auto` for `simulate` where the links are known, else `bytes`.
-        modes: those that `simulate` chooses between.
 
     Raises:
         ValueError: an unknown mode or rule, or one that the figures do not serve.
     """
 
-    def __init__(
-        self, figures: Figures, mode: str = "auto", rule: str = "auto", modes: Sequence[str] = tuple(CACHE_MODES)
-    ) -> None:
+    def __init__(self, figures: Figures, mode: str = "auto", rule: str = "auto") -> None:
         check_value("inference.mode", mode)
         check_value("inference.rule", rule)
         self._figures = figures
-        self._modes = modes
         self.mode = mode
         self._rule = rule if rule != "auto" else "simulate" if figures.cluster is not None else "bytes"
         if mode == "auto" and self._rule in ("simulate", "algorithm_1", "algorithm_5"):
@@ -183,7 +179,7 @@ class Chooser:
             host_s = costs.host_operation_s * (_REST_OF_LAYER + found.operations)
             return max(found.seconds, host_s) + _NOT_HIDDEN * min(found.seconds, host_s)
 
-        seconds = {mode: seconds_of(mode) for mode in self._modes}
+        seconds = {mode: seconds_of(mode) for mode in CACHE_MODES}
         return min(seconds, key=seconds.__getitem__), seconds
 
 

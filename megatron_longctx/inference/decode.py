@@ -16,7 +16,7 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import from_all, from_first
-from ..config import check_value
 from ..errors import refuse
 from ..kernels.paged import DTYPES, Pages, fused_kernels, most_together
 from .cache_manager import CacheManager, ScheduledChunk, slots_of
 from .cached_attention import CachedAttention, CachedModel, Rows
+from .session import NOT_FINITE, NextToken
+from .settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
@@ -39,32 +40,9 @@ weights does, on an H100 or H200 in bf16, and computing them on every rank no lo
 MOST_PROMPT_ROWS = 512
 """Most rows of prompts in one step. Over 131,072 tokens on one H200, prompts of 13 to 511 tokens take less time so than
 by plans (analysis/results/inference_rows_h200.md)."""
-NOT_FINITE = -1
 _EAGER = 2
 """Steps that run as they are before one is captured: kernels are compiled and chosen, communicators are set up."""
 _ENDS, _TOKEN, _POSITION, _SLOT, _COUNT, _SKIPPED = range(6)  # and one more of each window but the first
-
-
-class Next(NamedTuple):
-    """What is known of a session's next token.
-
-    logits: fp32 `[vocabulary]`, on one rank. likeliest: on all ranks, after a replicated step: a token, or NOT_FINITE.
-    """
-
-    logits: Tensor | None = None
-    likeliest: int | None = None
-
-
-@dataclass(frozen=True)
-class DecodeSettings:
-    """See `config.InferenceConfig.decode` and `.cuda_graphs`."""
-
-    decode: str = "auto"
-    cuda_graphs: str = "auto"
-
-    def __post_init__(self) -> None:
-        check_value("inference.decode", self.decode)
-        check_value("inference.cuda_graphs", self.cuda_graphs)
 
 
 class _Captured(NamedTuple):
@@ -86,7 +64,7 @@ class Decoder:
         ValueError: CUDA graphs asked for where there can be none.
     """
 
-    def __init__(self, model: CachedModel, manager: CacheManager, settings: DecodeSettings, mode: str) -> None:
+    def __init__(self, model: CachedModel, manager: CacheManager, settings: EngineSettings, mode: str) -> None:
         self._model, self._cache_manager, self._attention = model, manager, model.attention
         self._most: float = MOST_ROWS
         if settings.decode == "plan" or (settings.decode == "auto" and mode != "auto"):
@@ -136,11 +114,11 @@ class Decoder:
         rows = sum(-(-chunk.new // self._together) for chunk in chunks) * self._together
         return not named and rows <= self.most_prompt
 
-    def __call__(self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]]) -> list[Next]:
+    def __call__(self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]]) -> list[NextToken]:
         """One step of the model over every chunk's new tokens. Collective over the ranks, which all know all chunks."""
         if not _are_single(chunks):
             return self._step(chunks, texts, self._together)
-        found: list[Next] = []
+        found: list[NextToken] = []
         for start in range(0, len(chunks), MOST_ROWS):
             found += self._step(chunks[start : start + MOST_ROWS], texts[start : start + MOST_ROWS], 1)
         return found
@@ -151,7 +129,7 @@ class Decoder:
             torch.cuda.synchronize(self._attention.device)
         self._captured.clear()
 
-    def _step(self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]], together: int) -> list[Next]:
+    def _step(self, chunks: Sequence[ScheduledChunk], texts: Sequence[Sequence[int]], together: int) -> list[NextToken]:
         rows: list[tuple[int, ...]] = []
         ends: list[int] = []  # by chunk, the row whose logits are computed
         for chunk, text in zip(chunks, texts, strict=True):
@@ -172,9 +150,9 @@ class Decoder:
         logits, ids = self._replay(size, together) if self._graphs else self._compute(size, together)
         likeliest = ids.tolist()[: len(ends)]
         if self._attention.rank:  # one rank's are enough, and the same numbers for all that is drawn from them
-            return [Next(None, token) for token in likeliest]
+            return [NextToken(None, token) for token in likeliest]
         kept = logits[: len(ends)].clone()  # a replay writes where the last one did
-        return [Next(row, token) for row, token in zip(kept, likeliest, strict=True)]
+        return [NextToken(row, token) for row, token in zip(kept, likeliest, strict=True)]
 
     def _rows(self, chunk: ScheduledChunk, text: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Of each new token itself, its position, where this rank stores it, and how many of the sequence's tokens this

@@ -19,13 +19,13 @@ from ..comm import sum_over
 from ..errors import refuse
 from ..topology.cluster import GIB
 from .batch import Batch
-from .cache_manager import CacheFull, CacheManager, Evicted, Fork, ScheduledChunk
+from .cache_manager import CacheFull, CacheManager, Fork, ScheduledChunk
 from .cached_attention import CachedModel, rows_of
 from .choice import Chooser
-from .decode import NOT_FINITE, Decoder, Next
-from .draw import draw
+from .decode import Decoder
+from .pages import Shard
 from .sampling import Sampling
-from .session import Generation, Session, check_ids, plain_ids
+from .session import NOT_FINITE, Generation, NextToken, Session, check_ids, draw, plain_ids
 from .settings import EngineSettings
 from .warm_up import meet_batches, meet_rows, run_prompts
 
@@ -38,9 +38,8 @@ class _Lost(NamedTuple):
     """An evicted session, what it held, and what was known of its next token."""
 
     session: Session
-    evicted: Evicted
-    logits: Tensor | None
-    likeliest: int | None
+    shards: list[Shard]
+    next_token: NextToken | None
 
 
 class LongContextEngine:
@@ -62,7 +61,7 @@ class LongContextEngine:
         self._chooser = chooser
         self._open: dict[int, Session] = {}
         self._clock = itertools.count(1)
-        self._decoder = Decoder(model, manager, self.settings.decode, chooser.mode)
+        self._decoder = Decoder(model, manager, self.settings, chooser.mode)
 
     @property
     def decoding(self) -> str:
@@ -122,8 +121,7 @@ class LongContextEngine:
         session.exact_chunks = prefix_of.exact_chunks
         session.last_used = prefix_of.last_used
         if count == total:
-            session.ready, session.logits = prefix_of.ready, prefix_of.logits
-            session.likeliest = prefix_of.likeliest
+            session.next_token = prefix_of.next_token
         return session
 
     def _opened(self, session: Session) -> Session:
@@ -140,7 +138,7 @@ class LongContextEngine:
             self.cache_manager.close(session.number)
             del self._open[session.number]
             session.closed = True
-            session.logits = None
+            session.next_token = None
 
     @property
     def _most_tokens(self) -> float:
@@ -178,8 +176,8 @@ class LongContextEngine:
         self._ready(sessions)
         rows = torch.zeros(len(sessions), self.model.vocab_size, device=self._attention.device)
         for i, session in enumerate(sessions):
-            if session.logits is not None:
-                rows[i] = session.logits
+            if session.next_token is not None and session.next_token.logits is not None:
+                rows[i] = session.next_token.logits
         return sum_over(self._attention.group, rows)
 
     def start(self, session: Session, sampling: Sampling, stream: int = 0) -> Generation:
@@ -206,9 +204,8 @@ class LongContextEngine:
         """
         self._ready([generation.session for generation in generations])
         emitted: dict[Generation, int] = {}
-        for generation, token in zip(
-            generations, draw(generations, self._attention.group, self._attention.device), strict=True
-        ):
+        drawn = draw(generations, self._attention.group, self._attention.device)
+        for generation, token in zip(generations, drawn, strict=True):
             session, sampling = generation.session, generation.sampling
             if token == NOT_FINITE:
                 generation.finish_reason = "error"
@@ -283,7 +280,7 @@ class LongContextEngine:
         fork, whose logits nobody has."""
         late: dict[Session, list[int]] = {}
         for session in sessions:
-            if session.tokens and not session.ready and session.cached_tokens == len(session.tokens):
+            if session.tokens and session.next_token is None and session.cached_tokens == len(session.tokens):
                 keep = session.cached_tokens - 1
                 self._copy(self._with_room(sessions, partial(self.cache_manager.shorten, session.number, keep)))
             if session.cached_tokens < len(session.tokens):
@@ -319,14 +316,14 @@ class LongContextEngine:
                         self._restore(lost)
                     raise
                 oldest = min(idle, key=lambda session: session.last_used)
-                lost.append(_Lost(oldest, self.cache_manager.evict(oldest.number), oldest.logits, oldest.likeliest))
-                oldest.logits = oldest.likeliest = None
+                lost.append(_Lost(oldest, self.cache_manager.evict(oldest.number), oldest.next_token))
+                oldest.next_token = None
 
     def _restore(self, lost: Sequence[_Lost]) -> None:
         """Nothing has been computed since they were evicted, so that what they had cached is still there."""
-        for session, evicted, logits, likeliest in reversed(lost):
-            self.cache_manager.restore(evicted)
-            session.logits, session.likeliest = logits, likeliest
+        for session, shards, next_token in reversed(lost):
+            self.cache_manager.restore(session.number, shards)
+            session.next_token = next_token
 
     def _advance(self, new: Mapping[Session, list[int]]) -> None:
         """Compute every session's tokens that are not cached, then `new` ones, pass by pass; all of it or nothing."""
@@ -344,7 +341,7 @@ class LongContextEngine:
                 ):
                     placed.append((list(counts), self._placed(counts, new, evicted)))
             evicted = []  # for good: their pages are written from here on
-            found: dict[Session, Next] = {}
+            found: dict[Session, NextToken] = {}
             for sessions, chunks in placed:
                 texts = [todo[s][t.cached - reused[s] :][: t.new] for s, t in zip(sessions, chunks, strict=True)]
                 ends = [t.cached + t.new == reused[s] + len(todo[s]) for s, t in zip(sessions, chunks, strict=True)]
@@ -361,8 +358,7 @@ class LongContextEngine:
         now = next(self._clock)
         for session, tokens in new.items():
             session.tokens += tokens
-            session.logits, session.likeliest = found.get(session, Next())
-            session.ready = True
+            session.next_token = found.get(session, NextToken())
             session.exact_chunks = exact[session] // (self.settings.prefill_chunk or 1)
             session.last_used = now
             if tokens:
@@ -375,7 +371,7 @@ class LongContextEngine:
         texts: Sequence[list[int]],
         ends: Sequence[bool],
         single: bool,
-    ) -> dict[Session, Next]:
+    ) -> dict[Session, NextToken]:
         """One pass of the model; what is known of the next token of sessions that end in it. single: it may go through
         the decoder, whose results depend on where a session's pages lie."""
         if single and self._decoder.takes(chunks, self._chooser.mode != "auto"):
@@ -395,4 +391,4 @@ class LongContextEngine:
             torch.tensor([row for _, row in mine], dtype=torch.int64, device=device),
         )
         rows = {session: found[i] for i, (session, _) in enumerate(mine)}
-        return {session: Next(rows.get(session)) for session, end in zip(sessions, ends, strict=True) if end}
+        return {session: NextToken(rows.get(session)) for session, end in zip(sessions, ends, strict=True) if end}

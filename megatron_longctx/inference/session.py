@@ -1,4 +1,4 @@
-"""What users hold of an engine: a conversation, and a continuation of it under way."""
+"""What users hold of an engine: a conversation, a continuation of it under way, and the next tokens of these."""
 
 from __future__ import annotations
 
@@ -6,15 +6,32 @@ import operator
 import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ..comm import sum_over
 from ..errors import refuse
-from .sampling import Sampling
+from .sampling import Sampling, sample
 
 if TYPE_CHECKING:
     from .engine import LongContextEngine
+
+
+NOT_FINITE = -1
+"""In the place of a token whose logits are not finite."""
+
+
+class NextToken(NamedTuple):
+    """What is known of a session's next token.
+
+    logits: fp32 `[vocabulary]`, on one rank. likeliest: on all ranks, after a replicated step: a token, or NOT_FINITE.
+    """
+
+    logits: Tensor | None = None
+    likeliest: int | None = None
 
 
 class Session:
@@ -28,9 +45,7 @@ class Session:
         self.finish_reason: str | None = None  # of the latest generation: stop or length
         self.reused_tokens = 0  # found in the cache by the latest append
         self.last_used = 0
-        self.logits: Tensor | None = None  # of the next token, on the rank that computed them
-        self.likeliest: int | None = None  # next token, where all ranks know it
-        self.ready = False  # some rank has them
+        self.next_token: NextToken | None = None  # None: no rank has its logits
         self.exact_chunks = 0  # see `exact_tokens`
         self._engine = engine
 
@@ -83,6 +98,23 @@ class Generation:
     stream: int = 0
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+
+
+def draw(generations: Sequence[Generation], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
+    """Every generation's next token, drawn where its logits are, then known everywhere. Collective."""
+    following = [generation.session.next_token or NextToken() for generation in generations]
+    known = [each.likeliest for each in following if each.likeliest is not None]
+    if len(known) == len(generations) and all(generation.sampling.temperature == 0 for generation in generations):
+        return known
+    ids = torch.zeros(len(generations), dtype=torch.int64, device=device)
+    for i, (generation, each) in enumerate(zip(generations, following, strict=True)):
+        if each.logits is not None:
+            try:
+                ids[i] = sample(each.logits, generation.sampling, generation.stream, len(generation.session.tokens))
+            except ValueError:  # all ranks have to hear of it, not this one alone
+                ids[i] = NOT_FINITE
+    tokens: list[int] = sum_over(group, ids).tolist()
+    return tokens
 
 
 def plain_ids(tokens: Sequence[int]) -> list[int]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
+from ..config import check_value
 from ..errors import refuse
-from .decode import DecodeSettings
 
 T = TypeVar("T")
 
@@ -20,30 +20,28 @@ class EngineSettings:
     when the cache is full, forget what the least recently used sessions have cached (it is computed again when they go
     on) instead of refusing. exact: prompts are computed in calls of their own, whose results depend on the session's
     tokens alone, bit for bit: not on other sessions, nor on whether a prefix of whole chunks was found in the cache;
-    single tokens that go on from there are still computed together. decode: how batches of single tokens are computed.
+    single tokens that go on from there are still computed together. decode, cuda_graphs: see `config.InferenceConfig`.
     rank_tokens: most new tokens that a rank computes at once, of all sequences together, but for a chunk that is
     larger; it bounds the memory of activations (86 KB a token with the MLP of Llama 3 8B).
 
     Raises:
-        ValueError: a chunk or a rank of no tokens, or exact without a chunk.
+        ValueError: a value that cannot be, or exact without a chunk.
     """
 
     prefill_chunk: int | None = None
     evict: bool = False
     exact: bool = False
-    decode: DecodeSettings = field(default_factory=DecodeSettings)
+    decode: str = "auto"
+    cuda_graphs: str = "auto"
     rank_tokens: int = 65536
 
     def __post_init__(self) -> None:
-        chunk = self.prefill_chunk
-        if chunk is not None and chunk < 1:
-            raise refuse("inference.prefill_chunk", chunk, "1 or more, or null", "Raise it.")
+        for name in ("prefill_chunk", "decode", "cuda_graphs"):
+            check_value(f"inference.{name}", getattr(self, name))
         if not isinstance(self.rank_tokens, int) or self.rank_tokens < 1:
             raise refuse("rank_tokens", self.rank_tokens, "an integer of 1 or more", "Correct it.")
-        if self.exact and chunk is None:
-            raise refuse(
-                "inference.prefill_chunk", chunk, "a number with inference.exact_reuse=true", "Set it to 2048."
-            )
+        if self.exact and self.prefill_chunk is None:
+            raise refuse("inference.prefill_chunk", None, "a number with inference.exact_reuse=true", "Set it to 2048.")
 
     def batches(self, new: Mapping[T, list[int]], todo: Mapping[T, list[int]]) -> list[list[T]]:
         """Which sessions are computed together."""

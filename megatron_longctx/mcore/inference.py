@@ -24,7 +24,6 @@ from ..errors import refuse
 from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CachedAttention, CacheShape
 from ..inference.choice import Chooser
-from ..inference.decode import DecodeSettings
 from ..inference.engine import EngineSettings, LongContextEngine
 from ..inference.figures import agreed_figures
 from ..lowbit.crossover import Crossover
@@ -255,8 +254,8 @@ def build_engine(
     learned = model.position_embedding == "learned"
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)
     chooser = Chooser(agreed_figures(config, device), inference.mode, inference.rule if n > 1 else "bytes")
-    decode = DecodeSettings(inference.decode, inference.cuda_graphs)
-    settings = EngineSettings(inference.prefill_chunk, inference.evict, inference.exact_reuse, decode)
+    how = inference.decode, inference.cuda_graphs
+    settings = EngineSettings(inference.prefill_chunk, inference.evict, inference.exact_reuse, *how)
     return LongContextEngine(cached, manager, chooser, settings), tokenizer
 
 

@@ -128,14 +128,11 @@ def job_of(
     cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size
     if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
         load_cluster(cluster).resized(n)  # what attention is to be priced by can be read
-    if device == "cuda" and job.world_size > torch.cuda.device_count() and _alone():
+    alone = Placement.of_environment(os.environ) is None
+    if device == "cuda" and job.world_size > torch.cuda.device_count() and alone:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"
         raise refuse(sizes, job.world_size, f"at most {torch.cuda.device_count()}, the GPUs here", "Set them lower.")
     return job
-
-
-def _alone() -> bool:
-    return Placement.of_environment(os.environ) is None
 
 
 def run(job: InferenceJob, work: Work) -> None:

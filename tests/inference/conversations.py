@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_longctx.config import AttentionConfig, Config, ParallelismConfig
+from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.mcore import checkpoint, groups
 from megatron_longctx.mcore.inference import build_engine, for_inference
@@ -34,34 +36,40 @@ class Record:
 TURNS = (((23, 1, 2), 3), ((1, 9, 0), 2), ((0, 1, 5), 4), ((7, 0, 1), 1), ((2, 14, 3), 5), ((1, 1, 1), 2))
 
 
-def converse(rank: int, config: Config, checkpoints: Path | None) -> list[Record]:
-    """All turns with greedy continuations; every session's logits after every prefill and every decode."""
+@contextmanager
+def engine_of(config: Config, checkpoints: Path | None = None) -> Iterator[LongContextEngine]:
+    """The engine of a run, in process groups of its sizes; without checkpoints its weights are of a seed."""
     par = config.parallelism
     collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size, seed=5)
     engine, _ = build_engine(for_inference(config), collection, checkpoints)
-    source = random.Random(1)
-    sessions = [engine.open() for _ in range(3)]
-    records = [Record() for _ in sessions]
-    for prompts, count in TURNS:
-        texts = {s: [source.randrange(97, 105) for _ in range(size)] for s, size in zip(sessions, prompts, strict=True)}
-        active = {session: text for session, text in texts.items() if text}
-        engine.append(active)
-        for number in range(count):
-            for session, logits in zip(active, engine.next_logits(list(active)), strict=True):
-                records[session.number].logits[len(session.tokens)] = logits.clone()
-            # The first ends before the others: sequences of a batch end at different times.
-            going = list(active)[number % 2 :] or list(active)
-            before = {session: len(session.tokens) for session in going}
-            engine.continue_all(going, Sampling(max_new_tokens=1))
-            records_of = [records[session.number] for session in going]
-            for session, record in zip(going, records_of, strict=True):
-                record.generated += range(before[session], len(session.tokens))
-    for session, record in zip(sessions, records, strict=True):
-        record.tokens = list(session.tokens)
-        session.close()
-    assert engine.cache_manager.used_pages() == 0
+    yield engine
     engine.release()
     groups.destroy()
+
+
+def converse(rank: int, config: Config, checkpoints: Path | None) -> list[Record]:
+    """All turns with greedy continuations; every session's logits after every prefill and every decode."""
+    with engine_of(config, checkpoints) as engine:
+        source = random.Random(1)
+        sessions = [engine.open() for _ in range(3)]
+        records = [Record() for _ in sessions]
+        for prompts, count in TURNS:
+            texts = [[source.randrange(97, 105) for _ in range(size)] for size in prompts]
+            active = {session: text for session, text in zip(sessions, texts, strict=True) if text}
+            engine.append(active)
+            for number in range(count):
+                for session, logits in zip(active, engine.next_logits(list(active)), strict=True):
+                    records[session.number].logits[len(session.tokens)] = logits.clone()
+                # The first ends before the others: sequences of a batch end at different times.
+                going = list(active)[number % 2 :] or list(active)
+                before = {session: len(session.tokens) for session in going}
+                engine.continue_all(going, Sampling(max_new_tokens=1))
+                for session in going:
+                    records[session.number].generated += range(before[session], len(session.tokens))
+        for session, record in zip(sessions, records, strict=True):
+            record.tokens = list(session.tokens)
+            session.close()
+        assert engine.cache_manager.used_pages() == 0
     return records
 
 

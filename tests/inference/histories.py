@@ -6,8 +6,7 @@ import random
 from collections.abc import Sequence
 
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.cache_manager import CacheManager
-from megatron_longctx.inference.shares import FEW
+from megatron_longctx.inference.cache_manager import FEW, CacheManager
 
 
 def batch_with_past(

@@ -14,9 +14,7 @@ from megatron_longctx.inference.cache_manager import CacheFull, slots_of
 from megatron_longctx.inference.engine import LongContextEngine, Session
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Limits, Request, Scheduler
-from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.inference import build_engine, for_inference
-from tests.inference.conversations import dense
+from tests.inference.conversations import dense, engine_of
 
 LONGEST = 110
 OPERATIONS = ("open", "append", "append", "generate", "generate", "stop", "fork", "fork", "close", "evict", "bad")
@@ -77,9 +75,9 @@ class Soak:
 
     def _books(self) -> tuple[object, ...]:
         manager = self.engine.cache_manager
-        sessions = [(s.number, list(s.tokens), s.cached_tokens if s.ready else None) for s in self._sessions]
+        sessions = [(s.number, list(s.tokens), s.cached_tokens if s.next_token else None) for s in self._sessions]
         # A fork may have given up its last token, to be computed again.
-        certain = all(s.ready for s in self._sessions)
+        certain = all(s.next_token for s in self._sessions)
         return sessions, [manager.free_pages(rank) for rank in range(manager.n)] if certain else None
 
     def _some(self) -> list[Session]:
@@ -236,13 +234,11 @@ def soak(rank: int, configs: list[Config], steps: int, requests: int) -> list[Fo
     """Both kinds of work under every configuration."""
     found = []
     for number, config in enumerate(configs):
-        collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
-        engine, _ = build_engine(for_inference(config), collection, None)
-        work = Soak(engine, number)
-        work.run(steps)
-        served, seen = serve(engine, number, requests)
-        found.append(Found(work.samples, served, work.seen + seen))
-        groups.destroy()
+        with engine_of(config) as engine:
+            work = Soak(engine, number)
+            work.run(steps)
+            served, seen = serve(engine, number, requests)
+            found.append(Found(work.samples, served, work.seen + seen))
     return found
 
 

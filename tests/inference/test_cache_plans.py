@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.cache_manager import CacheManager
-from megatron_longctx.inference.shares import FEW
+from megatron_longctx.inference.cache_manager import FEW, CacheManager
 from megatron_longctx.schedules import Kind, Lowering, Plan, Takes, Target, Workload, places, verify
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.describe import describe, moved_tokens

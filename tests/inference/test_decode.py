@@ -11,17 +11,13 @@ import torch
 
 from megatron_longctx.config import Config, InferenceConfig
 from megatron_longctx.inference import decode
-from megatron_longctx.inference.cache_manager import CacheFull, CacheManager, slots_of
+from megatron_longctx.inference.cache_manager import CacheManager, slots_of
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
-from megatron_longctx.inference.choice import Chooser, Figures
-from megatron_longctx.inference.decode import Decoder, DecodeSettings
+from megatron_longctx.inference.decode import Decoder
 from megatron_longctx.inference.engine import EngineSettings, LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
-from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.inference import build_engine, for_inference
-from megatron_longctx.schedules import Workload
 from megatron_longctx.testing.distributed import run_distributed
-from tests.inference.conversations import converse, parallel
+from tests.inference.conversations import converse, engine_of, parallel
 from tests.shared.training import changed, tiny_config
 
 
@@ -43,7 +39,7 @@ class Recorder(Decoder):
 
 def recorded(engine: LongContextEngine, how: str) -> Recorder:
     """The engine's decoder from now on."""
-    engine._decoder = decoder = Recorder(engine.model, engine.cache_manager, DecodeSettings(how), "auto")
+    engine._decoder = decoder = Recorder(engine.model, engine.cache_manager, EngineSettings(decode=how), "auto")
     return decoder
 
 
@@ -64,10 +60,7 @@ def tokens_of(engine: LongContextEngine, prompts: list[list[int]], counts: list[
     return [tuple(generation.tokens) for generation in generations]
 
 
-def both_ways(rank: int, config: Config) -> None:
-    par = config.parallelism
-    collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size, seed=5)
-    engine, _ = build_engine(for_inference(config), collection, None)
+def both_ways(rank: int, engine: LongContextEngine, config: Config) -> None:
     assert engine.decoding == "replicated"
     source = random.Random(2)
     prompts = [[source.randrange(256) for _ in range(size)] for size in (1, 30, 2, 17, 5, 1)]
@@ -103,7 +96,7 @@ def both_ways(rank: int, config: Config) -> None:
             engine.append({first: [8, 9], second: prompts[1][:20]})
             logits.append(engine.next_logits(sessions))
             if rank == 0 and steps.of_prompts:
-                kept = [session.logits.untyped_storage().nbytes() for session in sessions]
+                kept = [session.next_token.logits.untyped_storage().nbytes() for session in sessions]
                 assert kept == [2 * 4 * engine.model.vocab_size] * 2, "of the rows whose next tokens are asked for"
         assert steps.of_prompts == ({16: 1, 48: 2} if (how, mode) == ("replicated", "auto") else {})
         for session in sessions:
@@ -157,7 +150,6 @@ def both_ways(rank: int, config: Config) -> None:
         assert set(steps.sizes) == {2, 1} and not steps.of_prompts
     finally:
         decode.MOST_ROWS = most
-    groups.destroy()
 
 
 def in_chunks(engine: LongContextEngine, prompts: list[list[int]]) -> torch.Tensor:
@@ -205,7 +197,8 @@ def bad_values_stay_with_their_sequence(engine: LongContextEngine, text: list[in
 
 def every_shape(rank: int, configs: list[Config]) -> None:
     for config in configs:
-        both_ways(rank, config)
+        with engine_of(config) as engine:
+            both_ways(rank, engine, config)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -227,7 +220,7 @@ class NoModel:
         self.attention = attention
 
 
-def decoder(how: DecodeSettings, mode: str = "auto") -> Decoder:
+def decoder(how: EngineSettings, mode: str = "auto") -> Decoder:
     manager = CacheManager(1, 4, 4)
     attention = CachedAttention(None, CacheShape(1, 2, 1, 8, torch.float32), 16, torch.device("cpu"))
     return Decoder(NoModel(attention), manager, how, mode)  # type: ignore[arg-type]
@@ -238,13 +231,13 @@ def test_what_is_taken_is_what_the_settings_say() -> None:
     sessions = [manager.open() for _ in range(129)]
     one, two = manager.append({sessions[0]: 1}), manager.append({sessions[1]: 2})
     most, more = manager.append(dict.fromkeys(sessions[1:], 1)), manager.append(dict.fromkeys(sessions, 1))
-    automatic = decoder(DecodeSettings())
+    automatic = decoder(EngineSettings())
     assert automatic.takes(one) and not automatic.takes((*one, *two))
     assert automatic.takes(most) and not automatic.takes(more)
-    assert decoder(DecodeSettings("replicated"), "pass_q").takes(more)
+    assert decoder(EngineSettings(decode="replicated"), "pass_q").takes(more)
     # Prompts are taken where their rows, in sixteens, fit into a step. Without graphs only if that is asked for.
     prompts = {count: manager.append({sessions[2]: count}) for count in (2, 512, 513)}
-    replicated, plan = decoder(DecodeSettings("replicated")), decoder(DecodeSettings("plan"))
+    replicated, plan = decoder(EngineSettings(decode="replicated")), decoder(EngineSettings(decode="plan"))
     assert [replicated.takes(prompts[count]) for count in prompts] == [True, True, False]
     assert replicated.takes((*prompts[2], *one)) and not replicated.takes((*prompts[512], *one))
     assert not any(each.takes(prompts[2]) for each in (automatic, plan))
@@ -252,7 +245,7 @@ def test_what_is_taken_is_what_the_settings_say() -> None:
     assert plan.prompt_sizes == ()
     sizes = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
     assert replicated.prompt_sizes == sizes
-    assert not decoder(DecodeSettings(), "pass_q").takes(one) and not decoder(DecodeSettings("plan")).takes(one)
+    assert not decoder(EngineSettings(), "pass_q").takes(one) and not decoder(EngineSettings(decode="plan")).takes(one)
 
 
 def agree(rank: int) -> list[str]:
@@ -263,7 +256,7 @@ def agree(rank: int) -> list[str]:
     found = []
     for graphs in ("auto", "true"):
         try:
-            how = Decoder(model, CacheManager(2, 4, 4), DecodeSettings(cuda_graphs=graphs), "auto")  # type: ignore[arg-type]
+            how = Decoder(model, CacheManager(2, 4, 4), EngineSettings(cuda_graphs=graphs), "auto")  # type: ignore[arg-type]
             found.append(f"{how.name}, prompts of {how.most_prompt}")
         except ValueError as error:
             found.append(str(error))
@@ -279,25 +272,13 @@ def test_all_ranks_replay_steps_or_none() -> None:
 
 def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match=r"inference.decode=ring: expected one of auto, replicated, plan"):
-        DecodeSettings("ring")
+        EngineSettings(decode="ring")
     with pytest.raises(ValueError, match=r"inference.cuda_graphs=1: expected one of auto, true, false"):
-        DecodeSettings(cuda_graphs="1")
+        EngineSettings(cuda_graphs="1")
     with pytest.raises(ValueError, match=r"cuda_graphs=true: expected auto or false, since the model is on cpu"):
-        decoder(DecodeSettings(cuda_graphs="true"))
-    assert decoder(DecodeSettings("plan", "true")).name == "by plans"
+        decoder(EngineSettings(cuda_graphs="true"))
+    assert decoder(EngineSettings(decode="plan", cuda_graphs="true")).name == "by plans"
     assert InferenceConfig(cuda_graphs="True").cuda_graphs == "true"
-
-
-def test_a_batch_does_not_evict_its_own_sessions() -> None:
-    """All chunks are placed before any is computed; a sequence that ends in the first is needed until then."""
-    manager = CacheManager(1, 4, 4)
-    attention = CachedAttention(None, CacheShape(1, 2, 1, 8, torch.float32), 16, torch.device("cpu"))
-    chooser = Chooser(Figures(Workload(2, 1, 8)), rule="bytes")
-    engine = LongContextEngine(NoModel(attention), manager, chooser, EngineSettings(4, evict=True))  # type: ignore[arg-type]
-    short, long = engine.open(), engine.open()
-    with pytest.raises(CacheFull):
-        engine.append({short: [1] * 4, long: [1] * 16})
-    assert manager.used_pages() == 0
 
 
 def converse_with(rank: int, configs: list[Config]) -> list[list[tuple[list[int], torch.Tensor]]]:

@@ -12,10 +12,8 @@ from torch import Tensor
 from megatron_longctx.config import Config
 from megatron_longctx.inference.engine import EngineSettings, LongContextEngine, Session
 from megatron_longctx.inference.sampling import Sampling
-from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from tests.inference.conversations import parallel
+from tests.inference.conversations import engine_of, parallel
 from tests.shared.training import tiny_config
 
 CHUNK = 8
@@ -78,17 +76,13 @@ def cold_and_reused(engine: LongContextEngine, length: int) -> tuple[Tensor, lis
 def every_length(rank: int, configs: list[Config]) -> int:
     count = 0
     for config in configs:
-        collection = groups.initialize(
-            tensor=config.parallelism.tensor_parallel_size, context=config.parallelism.context_parallel_size, seed=5
-        )
-        engine, _ = build_engine(for_inference(config), collection, None)
-        for length in LENGTHS:
-            truth, found = cold_and_reused(engine, length)
-            assert len(found) >= 2
-            for number, logits in enumerate(found):
-                assert torch.equal(logits, truth), (config.inference.mode, length, number)
-            count += len(found)
-        groups.destroy()
+        with engine_of(config) as engine:
+            for length in LENGTHS:
+                truth, found = cold_and_reused(engine, length)
+                assert len(found) >= 2
+                for number, logits in enumerate(found):
+                    assert torch.equal(logits, truth), (config.inference.mode, length, number)
+                count += len(found)
     return count
 
 
@@ -106,7 +100,7 @@ def test_exact_reuse_needs_chunks(tmp_path: Path) -> None:
         tiny_config(tmp_path, "fresh", {"inference.exact_reuse": True})
     with pytest.raises(ValueError, match=r"inference\.prefill_chunk=None: expected a number"):
         EngineSettings(exact=True)
-    with pytest.raises(ValueError, match=r"inference\.prefill_chunk=0: expected 1 or more"):
+    with pytest.raises(ValueError, match=r"inference\.prefill_chunk=0: expected null or at least 1"):
         EngineSettings(prefill_chunk=0)
     with pytest.raises(ValueError, match=r"rank_tokens=0: expected an integer of 1 or more"):
         EngineSettings(rank_tokens=0)

@@ -20,14 +20,12 @@ from megatron_longctx.inference.choice import Figures, bytes_rule
 from megatron_longctx.inference.figures import known_figures
 from megatron_longctx.kernels.paged import Pages
 from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
-from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.schedules import Kind, Workload
 from megatron_longctx.schedules.cache_modes import CACHE_MODES as MODES
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import relative_error
-from tests.inference.conversations import parallel
+from tests.inference.conversations import engine_of, parallel
 from tests.shared.training import tiny_config
 
 CPU, LAYERS = torch.device("cpu"), 2
@@ -103,20 +101,17 @@ def through_the_engine(rank: int, configs: list[Config]) -> list[torch.Tensor]:
     """Logits of each model after a prompt, another turn and single tokens."""
     found = []
     for config in configs:
-        collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
-        with watched() as sent:
-            engine, _ = build_engine(for_inference(config), collection, None)
+        with watched() as sent, engine_of(config) as engine:
             session = engine.open()
             session.append(list(range(40, 70)))
             session.append(list(range(90, 103)))
             for token in (7, 8):
                 session.append([token])
             found.append(engine.next_logits([session])[0])
-        assert bool(sent) == (config.parallelism.context_parallel_size > 1)
-        engine.warm_up()
-        engine.model.attention.randomize()
-        assert engine.next_logits([session]).isfinite().all()
-        groups.destroy()
+            assert bool(sent) == (config.parallelism.context_parallel_size > 1)
+            engine.warm_up()
+            engine.model.attention.randomize()
+            assert engine.next_logits([session]).isfinite().all()
     return found
 
 

@@ -15,10 +15,8 @@ from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.prefixes import common
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Event, Limits, Request, Scheduler
-from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from tests.inference.conversations import parallel
+from tests.inference.conversations import engine_of, parallel
 from tests.inference.test_scheduler import finish, tokens_of
 from tests.shared.training import tiny_config
 
@@ -46,7 +44,7 @@ def forks_go_their_own_ways(engine: LongContextEngine) -> None:
     filler = engine.open()
     filler.append([1] * 60)  # into the pages that only the source had
     for fork in forks:
-        fork.ready = False  # have the last token computed again, over what is cached
+        fork.next_token = None  # have the last token computed again, over what is cached
     assert torch.allclose(engine.next_logits(forks), before, atol=1e-5)
     for session in (*forks, filler):
         session.close()
@@ -173,21 +171,16 @@ def a_batch_does_not_evict_its_own(engine: LongContextEngine) -> None:
 
 
 def every_promise(rank: int, config: Config, exact: Config, evicting: Config) -> list[list[int]]:
-    found = []
-    for each in (config, exact, evicting):
-        collection = groups.initialize(context=each.parallelism.context_parallel_size, seed=5)
-        engine, _ = build_engine(for_inference(each), collection, None)
-        if each is exact:
-            whole_chunks_only(engine)
-        elif each is evicting:
-            a_batch_does_not_evict_its_own(engine)
-        else:
-            forks_go_their_own_ways(engine)
-            what_cannot_be_forked_harms_nothing(engine)
-            found = questions_about_one_document(engine)
-            shared_pages_are_promised_once(engine)
-            a_short_common_beginning_makes_nobody_wait(engine)
-        groups.destroy()
+    with engine_of(config) as engine:
+        forks_go_their_own_ways(engine)
+        what_cannot_be_forked_harms_nothing(engine)
+        found = questions_about_one_document(engine)
+        shared_pages_are_promised_once(engine)
+        a_short_common_beginning_makes_nobody_wait(engine)
+    with engine_of(exact) as engine:
+        whole_chunks_only(engine)
+    with engine_of(evicting) as engine:
+        a_batch_does_not_evict_its_own(engine)
     return found
 
 

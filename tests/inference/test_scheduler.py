@@ -11,10 +11,8 @@ from megatron_longctx.config import Config
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Event, Limits, Request, Scheduler
-from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from tests.inference.conversations import parallel
+from tests.inference.conversations import engine_of, parallel
 from tests.shared.training import changed, tiny_config
 
 
@@ -214,14 +212,10 @@ def prompts_that_leave_no_position_are_refused(engine: LongContextEngine) -> Non
 
 
 def engines(rank: int, evicting: Config, learned: Config) -> None:
-    for config, check in (
-        (evicting, nothing_promised_is_evicted),
-        (learned, prompts_that_leave_no_position_are_refused),
-    ):
-        collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
-        engine, _ = build_engine(for_inference(config), collection, None)
-        check(engine)
-        groups.destroy()
+    with engine_of(evicting) as engine:
+        nothing_promised_is_evicted(engine)
+    with engine_of(learned) as engine:
+        prompts_that_leave_no_position_are_refused(engine)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -235,17 +229,15 @@ def test_requests_that_an_engine_alone_would_not_get_through(tmp_path: Path, n: 
 
 
 def every_promise(rank: int, config: Config) -> list[list[int]]:
-    collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
-    engine, _ = build_engine(for_inference(config), collection, None)
-    found = everybody_gets_their_own(engine)
-    a_long_prompt_stalls_nobody(engine)
-    a_conversation_is_found_again(engine)
-    what_was_cancelled_is_found_again(engine)
-    what_cannot_be_served_harms_nobody(engine)
-    requests_wait_for_room(engine)
-    short_requests_overtake_one_that_waits_for_room(engine)
-    what_others_have_asked_is_not_found(engine)
-    groups.destroy()
+    with engine_of(config) as engine:
+        found = everybody_gets_their_own(engine)
+        a_long_prompt_stalls_nobody(engine)
+        a_conversation_is_found_again(engine)
+        what_was_cancelled_is_found_again(engine)
+        what_cannot_be_served_harms_nobody(engine)
+        requests_wait_for_room(engine)
+        short_requests_overtake_one_that_waits_for_room(engine)
+        what_others_have_asked_is_not_found(engine)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -17,10 +16,8 @@ from megatron_longctx.config import Config
 from megatron_longctx.inference.cache_manager import CacheFull, ScheduledChunk
 from megatron_longctx.inference.engine import LongContextEngine, Session
 from megatron_longctx.inference.sampling import Sampling
-from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.inference import build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from tests.inference.conversations import parallel
+from tests.inference.conversations import engine_of, parallel
 from tests.shared.training import changed, tiny_config
 
 PROMPTS = ([104, 101, 108, 108, 111], [97], [98, 99] * 9)
@@ -101,42 +98,10 @@ def bad_logits_are_told_everywhere(engine: LongContextEngine) -> None:
     """They are on one rank only, and every rank has to hear of it instead of waiting."""
     session = engine.open()
     session.append([97, 98])
-    if session.logits is not None:
-        session.logits[3] = float("nan")
+    if session.next_token is not None and session.next_token.logits is not None:
+        session.next_token.logits[3] = float("nan")
     refused(lambda: session.generate(), "logits=not finite")
     session.close()
-
-
-def random_operations(engine: LongContextEngine, seed: int) -> None:
-    """Sessions come, grow, generate, are evicted and go; each has the logits that its text has in a fresh session."""
-    source = random.Random(seed)
-    sessions: list[Session] = []
-    for step in range(40):
-        operation = source.choice(("open", "append", "append", "generate", "evict", "close"))
-        if operation == "open" or not sessions:
-            sessions.append(engine.open())
-            engine.append({sessions[-1]: [source.randrange(256) for _ in range(source.randint(1, 30))]})
-            continue
-        some = source.sample(sessions, source.randint(1, len(sessions)))
-        try:
-            if operation == "append":
-                engine.append({s: [source.randrange(256) for _ in range(source.randint(1, 12))] for s in some})
-            elif operation == "generate":
-                engine.continue_all(some, Sampling(max_new_tokens=source.randint(1, 3), temperature=1.0, seed=step))
-            elif operation == "evict":
-                engine.cache_manager.evict(some[0].number)
-            else:
-                some[0].close()
-                sessions.remove(some[0])
-        except CacheFull:
-            for session in some:  # rest the largest
-                session.close()
-                sessions.remove(session)
-        if step % 8 == 7 and sessions:
-            assert_as_fresh(engine, source.choice(sessions))
-    for session in sessions:
-        session.close()
-    assert engine.cache_manager.used_pages() == 0
 
 
 def assert_as_fresh(engine: LongContextEngine, session: Session) -> None:
@@ -267,37 +232,29 @@ def passes(engine: LongContextEngine, texts: list[list[int]]) -> tuple[list[int]
 
 def learned_positions_end(config: Config) -> None:
     settings = {"data.seq_length": 24, "model.position_embedding": "learned", "inference.cache_tokens": 100}
-    collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
-    engine, _ = build_engine(for_inference(changed(config, settings)), collection, None)
-    engine.warm_up()  # no more positions than there are
-    session = engine.open()
-    refused(lambda: session.append([97] * 25), "tokens of the session=25: expected at most the model's 24 positions")
-    session.append([97] * 20)
-    assert len(session.generate(Sampling(max_new_tokens=10))) == 4 and session.finish_reason == "length"
-    refused(lambda: session.generate(), "tokens of the session=24: expected less than 24")
-    groups.destroy()
+    with engine_of(changed(config, settings)) as engine:
+        engine.warm_up()  # no more positions than there are
+        session = engine.open()
+        refused(lambda: session.append([97] * 25), "tokens of the session=25: expected at most the model's 24 posit")
+        session.append([97] * 20)
+        assert len(session.generate(Sampling(max_new_tokens=10))) == 4 and session.finish_reason == "length"
+        refused(lambda: session.generate(), "tokens of the session=24: expected less than 24")
 
 
 def every_promise(rank: int, config: Config) -> tuple[list[list[int]], Tensor]:
-    collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
-    engine, _ = build_engine(for_inference(config), collection, None)
-    warming_up_computes_and_leaves_nothing(engine)
-    warming_up_leaves_open_sessions_alone(engine)
-    a_pass_takes_as_many_tokens_as_fit(engine, 12)
-    tokens = batches_do_not_matter(engine)
-    sequences_end(engine)
-    errors_harm_nothing(engine)
-    bad_logits_are_told_everywhere(engine)
-    random_operations(engine, 3)
-    session = engine.open()
-    session.append(PROMPTS[2])
-    logits = engine.next_logits([session])
-    groups.destroy()
-    collection = groups.initialize(context=config.parallelism.context_parallel_size, seed=5)
-    forgetful, _ = build_engine(for_inference(parallel(config, engine.cache_manager.n, evict=True)), collection, None)
-    eviction_computes_again(forgetful)
-    random_operations(forgetful, 4)
-    groups.destroy()
+    with engine_of(config) as engine:
+        warming_up_computes_and_leaves_nothing(engine)
+        warming_up_leaves_open_sessions_alone(engine)
+        a_pass_takes_as_many_tokens_as_fit(engine, 12)
+        tokens = batches_do_not_matter(engine)
+        sequences_end(engine)
+        errors_harm_nothing(engine)
+        bad_logits_are_told_everywhere(engine)
+        session = engine.open()
+        session.append(PROMPTS[2])
+        logits = engine.next_logits([session])
+    with engine_of(changed(config, {"inference.evict": True})) as engine:
+        eviction_computes_again(engine)
     learned_positions_end(config)
     return tokens, logits
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +19,9 @@ from megatron_longctx.config import Config
 from megatron_longctx.inference import cached_attention
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.kernels.paged import PackedPartials, Pages, attend_pages, merge_ranks
-from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.inference import CachedGPT, build_engine, for_inference
+from megatron_longctx.mcore.inference import CachedGPT
 from megatron_longctx.testing.distributed import run_distributed
-from tests.inference.conversations import dense, parallel
+from tests.inference.conversations import dense, engine_of, parallel
 from tests.shared.training import changed, tiny_config
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -84,27 +81,17 @@ def two_shares(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPa
     return PackedPartials(torch.stack([attend_pages(q, cache, part, scale).flat for part in parts]), *q.shape)
 
 
-@contextmanager
-def engine_of(config: Config, way: str) -> Iterator[LongContextEngine]:
-    par = config.parallelism
-    collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size, seed=5)
-    with pytest.MonkeyPatch.context() as patch:
-        engine, _ = build_engine(for_inference(config), collection, None)
-        assert isinstance(engine.model, CachedGPT)
-        with_large_sinks(engine.model._gpt, par.tensor_parallel_size, collection.tp.rank())
-        if way == "replicated, merged in place" and par.context_parallel_size == dist.get_world_size() > 1:
-            engine.model.attention._merge = InPlaceOfPeers()  # type: ignore[assignment]
-            patch.setattr(cached_attention, "attend_shares", two_shares)
-        yield engine
-        engine.release()
-    groups.destroy()
-
-
 def logits_of(rank: int, cases: list[tuple[str, Config]]) -> list[Logits]:
     """After every turn."""
     found = []
     for way, config in cases:
-        with engine_of(config, way) as engine:
+        with engine_of(config) as engine, pytest.MonkeyPatch.context() as patch:
+            assert isinstance(engine.model, CachedGPT)
+            tensor = config.parallelism.tensor_parallel_size
+            with_large_sinks(engine.model._gpt, tensor, rank % tensor)
+            if way == "replicated, merged in place":
+                engine.model.attention._merge = InPlaceOfPeers()  # type: ignore[assignment]
+                patch.setattr(cached_attention, "attend_shares", two_shares)
             found.append(logits_in(engine))
     return found
 
