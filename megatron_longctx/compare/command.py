@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..config import ParallelismConfig, mode_options
+from ..schedules import build_plan
 from .dashboard import write_dashboard
 from .runs import COLOURS, METRICS, Run, common_steps, differences, load_runs
 
@@ -19,20 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _STYLES = ("-", "--", "-.", ":")
-_OPTIONS = ("max_buffer_tokens", "inner_size", "outer_schedule", "cluster")
+_OPTIONS = ("schedule", "max_buffer_tokens", "inner_size", "outer_schedule", "cluster")
 
 
-@dataclass(frozen=True)
-class PlanKey:
-    """What tells context-parallel plans apart. `length`: tokens of a sequence; `world`: context-parallel ranks."""
+class PlanKey(NamedTuple):
+    """What tells context-parallel plans apart. length: tokens of a sequence."""
 
-    schedule: str
-    world: int
+    parallelism: ParallelismConfig
     length: int
-    max_buffer_tokens: int | None = None
-    inner_size: int | None = None
-    outer_schedule: str = "zigzag"
-    cluster: str | None = None
 
 
 def _layout(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -87,9 +82,9 @@ def plan_keys(runs: Sequence[Run]) -> list[PlanKey]:
         parallelism = run.config.get("parallelism", {})
         world = parallelism.get("context_parallel_size", 1)
         if world > 1:
-            length = run.config["data"]["seq_length"]
             told = {key: parallelism[key] for key in _OPTIONS if key in parallelism}
-            keys[PlanKey(parallelism["schedule"], world, length, **told)] = None
+            plan = ParallelismConfig(context_parallel_size=world, **told)
+            keys[PlanKey(plan, run.config["data"]["seq_length"])] = None
     return list(keys)
 
 
@@ -131,22 +126,14 @@ def _draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_title(f"Difference from {first.name}", loc="left", fontweight="bold")
 
 
-def _draw_plan(axes: Axes, key: PlanKey) -> None:
-    from ..config import ParallelismConfig, mode_options
-    from ..schedules import build_plan
-    from ..schedules.draw import draw_on
-
-    told = {name: getattr(key, name) for name in _OPTIONS}
-    options = mode_options(ParallelismConfig(context_parallel_size=key.world, **told))
-    draw_on(axes, build_plan(key.schedule, key.world, key.length, options))
-
-
 def draw(runs: Sequence[Run], plans: Sequence[PlanKey]) -> Figure:
     """The picture: loss curves, their differences below them, and one panel for each of `plans` on the right."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
+
+    from ..schedules.draw import draw_on
 
     style: dict[Any, Any] = {"font.size": 11, "axes.titlesize": 12, "axes.grid": True, "grid.alpha": 0.3}
     with rc_context(style | {"axes.spines.top": False, "axes.spines.right": False}):
@@ -169,7 +156,8 @@ def draw(runs: Sequence[Run], plans: Sequence[PlanKey]) -> Figure:
             rows = slice(None) if len(plans) == 1 else slice(3 * (i % 2), 3 * (i % 2) + 3)
             axes = figure.add_subplot(grid[rows, 1 + i // 2])
             axes.grid(False)
-            _draw_plan(axes, key)
+            par = key.parallelism
+            draw_on(axes, build_plan(par.schedule, par.context_parallel_size, key.length, mode_options(par)))
     return figure
 
 

@@ -7,5 +7,5 @@ tables and pictures. The verb `eval` evaluates a run.
 
 from .asking import DEPTHS, Question, questions
 from .haystack import Haystack
-from .scoring import Score, score, scores
+from .results import Score, score, scores
 from .tasks import TASKS, Task

@@ -1,4 +1,4 @@
-"""What an evaluation has found, as JSON, as tables and as pictures."""
+"""What an evaluation has found: scores, and these and losses as JSON, as tables and as pictures."""
 
 from __future__ import annotations
 
@@ -6,17 +6,56 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import files
+from .asking import Question
 from .positions import Losses
-from .scoring import Score, by_depth, scores
 from .tasks import TASKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 JSON, TABLES, NEEDLES, CURVES = "eval.json", "eval.md", "needle.png", "loss_by_position.png"
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Score:
+    """share: of the answers that were said, 0 to 1."""
+
+    question: Question
+    said: str
+    share: float
+
+
+def score(question: Question, said: str) -> Score:
+    """RULER's `string_match_all`: the share of answers that occur in what was said, in capitals or not."""
+    heard = said.lower()
+    return Score(question, said, fmean(answer.lower() in heard for answer in question.answers))
+
+
+def scores(found: Sequence[Score]) -> dict[str, dict[int, float]]:
+    """Mean share by task and length."""
+    tasks = dict.fromkeys(each.question.task for each in found)
+    return {task: _means((s.question.length, s.share) for s in found if s.question.task == task) for task in tasks}
+
+
+def by_depth(found: Iterable[Score]) -> dict[int, dict[float, float]]:
+    """Mean share by length and depth, of the questions of tasks that are asked by depth."""
+    by_length: dict[int, list[tuple[float, float]]] = {}
+    for each in found:
+        if TASKS[each.question.task].by_depth and each.question.depth is not None:
+            by_length.setdefault(each.question.length, []).append((each.question.depth, each.share))
+    return {length: _means(shares) for length, shares in by_length.items()}
+
+
+def _means(found: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    values: dict[Key, list[float]] = {}
+    for key, value in found:
+        values.setdefault(key, []).append(value)
+    return {key: fmean(shares) for key, shares in values.items()}
 
 
 @dataclass
@@ -37,7 +76,7 @@ class Results:
         files.write_text(out / TABLES, self.tables())
         if self.losses:
             _draw(out / CURVES, lambda axes: _curves(axes, self.losses, self.title))
-        if needles := by_depth(s for s in self.found if TASKS[s.question.task].by_depth):
+        if needles := by_depth(self.found):
             _draw(out / NEEDLES, lambda axes: _heat_map(axes, needles, self.title))
 
     def as_dict(self) -> dict[str, Any]:
@@ -54,7 +93,7 @@ class Results:
                 "lengths": {
                     length: {
                         "score": score,
-                        **({"by_depth": depths[length]} if length in depths and TASKS[task].by_depth else {}),
+                        **({"by_depth": depths[length]} if length in depths else {}),
                         "questions": [_asked(each) for each in mine if each.question.length == length],
                     }
                     for length, score in by_length.items()
@@ -68,7 +107,7 @@ class Results:
         if self.found:
             counts = {len([s for s in self.found if s.question.task == task]) for task in scores(self.found)}
             parts += [f"Answers that were said, in % ({_range(counts)} questions a task).", _score_table(self.found)]
-        if needles := by_depth(s for s in self.found if TASKS[s.question.task].by_depth):
+        if needles := by_depth(self.found):
             parts += ["`needle` by the depth it lies at, in %.", _depth_table(needles)]
         if self.losses:
             parts += [f"Losses of {self.text}.", _loss_table(self.losses), _position_table(self.losses)]

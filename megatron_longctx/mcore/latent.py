@@ -17,7 +17,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from ..errors import refuse
-from ..models.rope_scaling import Frequencies
+from ..models.rope import Frequencies
 from ..schedules.mask import Window
 from .pack import Pack
 from .sequence import Rope, ShardedSequence

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..config import Config, LatentKeys, ModelConfig
-from ..models.rope_scaling import frequencies_of
+from ..models.rope import frequencies_of
 from .experts import expert_settings
 from .head import ChunkedHeadGPT
 from .rope import ShardedRotaryEmbedding

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import refuse
 from ..kernels.no_grad import first_order
 from ..kernels.rotate import rotate
-from ..models.rope_scaling import Frequencies
+from ..models.rope import Frequencies
 from ..schedules.mask import Window
 from .pack import UNBOUNDED, Pack
 from .sequence import ShardedSequence

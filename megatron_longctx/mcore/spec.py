@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from ..config import RecomputeConfig
 from ..errors import refuse
-from ..models.rope_scaling import Frequencies
+from ..models.rope import Frequencies
 from ..recompute import DeviceStore, HostStore
 from .core_attention import ContextParallelCoreAttention
 from .experts import experts_spec

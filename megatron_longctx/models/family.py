@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ _LAYER = "{layer}"
 
 @dataclass(frozen=True)
 class Dims:
-    """Sizes of a model by the names that `Weight.shape` uses. A family may make a subclass with more.
+    """Sizes of a model.
 
     Args:
         model: with its `vocab_size`: rows of the embedding that this project's model has.
@@ -34,58 +35,26 @@ class Dims:
     model: ModelConfig
     vocab: int
 
-    @property
-    def padded_vocab(self) -> int:
-        assert self.model.vocab_size is not None
-        return self.model.vocab_size
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.model.num_kv_heads
-
-    @property
-    def hidden(self) -> int:
-        return self.model.hidden_size
-
-    @property
-    def head(self) -> int:
-        return self.model.kv_channels
-
-    @property
-    def heads(self) -> int:
-        return self.model.num_attention_heads
-
-    @property
-    def query(self) -> int:
-        return self.model.num_attention_heads * self.model.kv_channels
-
-    @property
-    def key_value(self) -> int:
-        return self.model.num_kv_heads * self.model.kv_channels
-
-    @property
-    def qkv(self) -> int:
-        return self.query + 2 * self.key_value
-
-    @property
-    def ffn(self) -> int:
-        return self.model.ffn_hidden_size
-
-    @property
-    def gate_up(self) -> int:
-        return 2 * self.model.ffn_hidden_size
-
-    @property
-    def experts(self) -> int:
-        return self.model.num_moe_experts or 0
-
-    @property
-    def expert_ffn(self) -> int:
-        return self.model.expert_width
-
-    @property
-    def expert_gate_up(self) -> int:
-        return 2 * self.model.expert_width
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """By the names that `Weight.shape` uses."""
+        model = self.model
+        assert model.vocab_size is not None
+        query, key_value = model.num_attention_heads * model.kv_channels, model.num_kv_heads * model.kv_channels
+        return {
+            "padded_vocab": model.vocab_size,
+            "hidden": model.hidden_size,
+            "heads": model.num_attention_heads,
+            "head": model.kv_channels,
+            "query": query,
+            "key_value": key_value,
+            "qkv": query + 2 * key_value,
+            "ffn": model.ffn_hidden_size,
+            "gate_up": 2 * model.ffn_hidden_size,
+            "experts": model.num_moe_experts or 0,
+            "expert_ffn": model.expert_width,
+            "expert_gate_up": 2 * model.expert_width,
+        }
 
 
 @dataclass(frozen=True)
@@ -97,7 +66,7 @@ class Weight:
             a layer's input norm is `…self_attention.linear_qkv.layer_norm_weight`, the norm before its MLP
             `…mlp.linear_fc1.layer_norm_weight`.
         theirs: names in safetensors files. A tensor belongs to one weight.
-        shape: of ours, over all tensor-parallel ranks: names of properties of `Dims`.
+        shape: of ours, over all tensor-parallel ranks: names in `Dims.sizes`.
         form: how the one is made of the others.
         of_experts: whether it is of layers of experts alone, or of dense ones alone; None: of all layers.
     """
@@ -126,7 +95,7 @@ class Weight:
         return tuple(name.replace(_LAYER, str(layer)) for name in self.theirs)
 
     def our_shape(self, dims: Dims) -> tuple[int, ...]:
-        return tuple(getattr(dims, name) for name in self.shape)
+        return tuple(dims.sizes[name] for name in self.shape)
 
     def their_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
         """Of `theirs`, in order."""

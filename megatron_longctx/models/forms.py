@@ -56,7 +56,7 @@ class Qkv:
         return torch.cat([_by_kv_heads(part, dims) for part in parts], dim=1).flatten(0, 1)
 
     def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        sizes = [rows // dims.num_kv_heads for rows in (dims.query, dims.key_value, dims.key_value)]
+        sizes = [dims.sizes[rows] // dims.model.num_kv_heads for rows in ("query", "key_value", "key_value")]
         return [part.flatten(0, 1) for part in torch.split(_by_kv_heads(whole, dims), sizes, dim=1)]
 
 
@@ -64,7 +64,7 @@ class Vocabulary:
     """A row for every token; below them zeros, up to the rows that this project's model has."""
 
     def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        missing = dims.padded_vocab - dims.vocab
+        missing = dims.sizes["padded_vocab"] - dims.vocab
         return torch.cat([parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])]) if missing else parts[0]
 
     def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
@@ -118,7 +118,7 @@ def _transposed(found: Tensor) -> Tensor:
 
 
 def _by_kv_heads(rows: Tensor, dims: Dims) -> Tensor:
-    return rows.view(dims.num_kv_heads, rows.shape[0] // dims.num_kv_heads, *rows.shape[1:])
+    return rows.view(dims.model.num_kv_heads, -1, *rows.shape[1:])
 
 
 PLAIN, QKV, GATE_UP, VOCAB = Plain(), Qkv(), Rows(2), Vocabulary()

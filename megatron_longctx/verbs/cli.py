@@ -347,16 +347,20 @@ def _plan(arguments: argparse.Namespace) -> int:
     from ..compose import compose_config
     from . import plan
 
-    pictures = plan.Pictures(arguments.draw, arguments.timeline)
     config = compose_config(arguments.settings)
     if arguments.memory is not None or arguments.max_length:
         return plan.show_memory(config, arguments.memory, arguments.max_length, arguments.device_gib)
     if arguments.compare is not None:
-        drawn = arguments.compare if arguments.compare != Path() else None
-        plan.compare(config, causal=not arguments.full_mask, picture=drawn)
+        plan.compare(config, arguments.compare, causal=not arguments.full_mask)
     else:
-        said = {"backward": arguments.backward, "pictures": pictures, "documents": arguments.documents}
-        plan.show(config, causal=not arguments.full_mask, **said)
+        plan.show(
+            config,
+            causal=not arguments.full_mask,
+            backward=arguments.backward,
+            picture=arguments.draw,
+            timeline=arguments.timeline,
+            documents=arguments.documents,
+        )
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ..config import Config, configured_mode, mode_options, planned_mask, ranks_summed, token_unit, workload_of
@@ -30,43 +30,42 @@ from ..schedules.simulate import Simulation, simulate
 from ..topology import Cluster, load_cluster
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """Files to draw into: the plan, its time line."""
-
-    plan: Path | None = None
-    timeline: Path | None = None
-
-    def __post_init__(self) -> None:
-        _check_picture("--draw", self.plan)
-        _check_picture("--timeline", self.timeline)
-
-
-def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures, documents: str | None = None) -> None:
+def show(
+    config: Config,
+    *,
+    causal: bool = True,
+    backward: bool = False,
+    picture: Path | None = None,
+    timeline: Path | None = None,
+    documents: str | None = None,
+) -> None:
     """Print a summary of the configured plan and all of it, with its price where a cluster is named, and draw it.
 
     Args:
+        picture, timeline: files for the plan, and for what ranks do when.
         documents: lengths of a pack's documents, in the place of one of `data.seq_length`: where each lies is printed
             and drawn. None: those of the dataset's first pack, where `data.packing` makes packs and there is a dataset.
 
     Raises:
         ValueError: a plan that cannot be built, a picture that cannot be drawn, lengths that are none.
     """
+    _check_picture("--draw", picture)
+    _check_picture("--timeline", timeline)
     config = _with_mode(config)
     pack = _first_pack(config) if documents is None else _lengths(documents)
     lengths = [config.data.seq_length] if pack is None else pack
     config = replace(config, data=replace(config.data, seq_length=sum(lengths)))
     cluster = _cluster(config) if config.parallelism.cluster else None
-    if pictures.timeline and cluster is None:
-        raise refuse("--timeline", pictures.timeline, "parallelism.cluster=NAME beside it", _REMEDY)
-    _check_size("--draw", pictures.plan, config)
-    _check_size("--timeline", pictures.timeline, config)
+    if timeline and cluster is None:
+        raise refuse("--timeline", timeline, "parallelism.cluster=NAME beside it", _REMEDY)
+    _check_size("--draw", picture, config)
+    _check_size("--timeline", timeline, config)
     plan = _configured(config, _mask(config, causal, lengths))
     plan = backward_plan(plan) if backward else plan
     target = _target(config, packed=pack is not None)
     simulation, time = None, "not simulated: name a cluster, as in parallelism.cluster=h200_x8"
     if cluster is not None:
-        simulation = simulate(plan, cluster, target, timeline=pictures.timeline is not None)
+        simulation = simulate(plan, cluster, target, timeline=timeline is not None)
         time = f"{simulation.seconds * 1e3:.3f} ms on {cluster.name}, simulated, of one layer's attention"
     rows = [*summary(plan, target.workload), f"  time     {time}", *(f"  {line}" for line in command.brief(config))]
     print(describe(plan, target, rows))
@@ -74,22 +73,23 @@ def show(config: Config, *, causal: bool, backward: bool, pictures: Pictures, do
         print("\n" + _price(simulation, cluster))
     if pack is not None:
         print("\n" + placement(plan, target.workload, simulation))
-    if simulation is not None and pictures.timeline:
-        draw_timeline(simulation, pictures.timeline)
-        print(f"\ntime line drawn to {pictures.timeline}")
-    if pictures.plan:
-        (draw if pack is None else draw_placement)(plan, pictures.plan)
-        print(f"\ndrawn to {pictures.plan}")
+    if simulation is not None and timeline:
+        draw_timeline(simulation, timeline)
+        print(f"\ntime line drawn to {timeline}")
+    if picture:
+        (draw if pack is None else draw_placement)(plan, picture)
+        print(f"\ndrawn to {picture}")
 
 
-def compare(config: Config, *, causal: bool, picture: Path | None) -> None:
-    """Print all modes ranked by simulated time, and draw them side by side.
+def compare(config: Config, picture: Path, *, causal: bool) -> None:
+    """Print all modes ranked by simulated time, and draw them side by side (an empty path: without drawing).
 
     Raises:
         ValueError: no cluster named, or one that does not say what its devices do.
     """
-    _check_picture("--compare", picture)
-    _check_size("--compare", picture, config)
+    drawn = picture if picture != Path() else None
+    _check_picture("--compare", drawn)
+    _check_size("--compare", drawn, config)
     if config.parallelism.cluster is None:
         raise refuse("--compare", "given", "parallelism.cluster=NAME beside it", _REMEDY)
     cluster, target = _cluster(config), _target(config)
@@ -100,16 +100,16 @@ def compare(config: Config, *, causal: bool, picture: Path | None) -> None:
     keep, summed = config.keep_received, config.attention.sum_in_node
     unit, layout = token_unit(par), par.layout
     problem = Problem(n, mask, target, unit, layout, options, keep_received=keep, sum_in_node=summed)
-    ranking = rank_modes(problem, cluster, timeline=picture is not None)
+    ranking = rank_modes(problem, cluster, timeline=drawn is not None)
     heads = target.workload
     title = (
         f"{config.model.name}: {length:,} tokens, {problem.n} ranks of {cluster.name}, "
         f"heads {heads.num_heads}:{heads.num_kv_heads} x {heads.head_sizes}, {'causal' if causal else 'full'}"
     )
     print(f"{title}; one attention layer, simulated\n{table(ranking)}")
-    if picture:
-        draw_modes(ranking, picture, title)
-        print(f"\ndrawn to {picture}")
+    if drawn:
+        draw_modes(ranking, drawn, title)
+        print(f"\ndrawn to {drawn}")
 
 
 def show_memory(config: Config, picture: Path | None, longest: bool, device_gib: float | None) -> int:

@@ -274,7 +274,7 @@ def test_work_grows_with_the_messages_of_a_plan_and_not_with_their_number_times_
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            plan_room.show(config, causal=True, backward=False, pictures=plan_room.Pictures())
+            plan_room.show(config)
         finally:
             sys.settrace(before)
         return count

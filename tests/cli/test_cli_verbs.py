@@ -181,25 +181,6 @@ def test_a_path_that_cannot_be_used_is_refused(capsys: pytest.CaptureFixture[str
     assert err == f"megatron-longctx data: {tmp_path}/file: File exists. Check the path and the disk.\n"
 
 
-def test_doctor_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "doctor")
-    assert (code, err) == (0, "")
-    for area in ("system", "devices", "transports", "kernels", "packages"):
-        assert f"{area}\n" in out
-    for name in (
-        "torch",
-        "gloo",
-        "nccl",
-        "cudnn",
-        "flash",
-        "reference",
-        "Megatron-Core",
-        "TransformerEngine",
-        "Apex",
-    ):
-        assert any(line.strip().startswith(name) for line in out.splitlines()), name
-
-
 def test_interrupting_a_verb_is_quiet(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     with (tmp_path / "text/a.py").open("w") as file:

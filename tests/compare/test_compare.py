@@ -126,7 +126,8 @@ def test_distinct_plans_are_found_and_drawn(tmp_path: Path) -> None:
         make_run(tmp_path / "ring", [1.0, 0.5], world=2, schedule="ring"),
     ]
     keys = compare.plan_keys(compare.load_runs(folders))
-    assert keys == [compare.PlanKey("zigzag", 4, 64, None), compare.PlanKey("ring", 2, 64, None)]
+    plans = [ParallelismConfig(context_parallel_size=n, schedule=mode) for n, mode in ((4, "zigzag"), (2, "ring"))]
+    assert keys == [compare.PlanKey(plan, 64) for plan in plans]
     figure = compare.draw(compare.load_runs(folders), keys)
     assert len(figure.axes) == 4  # losses, differences and two plans
     losses, differences = figure.axes[:2]

@@ -126,6 +126,8 @@ def test_what_a_key_cannot_be_is_refused_by_its_name(name: str) -> None:
         said = refusal(with_values({**beside, name: value}))
         if said is not None:
             assert name in said, (value, said)
+            if isinstance(key.bounds, Choice) and type(value) is key.kind and value not in key.bounds.all:
+                assert key.bounds.expected in said, (value, said)
             continue
         taken += 1
         value = attrgetter(name)(with_values({**beside, name: value}))
@@ -180,7 +182,7 @@ def test_a_plan_and_its_memory_can_be_told_for_what_is_accepted(name: str) -> No
             continue
         try:
             with redirect_stdout(StringIO()) as out:
-                plan.show(config, causal=True, backward=False, pictures=plan.Pictures())
+                plan.show(config)
         except ValueError as error:  # heads that the mode cannot share, a bound that no group of all_gather fits
             assert name in str(error) or "share the heads" in str(error), (value, error)
             continue

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_longctx.evaluation import DEPTHS, TASKS, Haystack, Question, questions, score, scores
 from megatron_longctx.evaluation.asking import Form
-from megatron_longctx.evaluation.scoring import by_depth
+from megatron_longctx.evaluation.results import by_depth
 
 COUNTS = {
     "bytes": lambda text: len(text.encode()),

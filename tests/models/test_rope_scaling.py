@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_longctx.config import Config, ModelConfig, RopeScaling, validate
 from megatron_longctx.models import Fields, read_rope, write_rope
-from megatron_longctx.models.rope_scaling import frequencies, frequencies_of
+from megatron_longctx.models.rope import frequencies, frequencies_of
 from tests.shared.training import changed
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_longctx.kernels import PROVIDERS
-from megatron_longctx.verbs import doctor
+from megatron_longctx.verbs import cli, doctor
 from megatron_longctx.verbs.doctor import Row, report
 
 ROOT = Path(doctor.__file__).resolve().parents[2]
@@ -126,9 +126,11 @@ def test_a_section_that_breaks_leaves_the_others(monkeypatch: pytest.MonkeyPatch
     assert found["gloo"].usable and found["hydra"].usable
 
 
-def test_main_prints_every_row_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main() == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_command_prints_every_row_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert captured.err == ""
     for area in ("system", "devices", "transports", "kernels", "packages", "training"):
         assert area in lines
     assert any(line.startswith("  gloo ") and " yes " in line for line in lines)

@@ -81,20 +81,6 @@ def test_every_tensor_comes_back_as_it_was(
     assert tokenizers[0]("the quick fox?").input_ids == tokenizers[1]("the quick fox?").input_ids
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("llama", {}), ("llama", {"tensor": 2}), ("qwen2, in shards", {"context": 2})]
-)
-def test_logits_and_tokens_are_those_of_transformers(
-    name: str, sizes: dict[str, int], published: dict[str, tuple[Path, Any]], runs: dict[str, Path]
-) -> None:
-    ranks = run_distributed(ours, max([1, *sizes.values()]), str(runs[name]), PROMPT, 200, sizes)
-    logits, tokens = ranks[0]
-    expected, likeliest = theirs(published[name][1], PROMPT, 200, len(logits))
-    assert VOCAB - 10 <= len(logits) < VOCAB  # the tokenizer's
-    assert (logits - expected).norm() < 1e-4 * expected.norm()
-    assert tokens == likeliest and len(set(tokens)) > 5
-
-
 def test_rope_is_stretched_where_words_say_so(published: dict[str, tuple[Path, Any]], runs: dict[str, Path]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -109,6 +95,7 @@ def test_rope_is_stretched_where_words_say_so(published: dict[str, tuple[Path, A
     config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 4.0}
     stretched = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
     expected, likeliest = theirs(stretched, PROMPT, 5, len(logits))
+    assert VOCAB - 10 <= len(logits) < VOCAB  # the tokenizer's
     assert (logits - expected).norm() < 1e-4 * expected.norm() and tokens == likeliest
     plain, _ = theirs(published["llama"][1], PROMPT, 1, len(logits))
     assert (logits - plain).norm() > 1e-2 * plain.norm()

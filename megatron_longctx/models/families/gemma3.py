@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from ...config import ModelConfig
+from ..experts import MLP
 from ..family import Family, Weight
 from ..fields import Fields, refused
 from ..rope import read_scaling, write_scaling
 from ..windows import FULL, SLIDING, layer_types, read_windows, sliding_window
-from .llama import MLP, common_weights, read_common, write_common
+from .llama import common_weights, read_common, write_common
 from .qwen3 import qk_norms
 
 _BASES = {FULL: 1_000_000.0, SLIDING: 10_000.0}

@@ -6,12 +6,13 @@ from typing import Any
 
 from ...config import ModelConfig
 from ...errors import refuse
+from ..experts import MLP
 from ..family import Family, Weight
 from ..fields import Fields
 from ..forms import GATE_UP, QKV, VOCAB
 from ..rope import read_rope, write_rope
 
-ATTENTION, MLP = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp."
+ATTENTION = "decoder.layers.{layer}.self_attention."
 THEIR_ATTENTION, THEIR_MLP = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
 _GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 

@@ -8,7 +8,7 @@ from ...config import ModelConfig
 from ..family import Family
 from ..fields import Fields
 from ..rope import read_rope, write_rope
-from ..windows import SLIDING, layer_types, read_windows, sliding_window
+from ..windows import SLIDING, read_windows, sliding_window
 from .llama import common_weights, read_common, write_common
 
 _WINDOW = 4096  # where the file does not say; null is none
@@ -23,9 +23,7 @@ def _read(given: Fields) -> dict[str, Any]:
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    everywhere = set(layer_types(model)) == {SLIDING}
-    width = sliding_window(model) if everywhere else None
-    return {**write_common(model), **write_rope(model), "sliding_window": width}
+    return {**write_common(model), **write_rope(model), "sliding_window": sliding_window(model)}
 
 
 FAMILY = Family("mistral", ("MistralForCausalLM",), _read, _write, common_weights)

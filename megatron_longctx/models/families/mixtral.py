@@ -10,7 +10,7 @@ from ..family import Family, Weight
 from ..fields import Fields
 from ..forms import EXPERTS, EXPERTS_GATE_UP
 from ..rope import read_rope, write_rope
-from ..windows import SLIDING, layer_types, read_windows, sliding_window
+from ..windows import SLIDING, read_windows, sliding_window
 from .llama import common_weights, read_common, write_common
 
 _BLOCK = "model.layers.{layer}.block_sparse_moe."
@@ -27,13 +27,12 @@ def _read(given: Fields) -> dict[str, Any]:
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    everywhere = set(layer_types(model)) == {SLIDING}
     return {
         **write_common(model),
         **write_rope(model),
         **write_experts(model),
         "num_local_experts": model.num_moe_experts,
-        "sliding_window": sliding_window(model) if everywhere else None,
+        "sliding_window": sliding_window(model),
     }
 
 
