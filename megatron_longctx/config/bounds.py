@@ -180,5 +180,16 @@ def check(key: Key, value: Any) -> None:
     raise refuse(key.name, value, ("null or " if key.nullable else "") + key.bounds.expected, remedy)
 
 
+def check_is(name: str, value: object, served: object, beside: str, remedy: str) -> None:
+    """Refuse another value of the key `name` than the one that it can have `beside` others.
+
+    Raises:
+        ValueError: as `check`.
+    """
+    if value != served:
+        expected = "null" if served is None else str(served).lower()
+        raise refuse(name, value, f"{expected} {beside}", remedy)
+
+
 def _figure(value: float) -> str:
     return f"{value:,.0f}" if 1 <= abs(value) < 1e15 else f"{value:g}"

@@ -8,7 +8,7 @@ from operator import attrgetter
 from ..errors import refuse
 from ..schedules.mask import causal
 from ..schedules.relay import check_nodes_are_known
-from .bounds import check, keys_of
+from .bounds import check, check_is, keys_of
 from .experts import check_expert_parallelism, check_experts
 from .latent import check_latent, check_latent_parallelism
 from .planned import configured_mode
@@ -46,25 +46,22 @@ def _check_whole_model(model: ModelConfig) -> None:
     _divides("model.num_kv_heads", model.num_kv_heads, "model.num_attention_heads", model.num_attention_heads)
     if model.position_embedding == "rope" and model.rope_channels % 2:
         raise refuse("model.head_dim", model.kv_channels, "an even head dimension with rope", "Set model.head_dim.")
-    if model.qkv_bias and model.bias:
-        raise refuse("model.qkv_bias", True, "false with model.bias=true, which it is a part of", "Leave it false.")
-    for key in ("window_pattern", "window_rope_base"):
-        if getattr(model, key) is not None and model.window is None:
+    if model.bias:
+        beside = "with model.bias=true, which it is a part of"
+        check_is("model.qkv_bias", model.qkv_bias, False, beside, "Leave it false.")
+    if model.window is None:
+        for key in ("window_pattern", "window_rope_base"):
             remedy = f"Set model.window, or leave {key} null: without windows all layers see everything."
-            raise refuse(f"model.{key}", getattr(model, key), "null with model.window=null", remedy)
+            check_is(f"model.{key}", getattr(model, key), None, "with model.window=null", remedy)
     check_experts(model)
     _validate_rope(model)
 
 
 def _validate_rope(model: ModelConfig) -> None:
     if model.position_embedding != "rope":
-        for key, value, unset in (
-            ("rope_scaling.kind", model.rope_scaling.kind, "none"),
-            ("window_rope_base", model.window_rope_base, None),
-        ):
-            if value != unset:
-                expected = f"{unset or 'null'} with model.position_embedding={model.position_embedding}"
-                raise refuse(f"model.{key}", value, expected, "Only RoPE turns tokens.")
+        beside, remedy = f"with model.position_embedding={model.position_embedding}", "Only RoPE turns tokens."
+        check_is("model.rope_scaling.kind", model.rope_scaling.kind, "none", beside, remedy)
+        check_is("model.window_rope_base", model.window_rope_base, None, beside, remedy)
     check_rope_scaling(model.rope_scaling, model.rope_channels, model.rope_base)
 
 
@@ -127,9 +124,9 @@ def _validate_training(config: Config) -> None:
     train, optim, data = config.train, config.optim, config.data
     if optim.min_lr > optim.lr:
         raise refuse("optim.min_lr", optim.min_lr, f"at most optim.lr={optim.lr}", "Lower min_lr or raise lr.")
-    if optim.states_on_host and not optim.distributed:
-        expected = "false with optim.distributed=false"
-        raise refuse("optim.states_on_host", True, expected, "Set optim.distributed=true: its states go to the host.")
+    if not optim.distributed:
+        remedy = "Set optim.distributed=true: its states go to the host."
+        check_is("optim.states_on_host", optim.states_on_host, False, "with optim.distributed=false", remedy)
     decay = optim.decay_steps or train.steps
     if optim.warmup_steps and optim.warmup_steps >= decay:
         raise refuse(
@@ -145,17 +142,13 @@ def _validate_training(config: Config) -> None:
     if (optim.wsd_decay_steps or 0) > decay - optim.warmup_steps:
         expected = f"at most {decay - optim.warmup_steps}, the steps of the decay ({decay}) after those of the warm-up"
         raise refuse("optim.wsd_decay_steps", optim.wsd_decay_steps, expected, "Lower it, or raise optim.decay_steps.")
-    if data.packing != "none" and train.micro_batch_size != 1:
-        raise refuse(
-            "train.micro_batch_size",
-            train.micro_batch_size,
-            f"1 with data.packing={data.packing}",
-            "A pack is one sequence of many documents; raise data.seq_length instead.",
-        )
-    if train.eval_interval is not None and not data.has_held_out:
-        expected = f"null with data.split={data.split}, which has no second part"
+    if data.packing != "none":
+        remedy = "A pack is one sequence of many documents; raise data.seq_length instead."
+        check_is("train.micro_batch_size", train.micro_batch_size, 1, f"with data.packing={data.packing}", remedy)
+    if not data.has_held_out:
+        beside = f"with data.split={data.split}, which has no second part"
         remedy = "Set data.split=95,5,0, say, or leave it null."
-        raise refuse("train.eval_interval", train.eval_interval, expected, remedy)
+        check_is("train.eval_interval", train.eval_interval, None, beside, remedy)
     if train.eval_interval is not None and train.eval_samples % train.micro_batch_size:
         expected = f"a multiple of train.micro_batch_size={train.micro_batch_size}"
         raise refuse("train.eval_samples", train.eval_samples, expected, "Change one of them.")
@@ -210,9 +203,10 @@ def validate(config: Config) -> None:
     _validate_parallelism(config)
     check_expert_parallelism(config)
     check_latent_parallelism(config)
-    if config.attention.kv_int8 and config.parallelism.context_parallel_size > 1 and config.model.kv_channels % 4:
-        expected = f"false with model.head_dim={config.model.kv_channels}, which 4 does not divide"
-        raise refuse("attention.kv_int8", True, expected, "Set it to false: an exact cache has no such condition.")
+    if config.parallelism.context_parallel_size > 1 and config.model.kv_channels % 4:
+        beside = f"with model.head_dim={config.model.kv_channels}, which 4 does not divide"
+        remedy = "Set it to false: an exact cache has no such condition."
+        check_is("attention.kv_int8", config.attention.kv_int8, False, beside, remedy)
     if config.attention.keep_received == "true" and config.recompute.mode.startswith("attention_output"):
         raise refuse(
             "attention.keep_received",

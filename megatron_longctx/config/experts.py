@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from ..errors import refuse
-from .bounds import choice, number, text
+from .bounds import check_is, choice, number, text
 
 if TYPE_CHECKING:
     from .parallelism import ParallelismConfig
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 BALANCINGS = ("none", "aux_loss", "seq_aux_loss")
 ROUTER_DTYPES = ("fp32", "fp64")
+_WITHOUT = "with model.num_moe_experts=null"
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,9 @@ def check_experts(model: ModelConfig) -> None:
     """
     experts, topk = model.num_moe_experts, model.moe_router_topk
     if experts is None:
+        remedy = "Set model.num_moe_experts: without experts nothing reads it."
         for key in fields(ExpertKeys):
-            if (value := getattr(model, key.name)) != key.default:
-                default = "null" if key.default is None else str(key.default).lower()
-                remedy = "Set model.num_moe_experts: without experts nothing reads it."
-                raise refuse(f"model.{key.name}", value, f"{default} with model.num_moe_experts=null", remedy)
+            check_is(f"model.{key.name}", getattr(model, key.name), key.default, _WITHOUT, remedy)
         return
     if topk > experts:
         raise refuse("model.moe_router_topk", topk, f"at most model.num_moe_experts={experts}", "Lower it.")
@@ -117,25 +116,21 @@ def check_expert_parallelism(config: Config) -> None:
     model, par = config.model, config.parallelism
     tp, ep, etp = par.tensor_parallel_size, par.expert_model_parallel_size, par.expert_tensor_parallel_size
     if model.num_moe_experts is None:
-        if (ep, etp) != (1, None):
-            key, value, expected = ("expert_model", ep, 1) if ep != 1 else ("expert_tensor", etp, "null")
-            remedy = "Set model.num_moe_experts, or leave it."
-            raise refuse(
-                f"parallelism.{key}_parallel_size", value, f"{expected} with model.num_moe_experts=null", remedy
-            )
+        remedy = "Set model.num_moe_experts, or leave it."
+        check_is("parallelism.expert_model_parallel_size", ep, 1, _WITHOUT, remedy)
+        check_is("parallelism.expert_tensor_parallel_size", etp, None, _WITHOUT, remedy)
         return
     _check_shares(par, model.num_moe_experts, model.expert_width)
-    if tp > 1 and not par.sequence_parallel:
-        expected = "true with experts and parallelism.tensor_parallel_size > 1"
-        raise refuse("parallelism.sequence_parallel", False, expected, "Megatron's experts train with it alone.")
+    if tp > 1:
+        beside = "with experts and parallelism.tensor_parallel_size > 1"
+        remedy = "Megatron's experts train with it alone."
+        check_is("parallelism.sequence_parallel", par.sequence_parallel, True, beside, remedy)
     if par.tensor_size_of_experts > 1 and model.bias:
         expected = "1 with model.bias=true"
         raise refuse("parallelism.expert_tensor_parallel_size", etp, expected, "Megatron shards no biases of experts.")
     tile, reduction = config.recompute.mlp_tile_tokens, config.reduction.down_projection
-    if tile is not None:
-        raise refuse("recompute.mlp_tile_tokens", tile, "null with experts", "Only dense MLPs have tiles.")
-    if reduction != "none":
-        raise refuse("reduction.down_projection", reduction, "none with experts", "Only dense MLPs have it.")
+    check_is("recompute.mlp_tile_tokens", tile, None, "with experts", "Only dense MLPs have tiles.")
+    check_is("reduction.down_projection", reduction, "none", "with experts", "Only dense MLPs have it.")
 
 
 def _check_shares(par: ParallelismConfig, experts: int, width: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import refuse
-from .bounds import number
+from .bounds import check_is, number
 
 if TYPE_CHECKING:
     from .tree import Config, ModelConfig
@@ -81,10 +81,9 @@ def check_latent(model: ModelConfig) -> None:
         ValueError: names the key and value, what was expected and what to do.
     """
     if not model.latent:
+        remedy = "Set model.kv_lora_rank: without latents nothing reads it."
         for name in ("q_lora_rank", *_SIZES):
-            if (value := getattr(model, name)) is not None:
-                remedy = "Set model.kv_lora_rank: without latents nothing reads it."
-                raise refuse(f"model.{name}", value, "null with model.kv_lora_rank=null", remedy)
+            check_is(f"model.{name}", getattr(model, name), None, "with model.kv_lora_rank=null", remedy)
         return
     beside = f"with model.kv_lora_rank={model.kv_lora_rank}"
     for name in _SIZES:
@@ -102,9 +101,7 @@ def check_latent(model: ModelConfig) -> None:
         ("bias", False, "Megatron's MLA has no biases of queries, keys and values."),
         ("qkv_bias", False, "Megatron's MLA has no biases of queries, keys and values."),
     ):
-        if (value := getattr(model, name)) != served:
-            expected = f"{'null' if served is None else str(served).lower()} {beside}"
-            raise refuse(f"model.{name}", value, expected, remedy)
+        check_is(f"model.{name}", getattr(model, name), served, beside, remedy)
 
 
 def check_latent_parallelism(config: Config) -> None:
@@ -116,14 +113,12 @@ def check_latent_parallelism(config: Config) -> None:
     model, par = config.model, config.parallelism
     if not model.latent:
         return
-    if config.attention.baseline is not None:
-        expected = f"null with model.kv_lora_rank={model.kv_lora_rank}"
-        raise refuse("attention.baseline", config.attention.baseline, expected, "It is compared without latents.")
-    if par.tensor_parallel_size > 1 and not par.sequence_parallel:
-        expected = "true with model.kv_lora_rank and parallelism.tensor_parallel_size > 1"
-        raise refuse(
-            "parallelism.sequence_parallel", False, expected, "Megatron's gradients of MLA are wrong without it."
-        )
+    beside = f"with model.kv_lora_rank={model.kv_lora_rank}"
+    check_is("attention.baseline", config.attention.baseline, None, beside, "It is compared without latents.")
+    if par.tensor_parallel_size > 1:
+        beside = "with model.kv_lora_rank and parallelism.tensor_parallel_size > 1"
+        remedy = "Megatron's gradients of MLA are wrong without it."
+        check_is("parallelism.sequence_parallel", par.sequence_parallel, True, beside, remedy)
     shared = (model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)
     for name, size in (("model.kv_lora_rank + qk_pos_emb_head_dim", shared), ("model.q_lora_rank", model.q_lora_rank)):
         if size is not None and size % par.tensor_parallel_size:
