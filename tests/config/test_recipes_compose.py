@@ -162,6 +162,19 @@ def test_truth_values_and_words_choose_graphs(word: str, value: str) -> None:
     assert override_config(config, [f"inference.cuda_graphs={word}"]).inference.cuda_graphs == value
 
 
+@pytest.mark.parametrize(
+    ("prefix", "datasets"),
+    [
+        ("data/a", ((1.0, "data/a"),)),
+        ("3 .7 my data", ((1.0, "3 .7 my data"),)),  # a path with spaces
+        ("30 days", ((1.0, "30 days"),)),
+        ("0.7 data/a .3  b 2. c", ((0.7, "data/a"), (0.3, "b"), (2.0, "c"))),
+    ],
+)
+def test_what_a_blend_is(prefix: str, datasets: object) -> None:
+    assert compose_config([f"data.prefix={prefix}"]).data.datasets == datasets
+
+
 @pytest.fixture
 def own_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the recipes that a test may spoil."""

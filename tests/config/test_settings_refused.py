@@ -287,6 +287,31 @@ def test_a_word_of_several_lines_is_refused_in_one(word: str) -> None:
             "parallelism.overlap_param_gather=true",
             "auto or false with optim.distributed=false",
         ),
+        (
+            ["attention.baseline=te_p2p", "recompute=attention_output"],
+            "recompute.mode=attention_output",
+            "none or layer with attention.baseline=te_p2p. Change it, or leave attention.baseline null.",
+        ),
+        (["attention.baseline=te_p2p", "model.window=64"], "model.window=64", "null with attention.baseline=te_p2p"),
+        (["attention.baseline=te_a2a", "model.sinks=learnable"], "model.sinks=learnable", "none with attention.base"),
+        (
+            ["attention.baseline=te_a2a", "attention.deterministic=true"],
+            "attention.deterministic=True",
+            "false with attention.baseline=te_a2a",
+        ),
+        (["attention.baseline=te_a2a", "train.device=cpu"], "train.device=cpu", "auto or cuda with attention.baseline"),
+        (
+            ["attention.baseline=te_a2a", "parallelism=cp4", "data.seq_length=4100"],
+            "2 x parallelism.context_parallel_size=8",
+            "a divisor of data.seq_length=4100",
+        ),
+        (
+            ["data.packing=best_fit", "train.micro_batch_size=2", "train.global_batch_size=2"],
+            "train.micro_batch_size=2",
+            "1 with data.packing=best_fit. A pack is one sequence",
+        ),
+        (["data.prefix=1 a 0 b"], "data.prefix=1 a 0 b", "weights that are each at least 1/10000 of their sum;"),
+        (["data.prefix=0 a 0 b"], "data.prefix=0 a 0 b", "weights that are each at least 1/10000 of their sum;"),
     ],
 )
 def test_values_out_of_range(words: list[str], given: str, expected: str) -> None:
@@ -297,6 +322,7 @@ def test_values_out_of_range(words: list[str], given: str, expected: str) -> Non
 def test_what_is_in_range_at_its_ends() -> None:
     compose_config(["parallelism.schedule=all_gather", "parallelism.max_buffer_tokens=2"])
     compose_config(["optim.warmup_steps=19"])
+    compose_config(["attention.baseline=te_all_gather", "model.window=64", "recompute=layer", "parallelism=cp4"])
     compose_config(["optim.min_lr=3e-4", "optim.beta1=0", "optim.clip_grad=0"])
 
 

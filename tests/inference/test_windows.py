@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +164,7 @@ def test_windows_and_sinks_show(configs: dict[str, Config], truth: dict[str, lis
     plain = {"model.window": None, "model.window_pattern": None, "model.sinks": "none"}
     without = [changed(config, plain) for config in configs.values()]
     without += [changed(config, {"model.sinks": "none"}) for config in configs.values()]
-    others = partial(run_distributed, truths, 1)(without)[0]
+    others = run_distributed(truths, 1, without)[0]
     for number, other in enumerate(others):
         exact = list(truth.values())[number % len(configs)]
         assert (other[0][-1] - exact[0][-1]).abs().max() > 1e-2
