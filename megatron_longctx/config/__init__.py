@@ -15,13 +15,8 @@ from .planned import configured_mode, layout_of, mode_options, planned_mask, ran
 from .rope_scaling import RopeScaling
 from .tree import (
     CACHE_RULES,
-    CUDA_GRAPHS,
-    DECODES,
-    DEVICES,
     MOST_TOKENS,
-    PRECISIONS,
     RECOMPUTES,
-    REDUCTION_TRANSPORTS,
     REDUCTIONS,
     TOKENIZERS,
     TRANSPORTS,

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from .parallelism import ParallelismConfig
     from .tree import Config, ModelConfig
 
-BALANCINGS = ("none", "aux_loss", "seq_aux_loss")
-ROUTER_DTYPES = ("fp32", "fp64")
 _WITHOUT = "with model.num_moe_experts=null"
 
 
@@ -42,11 +40,11 @@ class ExpertKeys:
     moe_router_topk_scaling_factor: float | None = number(None, 0, 1e6, above=True)
     # How experts are kept equally busy: by a loss over each micro-batch (aux_loss) or over each sequence
     # (seq_aux_loss).
-    moe_router_load_balancing_type: str = choice("aux_loss", BALANCINGS)
+    moe_router_load_balancing_type: str = choice("aux_loss", ("none", "aux_loss", "seq_aux_loss"))
     moe_aux_loss_coeff: float = number(0.01, 0, 1e6)
     # weight of a loss that keeps router logits small; null: no such loss
     moe_z_loss_coeff: float | None = number(None, 0, 1e6, above=True)
-    moe_router_dtype: str | None = choice(None, ROUTER_DTYPES)  # precision of the router; null: the model's
+    moe_router_dtype: str | None = choice(None, ("fp32", "fp64"))  # precision of the router; null: the model's
 
     @property
     def expert_width(self) -> int:

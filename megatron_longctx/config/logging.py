@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from .bounds import choice, number, text
 
 _TAG = r"[^,\s][^,]{0,63}"
-WANDB_MODES = ("offline", "online", "disabled")
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    wandb: str = choice("offline", WANDB_MODES)
+    wandb: str = choice("offline", ("offline", "online", "disabled"))
     wandb_project: str = text("megatron-longctx", "a project of W&B, 1 to 128 letters", r"[^/\\#?%:]{1,128}")
     wandb_group: str | None = text(None)  # null: the sweep's name, else the experiment's, else the model and length
     wandb_job_type: str | None = text(None, most=64)  # null: the mode, by which tables and panels group runs

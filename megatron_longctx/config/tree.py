@@ -23,19 +23,10 @@ from .rope_scaling import RopeScaling
 TRANSPORTS = ("auto", "peer", "p2p")
 RECOMPUTES = ("none", "layer", "attention_output", "attention_output+offload")
 REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
-REDUCTION_TRANSPORTS = ("auto", "peer", "collective")
-ACTIVATIONS = ("swiglu", "gelu", "geglu", "swiglu_oai")
 SINKS = ("none", "off_by_one", "learnable")
-PRECISIONS = ("fp32", "bf16")
-DEVICES = ("auto", "cpu", "cuda")
-DECODES = ("auto", "replicated", "plan")
-CUDA_GRAPHS = ("auto", "true", "false")
 CACHE_RULES = ("auto", "simulate", "algorithm_1", "algorithm_5", "empirical", "bytes")
 # Of Megatron's scheduler, by its own names.
 DECAY_STYLES = ("cosine", "linear", "constant", "inverse-square-root", "WSD")
-WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
-BASELINES = ("te_p2p", "te_all_gather", "te_a2a")
-PACKINGS = ("none", "documents", "best_fit")
 TOKENIZERS = ("byte-level", "huggingface", "sentencepiece", "tiktoken", "megatron")
 
 MOST_TOKENS = 10**9  # of a sequence
@@ -64,7 +55,8 @@ class ModelConfig(ExpertKeys, LatentKeys):
     zero_centered_norms: bool = False  # weights of norms are stored minus 1
     qk_norm: bool = False  # norms of queries and keys, per head; with latents, norms of the latents
     post_norms: bool = False  # norms after attention and after the MLP, before the residual is added
-    activation: str = choice("swiglu", ACTIVATIONS)  # geglu: gated by the tanh form of gelu; swiglu_oai: as in gpt-oss
+    # geglu: gated by the tanh form of gelu; swiglu_oai: as in gpt-oss
+    activation: str = choice("swiglu", ("swiglu", "gelu", "geglu", "swiglu_oai"))
     attention_scale: float | None = number(None, 0, 1e6, above=True)  # Factor for the scores; null: 1 / sqrt(head_dim).
     scale_embedding: bool = False  # multiply embeddings by sqrt(hidden_size), rounded to the model's precision
     position_embedding: str = choice("rope", ("rope", "learned"))
@@ -113,7 +105,7 @@ class AttentionConfig:
     # For comparison, in training: TransformerEngine's context parallelism instead of this project's; schedule,
     # layout, kernel and transport then have no effect. Document lengths must be multiples of 2 x
     # context_parallel_size. null: none.
-    baseline: str | None = choice(None, BASELINES)
+    baseline: str | None = choice(None, ("te_p2p", "te_all_gather", "te_a2a"))
 
     def __post_init__(self) -> None:
         # `true`, read as a truth value, becomes the text `True`.
@@ -152,7 +144,7 @@ class ReductionConfig:
     in_training: bool = False  # also quantize in training's forward; gradients pass as through the exact sum
     # How integers travel: peer (GPUs of one host write to each other's memory), collective (all-to-all and
     # all-gather of the process group), auto (peer if possible).
-    transport: str = choice("auto", REDUCTION_TRANSPORTS)
+    transport: str = choice("auto", ("auto", "peer", "collective"))
 
 
 @dataclass(frozen=True)
@@ -167,7 +159,7 @@ class DataConfig:
     # How documents become sequences of at most seq_length tokens: none (a stream of documents, cut anywhere) |
     # documents (the same stream, but attention, positions and labels end with each document) | best_fit (whole
     # documents packed; only documents longer than a sequence are cut)
-    packing: str = choice("none", PACKINGS)
+    packing: str = choice("none", ("none", "documents", "best_fit"))
     workers: int = number(2, 0, 256)  # processes per rank that read ahead; 0: a thread
     tokenizer: str = choice("byte-level", TOKENIZERS)
     tokenizer_path: str | None = path(None)  # required by all except byte-level
@@ -204,7 +196,8 @@ class OptimConfig:
     # wsd_decay_style.
     decay_style: str = choice("cosine", DECAY_STYLES)
     wsd_decay_steps: int | None = number(None, 1, _MOST)  # required by WSD, null with any other style
-    wsd_decay_style: str = choice("exponential", WSD_DECAY_STYLES)  # how the rate of WSD falls
+    # how the rate of WSD falls
+    wsd_decay_style: str = choice("exponential", ("exponential", "linear", "cosine", "minus_sqrt"))
     weight_decay: float = number(0.1, 0, 100)
     beta1: float = number(0.9, 0, 1, below=True)
     beta2: float = number(0.95, 0, 1, below=True)
@@ -225,8 +218,8 @@ class TrainConfig:
     init_from: str | None = path(None)
     global_batch_size: int = number(1, 1, 10**6)  # sequences per step, over all data-parallel ranks
     micro_batch_size: int = number(1, 1, 10**6)  # sequences per forward pass of one data-parallel rank
-    precision: str = choice("bf16", PRECISIONS)
-    device: str = choice("auto", DEVICES)
+    precision: str = choice("bf16", ("fp32", "bf16"))
+    device: str = choice("auto", ("auto", "cpu", "cuda"))
     check_memory: bool = True  # refuse a run that is predicted not to fit, and warn if it is close
     # Refuse a tokenizer that the dataset was not written with and, on resume, a different dataset, tokenizer,
     # seq_length, split or seed. false: continue with them, from the sample after the last.
@@ -272,9 +265,9 @@ class InferenceConfig:
     # part of the cache, with one exchange of partial results per layer. plan: as any other batch, by `mode`.
     # auto: replicated unless `mode` names a mode; for prompts only if CUDA graphs can be used, and never with
     # exact_reuse.
-    decode: str = choice("auto", DECODES)
+    decode: str = choice("auto", ("auto", "replicated", "plan"))
     # Replay replicated steps from CUDA graphs: auto (if possible, else the log says why not) | true | false
-    cuda_graphs: str = choice("auto", CUDA_GRAPHS)
+    cuda_graphs: str = choice("auto", ("auto", "true", "false"))
     # How blocks travel between context-parallel ranks, as attention.transport.
     transport: str = choice("auto", TRANSPORTS)
     page_tokens: int = number(64, 1, 2**20)
