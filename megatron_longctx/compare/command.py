@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..config import ParallelismConfig, mode_options
 from ..schedules import build_plan
 from .dashboard import write_dashboard
-from .runs import COLOURS, METRICS, Run, common_steps, differences, load_runs
+from .runs import COLOURS, METRICS, Metric, Run, common_steps, differences, load_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_STYLES = ("-", "--", "-.", ":")
+_LINES = ("-", "--", "-.", ":")
+_STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False}
 _OPTIONS = ("schedule", "max_buffer_tokens", "inner_size", "outer_schedule", "cluster")
 
 
@@ -58,13 +59,18 @@ def summary_table(runs: Sequence[Run]) -> str:
     """Medians of speed and waiting, peak memory and the largest difference of each run; columns that none has are left
     out."""
     steps = common_steps(runs)
-    known = [metric for metric in METRICS if any(metric.of(run) is not None for run in runs)]
+    known = _recorded(runs)
     header = ["run", "mode", "steps", *(metric.title for metric in known), "max |difference|"]
     rows = []
     for run in runs:
         figures = [metric.text(run) for metric in known]
         rows.append([run.name, run.facts()["mode"], str(len(run.records)), *figures, _largest(run, runs[0], steps)])
     return _layout(header, rows) + "\n(medians over all recorded steps)"
+
+
+def _recorded(runs: Sequence[Run]) -> list[Metric]:
+    """Figures that some run has."""
+    return [metric for metric in METRICS if any(metric.of(run) is not None for run in runs)]
 
 
 def _largest(run: Run, first: Run, steps: Sequence[int]) -> str:
@@ -96,7 +102,7 @@ def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
         axes.plot(
             steps,
             [run.loss(step) for step in steps],
-            linestyle="-" if i == 0 else _STYLES[i % len(_STYLES)],
+            linestyle="-" if i == 0 else _LINES[i % len(_LINES)],
             linewidth=5.0 if pale else 1.8,
             alpha=0.35 if pale else 1.0,
             color=COLOURS[i % len(COLOURS)],
@@ -129,17 +135,14 @@ def _draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
 def draw(runs: Sequence[Run], plans: Sequence[PlanKey]) -> Figure:
     """The picture: loss curves, their differences below them, and one panel for each of `plans` on the right."""
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # no pyplot: it would keep the figure, and look for a display
     from matplotlib.ticker import MaxNLocator
 
     from ..schedules.draw import draw_on
 
-    style: dict[Any, Any] = {"font.size": 11, "axes.titlesize": 12, "axes.grid": True, "grid.alpha": 0.3}
-    with rc_context(style | {"axes.spines.top": False, "axes.spines.right": False}):
+    with rc_context(_STYLE | {"font.size": 11, "axes.titlesize": 12, "axes.grid": True, "grid.alpha": 0.3}):
         columns = math.ceil(len(plans) / 2)  # two plans above each other, one alone in full height
         figure = Figure(figsize=(8 + 7 * columns, 6.2 if len(plans) < 2 else 8), layout="constrained")
-        FigureCanvasAgg(figure)  # no pyplot: it would keep the figure, and look for a display
         grid = figure.add_gridspec(6, 1 + columns, width_ratios=[8] + [7] * columns)
         compared = len(runs) > 1
         upper = figure.add_subplot(grid[: 4 if compared else 6, 0])
@@ -164,21 +167,13 @@ def draw(runs: Sequence[Run], plans: Sequence[PlanKey]) -> Figure:
 def draw_figures(runs: Sequence[Run]) -> Figure:
     """The other picture: a panel of bars for every figure that a run has, a bar a run."""
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    known = [metric for metric in METRICS if any(metric.of(run) is not None for run in runs)]
+    known = _recorded(runs)
     columns = min(3, len(known))
     lines = math.ceil(len(known) / max(columns, 1))
-    style: dict[Any, Any] = {
-        "font.size": 10,
-        "axes.titlesize": 11,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with rc_context(style):
+    with rc_context(_STYLE | {"font.size": 10, "axes.titlesize": 11}):
         figure = Figure(figsize=(5.2 * max(columns, 1), lines * (1.0 + 0.3 * len(runs))), layout="constrained")
-        FigureCanvasAgg(figure)
         for number, metric in enumerate(known, start=1):
             axes = figure.add_subplot(lines, columns, number)
             values = [metric.of(run) for run in runs]

@@ -178,16 +178,12 @@ def _loss(loss: float | None) -> str:
 
 
 def _draw(path: Path, draw: Any) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8.5, 4.5), layout="constrained")
-    draw(axes)
+    figure = Figure(figsize=(8.5, 4.5), layout="constrained")
+    draw(figure.add_subplot())
     partial = path.with_name(f"{path.stem}.partial.png")
     figure.savefig(partial, dpi=130)
-    pyplot.close(figure)
     partial.replace(path)
 
 
