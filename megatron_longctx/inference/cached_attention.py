@@ -166,11 +166,6 @@ class CachedAttention:
 
         self._layers = [storage[:slots] for storage in self._storage]
 
-    @property
-    def num_bytes(self) -> int:
-        """Of this rank's cache, and of the buffers for other ranks' blocks."""
-        return sum(layer.numel() * layer.element_size() for layer in self._layers) + self._engine.pool.num_bytes
-
     def compile_kernels(self, page_tokens: int) -> None:
         """Compile the kernels of ours that prompts and decode over pages of so many tokens need; on CPUs there are
         none."""

@@ -161,7 +161,11 @@ class LongContextEngine:
         """
         ids = {session: plain_ids(tokens) for session, tokens in new.items()}
         for session, tokens in ids.items():
-            self.check(session, tokens)
+            self._check_open(session)
+            check_ids(tokens, self.model.vocab_size)
+            if (total := len(session.tokens) + len(tokens)) > self._most_tokens:
+                most = f"at most the model's {self.model.max_positions} positions"
+                raise refuse("tokens of the session", total, most, "Shorten it.")
         self._advance(ids)
 
     def next_logits(self, sessions: Sequence[Session]) -> Tensor:
@@ -266,14 +270,6 @@ class LongContextEngine:
         self._check_open(session)
         if not session.tokens:
             raise refuse("session", session.number, "some tokens to go on from", "Append a prompt first.")
-
-    def check(self, session: Session, tokens: Sequence[int]) -> None:
-        """Raise ValueError unless `tokens` could be appended, were there room in the cache."""
-        self._check_open(session)
-        check_ids(tokens, self.model.vocab_size)
-        total, most = len(session.tokens) + len(tokens), self.model.max_positions
-        if most is not None and total > most:
-            raise refuse("tokens of the session", total, f"at most the model's {most} positions", "Shorten it.")
 
     def _ready(self, sessions: Sequence[Session]) -> None:
         """Compute what is not cached yet: tokens generated last, everything of an evicted session, the last token of a

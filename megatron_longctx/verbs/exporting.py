@@ -68,7 +68,8 @@ def export_model(words: Sequence[str]) -> None:
         dtype = _DTYPES[reader.dtype(places[0])]
         written = family.config_of(model, dims.vocab, config.data.seq_length)
         harmless = {key: value for key, value in before.items() if key.endswith("_token_id")}
-        _write_json(folder / "config.json", written | harmless | {"torch_dtype": dtype})
+        described = json.dumps(written | harmless | {"torch_dtype": dtype}, indent=2)
+        (folder / "config.json").write_text(described + "\n", encoding="utf-8")
         _copy_tokenizer(config, folder)
     took = time.perf_counter() - begin
     logger.info(
@@ -105,7 +106,3 @@ def _copy_tokenizer(config: Config, folder: Path) -> None:
         logger.warning("data.tokenizer=%s has no files: the folder is without a tokenizer", config.data.tokenizer)
     for file in [*found, *(matching(path, BESIDE[1:]) if path.is_dir() and found else [])]:
         shutil.copyfile(file, folder / file.name)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
