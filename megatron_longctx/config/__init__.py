@@ -9,7 +9,6 @@ from .bounds import keys_of
 from .checks import check_model, check_value, data_parallel_size, validate
 from .experts import layer_list
 from .latent import LatentKeys
-from .logging import LoggingConfig
 from .parallelism import ParallelismConfig
 from .planned import configured_mode, layout_of, mode_options, planned_mask, ranks_summed, token_unit, workload_of
 from .rope_scaling import RopeScaling
@@ -24,6 +23,7 @@ from .tree import (
     Config,
     DataConfig,
     InferenceConfig,
+    LoggingConfig,
     ModelConfig,
     OptimConfig,
     RecomputeConfig,

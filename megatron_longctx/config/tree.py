@@ -16,7 +16,6 @@ from ..schedules.save_remote import KEEP_RECEIVED
 from .bounds import choice, folder_name, number, path, text
 from .experts import ExpertKeys
 from .latent import LatentKeys
-from .logging import LoggingConfig
 from .parallelism import MOST_RANKS, YEAR_S, ParallelismConfig
 from .rope_scaling import RopeScaling
 
@@ -34,6 +33,7 @@ LEAST_WEIGHT = 1e-4  # of a dataset, as a part of all: less might not come up be
 _MOST = 10**9  # steps, counts: no key is meant for more
 _SHARE = r"([0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9})"
 _WEIGHT = rf" *{_SHARE} *"
+_TAG = r"[^,\s][^,]{0,63}"
 _BLEND = re.compile(rf"{_SHARE} +\S+( +{_SHARE} +\S+)+")
 
 
@@ -310,6 +310,22 @@ class ServeConfig:
     stalled_s: float = number(10.0, 0, YEAR_S, above=True)
     # Finished or cancelled sequences whose cache is kept for prompts with the same prefix.
     keep_sessions: int = number(16, 0, 10**6)
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Where a run's figures go."""
+
+    wandb: str = choice("offline", ("offline", "online", "disabled"))
+    wandb_project: str = text("megatron-longctx", "a project of W&B, 1 to 128 letters", r"[^/\\#?%:]{1,128}")
+    wandb_group: str | None = text(None)  # null: the sweep's name, else the experiment's, else the model and length
+    wandb_job_type: str | None = text(None, most=64)  # null: the mode, by which tables and panels group runs
+    # null: model, mode, layout, cp/tp/pp/dp, hardware and precision.
+    wandb_tags: str | None = text(None, "tags of 1 to 64 letters, commas between", rf"{_TAG}(,{_TAG})*", 2000)
+    tensorboard: bool = False  # write events to runs/<name>/tensorboard; requires the package tensorboard
+    peak_tflops: float | None = number(None, 1e-3, 1e9)  # Peak per GPU, dense, for MFU; null: looked up by device name.
+    # the step that rank 0 profiles into runs/<name>/profile; null: none
+    profile_step: int | None = number(None, 1, 10**9)
 
 
 @dataclass(frozen=True)
