@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..comm import BufferPool, StreamClock, Times, Transport, choose_transport
 from ..comm.hosts import on_one_machine
+from ..config import check_value
 from ..errors import refuse
 from ..kernels import KernelRequest, choose
 from ..kernels.interface import check_tensors
@@ -33,8 +34,6 @@ from ..schedules import (
     summing_in_nodes,
 )
 from ..schedules import mask as masks
-from ..schedules.relay import SUM_IN_NODE
-from ..schedules.save_remote import KEEP_RECEIVED
 from .bind import Engine
 from .function import AttentionFunction, AttentionResult, Passes, forward_pass, shapes_of
 from .kv_format import MakeFormat
@@ -87,12 +86,8 @@ class ContextParallelAttention:
         keep_received: str = "auto",
         sum_in_node: str = "auto",
     ) -> None:
-        for key, value, known in (
-            ("keep_received", keep_received, KEEP_RECEIVED),
-            ("sum_in_node", sum_in_node, SUM_IN_NODE),
-        ):
-            if value not in known:
-                raise refuse(f"attention.{key}", value, "one of " + ", ".join(known), "Choose one of these.")
+        check_value("attention.keep_received", keep_received)
+        check_value("attention.sum_in_node", sum_in_node)
         self._group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world = dist.get_world_size(group) if group is not None else 1
