@@ -42,7 +42,7 @@ def choose_transport(
         if reason is None:
             return PeerTransport(group, device, growth=growth, key=key)
         if name == "auto" and hosts.any_peers:
-            transport = HybridTransport(group, device, hosts, growth, key)
+            transport = HybridTransport(PeerTransport(group, device, hosts, growth, key))
             if dist.get_rank(group) == 0:
                 logger.info(
                     "attention's messages go through peer memory within hosts (ranks %s) and point to point between "

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..schedules.plan import NUM_FIELDS
 from ..schedules.program import Program
 from .channel import Channel
-from .hosts import Hosts
 from .p2p import DirectChannel, Exchange, P2PTransport
 from .peer import PeerTransport, SymmetricExchange
 
@@ -22,25 +20,11 @@ class HybridTransport:
     """Both transports over the same ranks; a pass sends each message by the one that its link has.
 
     Args:
-        group: the process group; all its ranks construct the transport together.
-        device: this rank's CUDA device.
-        hosts: who can read whose memory.
-        growth, key: see `PeerTransport`.
-
-    Raises:
-        PeerMemoryError: as for `PeerTransport`.
+        peers: among those that can read each other's memory; all ranks of its group construct both together.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        hosts: Hosts,
-        growth: float = 1.0,
-        key: str = "attention.transport",
-    ) -> None:
-        self.peers = PeerTransport(group, device, hosts, growth, key)
-        self.messages = P2PTransport(group, device)
+    def __init__(self, peers: PeerTransport) -> None:
+        self.peers, self.messages = peers, P2PTransport(peers.group, peers.device)
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:

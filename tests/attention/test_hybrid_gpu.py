@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.attention import context_parallel
-from megatron_longctx.comm import HybridTransport, choose_transport, transport_name
+from megatron_longctx.comm import HybridTransport, PeerTransport, choose_transport, transport_name
 from megatron_longctx.comm.hosts import RANKS_PER_HOST, find_hosts
 from megatron_longctx.kernels import PROVIDERS
 from megatron_longctx.testing.distributed import run_distributed
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 def _forced(name: str, group: dist.ProcessGroup, device: torch.device) -> HybridTransport:
     """Also where no host has two ranks, so that all goes point to point."""
-    return HybridTransport(group, device, find_hosts(group, device))
+    return HybridTransport(PeerTransport(group, device, find_hosts(group, device)))
 
 
 def _hybrid(rank: int, n: int, per_host: int, kernels: list[str]) -> dict[str, Any]:
