@@ -1,15 +1,10 @@
-"""A small corpus, and a model so small that starting the ranks is what takes the time."""
+"""A small corpus, and what jobs on it begin with."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-
-TINY = (
-    *("data.prefix=data/tiny", "data.seq_length=64", "train.precision=fp32", "optim.warmup_steps=1"),
-    *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "logging.wandb=disabled"),
-)
 
 
 @pytest.fixture(scope="session")
@@ -43,9 +38,3 @@ def no_start(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr(launcher.mp, "start_processes", started_anyway)
-
-
-@pytest.fixture(scope="session")
-def tiny() -> tuple[str, ...]:
-    """Settings of a small run on the corpus."""
-    return TINY

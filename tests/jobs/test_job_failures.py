@@ -17,17 +17,26 @@ from megatron_longctx.compose import load_config
 from megatron_longctx.metrics.sinks import decode
 from megatron_longctx.training.run_lock import RunLock
 from megatron_longctx.verbs import cli
-from tests.shared.jobs import CLI, TORCHRUN_2, clean_environment, finished, latest_checkpoint, started, steps_recorded
+from tests.shared.jobs import (
+    CLI,
+    TINY,
+    TORCHRUN_2,
+    clean_environment,
+    finished,
+    latest_checkpoint,
+    started,
+    steps_recorded,
+)
 from tests.shared.processes import FILE_BYTES
 
 
-def command(tiny: tuple[str, ...], *more: str) -> list[str]:
+def command(*more: str) -> list[str]:
     patient = "parallelism.timeout_s=7200"  # what waits for a rank that is gone, hangs
-    return [*CLI, "train", *tiny, "parallelism=cp2", patient, "train.steps=4000", *more]
+    return [*CLI, "train", *TINY, "parallelism=cp2", patient, "train.steps=4000", *more]
 
 
-def test_a_killed_rank_ends_the_job_and_one_that_hangs_is_named(workplace: Path, tiny: tuple[str, ...]) -> None:
-    with started(workplace, command(tiny), quick=True) as job:
+def test_a_killed_rank_ends_the_job_and_one_that_hangs_is_named(workplace: Path) -> None:
+    with started(workplace, command(), quick=True) as job:
         job.wait_for("step    2/")
         first, second = job.ranks()
         first.send_signal(signal.SIGSTOP)  # as if it hung: it hears no signal but the last
@@ -47,8 +56,8 @@ def test_a_killed_rank_ends_the_job_and_one_that_hangs_is_named(workplace: Path,
         assert job.left_over() == []
 
 
-def test_a_stopped_rank_ends_the_job_within_the_timeout(workplace: Path, tiny: tuple[str, ...]) -> None:
-    with started(workplace, [*command(tiny), "parallelism.timeout_s=15"], quick=True) as job:
+def test_a_stopped_rank_ends_the_job_within_the_timeout(workplace: Path) -> None:
+    with started(workplace, [*command(), "parallelism.timeout_s=15"], quick=True) as job:
         job.wait_for("step    2/")
         job.ranks()[1].send_signal(signal.SIGSTOP)
         assert job.wait() == 1, job.said()
@@ -58,8 +67,8 @@ def test_a_stopped_rank_ends_the_job_within_the_timeout(workplace: Path, tiny: t
         assert job.left_over() == []
 
 
-def test_a_restart_in_place_goes_on_with_the_same_curve(workplace: Path, tiny: tuple[str, ...]) -> None:
-    words = ["train", *tiny, "parallelism=cp2", "train.steps=60", "train.save_interval=5", "train.keep_checkpoints=2"]
+def test_a_restart_in_place_goes_on_with_the_same_curve(workplace: Path) -> None:
+    words = ["train", *TINY, "parallelism=cp2", "train.steps=60", "train.save_interval=5", "train.keep_checkpoints=2"]
     whole = finished(workplace, [*CLI, *words, "run.name=whole"], quick=True)
     assert whole.process.returncode == 0, whole.said()
     torchrun = [CLI[0], "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", CLI[2]]
@@ -75,9 +84,9 @@ def test_a_restart_in_place_goes_on_with_the_same_curve(workplace: Path, tiny: t
     assert steps[0] == steps[1] and len(steps[0]) == 60
 
 
-def test_a_failing_rank_says_what_happened(workplace: Path, tiny: tuple[str, ...]) -> None:
+def test_a_failing_rank_says_what_happened(workplace: Path) -> None:
     checkpoints = workplace / "runs/default/checkpoints"
-    with started(workplace, command(tiny), quick=True) as job:
+    with started(workplace, command(), quick=True) as job:
         job.wait_for("step    2/")
         shutil.rmtree(checkpoints)
         checkpoints.write_text("in the way")  # so that the save on TERM cannot succeed
@@ -92,12 +101,10 @@ def test_a_failing_rank_says_what_happened(workplace: Path, tiny: tuple[str, ...
         assert job.left_over() == []
 
 
-def test_a_full_disk_is_named_and_the_last_checkpoint_is_safe(workplace: Path, tiny: tuple[str, ...]) -> None:
-    assert finished(workplace, command(tiny, "train.steps=2"), quick=True).process.returncode == 0
+def test_a_full_disk_is_named_and_the_last_checkpoint_is_safe(workplace: Path) -> None:
+    assert finished(workplace, command("train.steps=2"), quick=True).process.returncode == 0
     # Bytes of a file: the run's small ones are below, a checkpoint's tensors are not.
-    job = finished(
-        workplace, command(tiny, "train.save_interval=2"), clean_environment(**{FILE_BYTES: "102400"}), quick=True
-    )
+    job = finished(workplace, command("train.save_interval=2"), clean_environment(**{FILE_BYTES: "102400"}), quick=True)
     assert job.process.returncode == 1, job.said()
     said = job.err.read_text().splitlines()
     assert len(said) == 2 and re.match(
@@ -111,8 +118,8 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_is_safe(workplace: Path, t
     assert job.left_over() == []
 
 
-def test_under_torchrun_a_failing_rank_names_itself_without_traceback(workplace: Path, tiny: tuple[str, ...]) -> None:
-    settings = ["train", *tiny, "parallelism=cp2", "train.steps=2"]
+def test_under_torchrun_a_failing_rank_names_itself_without_traceback(workplace: Path) -> None:
+    settings = ["train", *TINY, "parallelism=cp2", "train.steps=2"]
     (workplace / "runs/default").mkdir(parents=True)
     (workplace / "runs/default/metrics.jsonl").mkdir()  # rank 0 cannot open it; rank 1 knows nothing of that
     job = finished(workplace, [*TORCHRUN_2, *settings], quick=True)
@@ -124,13 +131,13 @@ def test_under_torchrun_a_failing_rank_names_itself_without_traceback(workplace:
 
 
 def test_a_second_job_of_the_same_run_is_refused_and_the_first_goes_on(
-    workplace: Path, tiny: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with started(workplace, command(tiny), quick=True) as job:
+    with started(workplace, command(), quick=True) as job:
         job.wait_for("step    2/")
-        assert cli.main(["train", *tiny, "train.steps=3"]) == 2
+        assert cli.main(["train", *TINY, "train.steps=3"]) == 2
         said = capsys.readouterr().err
         assert said.startswith(
             "megatron-longctx train: run.name=default: expected a run that no other job is training; "
@@ -146,10 +153,10 @@ def test_a_second_job_of_the_same_run_is_refused_and_the_first_goes_on(
     assert steps_recorded(workplace / "runs/default") == list(range(1, last + 1))
 
 
-def test_under_torchrun_all_ranks_of_a_second_job_end(workplace: Path, tiny: tuple[str, ...]) -> None:
+def test_under_torchrun_all_ranks_of_a_second_job_end(workplace: Path) -> None:
     (workplace / "runs/default").mkdir(parents=True)
     with RunLock(workplace / "runs/default/lock"):
-        job = finished(workplace, [*TORCHRUN_2, "train", *tiny, "parallelism=cp2", "train.steps=2"], quick=True)
+        job = finished(workplace, [*TORCHRUN_2, "train", *TINY, "parallelism=cp2", "train.steps=2"], quick=True)
     assert job.process.returncode == 1
     said = job.err.read_text()
     assert said.count("megatron-longctx train: ") == 1 and f"process {os.getpid()}, since " in said
@@ -161,13 +168,14 @@ def test_under_torchrun_all_ranks_of_a_second_job_end(workplace: Path, tiny: tup
 def no_ranks(
     workplace: Path, no_start: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Runs a verb here that must be refused without starting ranks or leaving a run folder; gives standard error."""
+    """Trains here with `TINY` and settings that must be refused without starting ranks or leaving a run folder; gives
+    standard error."""
     monkeypatch.chdir(workplace)
 
     def run(*words: str) -> str:
         before = sorted(workplace.rglob("*"))
         capsys.readouterr()
-        assert cli.main(["train", *words]) == 2
+        assert cli.main(["train", *TINY, *words]) == 2
         assert sorted(workplace.rglob("*")) == before, "something was left behind"
         captured = capsys.readouterr()
         assert captured.out == ""
@@ -177,13 +185,13 @@ def no_ranks(
     return run
 
 
-def test_the_guard_of_these_tests_notices_ranks(no_ranks: Callable[..., str], tiny: tuple[str, ...]) -> None:
+def test_the_guard_of_these_tests_notices_ranks(no_ranks: Callable[..., str]) -> None:
     with pytest.raises(AssertionError, match="ranks were started"):
-        no_ranks(*tiny)
+        no_ranks()
 
 
-def test_missing_dataset(no_ranks: Callable[..., str], tiny: tuple[str, ...]) -> None:
-    said = no_ranks(*tiny, "data.prefix=data/gone")
+def test_missing_dataset(no_ranks: Callable[..., str]) -> None:
+    said = no_ranks("data.prefix=data/gone")
     assert said == (
         "data.prefix=data/gone: expected the files data/gone.idx and .bin; data/gone.idx is missing. "
         "Write it with `megatron-longctx data`, or set data.prefix to another."
@@ -200,12 +208,12 @@ def test_missing_dataset(no_ranks: Callable[..., str], tiny: tuple[str, ...]) ->
     ],
 )
 def test_corrupt_dataset(
-    no_ranks: Callable[..., str], tiny: tuple[str, ...], workplace: Path, suffix: str, damage: bytes, expected: str
+    no_ranks: Callable[..., str], workplace: Path, suffix: str, damage: bytes, expected: str
 ) -> None:
     for name in (".bin", ".idx", ".json"):
         shutil.copy(workplace / f"data/tiny{name}", workplace / f"copy{name}")
     (workplace / f"copy{suffix}").write_bytes(damage)
-    said = no_ranks(*tiny, "data.prefix=copy")
+    said = no_ranks("data.prefix=copy")
     assert said.startswith("data.prefix=copy: expected ") and expected in said
     assert said.endswith("Write it with `megatron-longctx data`, or set data.prefix to another.")
 
@@ -223,43 +231,39 @@ def test_corrupt_dataset(
     ],
 )
 def test_settings_that_cannot_run_here(
-    no_ranks: Callable[..., str], tiny: tuple[str, ...], words: list[str], given: str, expected: str, remedy: str
+    no_ranks: Callable[..., str], words: list[str], given: str, expected: str, remedy: str
 ) -> None:
-    said = no_ranks(*tiny, *words)
+    said = no_ranks(*words)
     assert said.startswith(f"{given}: expected ") and expected in said and remedy in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="TransformerEngine may be there")
-def test_transformer_engine_that_is_not_there(no_ranks: Callable[..., str], tiny: tuple[str, ...]) -> None:
-    said = no_ranks(*tiny, "model.implementation=transformer_engine")
+def test_transformer_engine_that_is_not_there(no_ranks: Callable[..., str]) -> None:
+    said = no_ranks("model.implementation=transformer_engine")
     assert said.startswith("model.implementation") and "No module named 'transformer_engine'" in said
     assert "set model.implementation=local" in said
 
 
-def test_a_run_root_that_cannot_be_written(
-    workplace: Path, tiny: tuple[str, ...], no_ranks: Callable[..., str]
-) -> None:
+def test_a_run_root_that_cannot_be_written(workplace: Path, no_ranks: Callable[..., str]) -> None:
     (workplace / "file").write_text("")
-    assert no_ranks(*tiny, "run.root=file") == (
+    assert no_ranks("run.root=file") == (
         "run.root=file: expected to be able to write file/default (Not a directory). "
         "Set run.root to a folder of yours on a disk with space."
     )
 
 
-def test_a_run_folder_that_cannot_be_written(
-    workplace: Path, tiny: tuple[str, ...], no_ranks: Callable[..., str]
-) -> None:
+def test_a_run_folder_that_cannot_be_written(workplace: Path, no_ranks: Callable[..., str]) -> None:
     run = workplace / "runs/default"
     (run / "checkpoints").mkdir(parents=True)
     (run / "resolved.yaml").mkdir()
     (run / "lock").touch()
-    said = no_ranks(*tiny)
+    said = no_ranks()
     assert said.startswith("run.root=runs: expected to be able to write runs/default (Is a directory).")
 
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
 def test_a_slurm_step_without_a_meeting_place(
-    no_ranks: Callable[..., str], tiny: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, name: str
+    no_ranks: Callable[..., str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     for key, value in {
         "SLURM_STEP_ID": "0",
@@ -269,4 +273,4 @@ def test_a_slurm_step_without_a_meeting_place(
     }.items():
         monkeypatch.setenv(key, value)
     monkeypatch.delenv(name)
-    assert no_ranks(*tiny).startswith(f"{name} is not set: expected ")
+    assert no_ranks().startswith(f"{name} is not set: expected ")

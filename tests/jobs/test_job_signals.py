@@ -14,6 +14,7 @@ from megatron_longctx.training.signals import handled
 from tests.shared.jobs import (
     CLI,
     PATIENCE_S,
+    TINY,
     TORCHRUN_2,
     Job,
     clean_environment,
@@ -32,8 +33,8 @@ def line(step: int) -> str:
     return f"step {step:>{len(str(STEPS))}}/"
 
 
-def command(tiny: tuple[str, ...], *more: str) -> list[str]:
-    return [*CLI, "train", *tiny, "parallelism=cp2", f"train.steps={STEPS}", *more]
+def command(*more: str) -> list[str]:
+    return [*CLI, "train", *TINY, "parallelism=cp2", f"train.steps={STEPS}", *more]
 
 
 def first_step(job: Job) -> int:
@@ -56,8 +57,8 @@ def checked_stop(job: Job, run: Path, start: int) -> int:
     return last
 
 
-def test_signals_before_the_ranks_listen_wait_for_them(workplace: Path, tiny: tuple[str, ...]) -> None:
-    with started(workplace, command(tiny), clean_environment(**{SLOW_START: "2"}), quick=True) as job:
+def test_signals_before_the_ranks_listen_wait_for_them(workplace: Path) -> None:
+    with started(workplace, command(), clean_environment(**{SLOW_START: "2"}), quick=True) as job:
         job.wait_for("starting 2 cpu ranks")
         job.process.send_signal(signal.SIGUSR1)
         job.wait_for("transformer layers")
@@ -68,8 +69,8 @@ def test_signals_before_the_ranks_listen_wait_for_them(workplace: Path, tiny: tu
     assert not list((workplace / "runs/default/checkpoints").iterdir())
 
 
-def test_the_second_interrupt_ends_the_job_at_once(workplace: Path, tiny: tuple[str, ...]) -> None:
-    with started(workplace, command(tiny), clean_environment(**{SLOW_START: str(PATIENCE_S)}), quick=True) as job:
+def test_the_second_interrupt_ends_the_job_at_once(workplace: Path) -> None:
+    with started(workplace, command(), clean_environment(**{SLOW_START: str(PATIENCE_S)}), quick=True) as job:
         job.wait_for("starting 2 cpu ranks")
         job.process.send_signal(signal.SIGINT)
         job.wait_for("interrupted: stopping after this step")
@@ -79,10 +80,10 @@ def test_the_second_interrupt_ends_the_job_at_once(workplace: Path, tiny: tuple[
         assert job.left_over() == []
 
 
-def test_a_terminal_that_goes_away_stops_the_job_with_a_checkpoint(workplace: Path, tiny: tuple[str, ...]) -> None:
+def test_a_terminal_that_goes_away_stops_the_job_with_a_checkpoint(workplace: Path) -> None:
     """All processes get HUP, and what they print from then on is an error."""
     ours, theirs = pty.openpty()
-    process = Quick(command(tiny)[len(CLI) :], workplace, (os.ttyname(theirs),) * 3, clean_environment())
+    process = Quick(command()[len(CLI) :], workplace, (os.ttyname(theirs),) * 3, clean_environment())
     try:
         said = b""
         while line(2).encode() not in said:
@@ -108,9 +109,9 @@ def test_nohup_is_respected() -> None:
 
 
 @pytest.mark.parametrize("moment", ["starting 2 cpu ranks", line(2)])
-def test_killing_the_launcher_leaves_no_ranks(workplace: Path, tiny: tuple[str, ...], moment: str) -> None:
+def test_killing_the_launcher_leaves_no_ranks(workplace: Path, moment: str) -> None:
     # Of ranks that are forks the second would have the first one's pipe to the launcher.
-    with started(workplace, command(tiny), quick=moment.startswith("step")) as job:
+    with started(workplace, command(), quick=moment.startswith("step")) as job:
         job.wait_for(moment)
         while len(job.ranks()) < 2:
             assert job.process.poll() is None, job.said()
@@ -125,10 +126,8 @@ def test_killing_the_launcher_leaves_no_ranks(workplace: Path, tiny: tuple[str, 
         assert not (run / "metrics.jsonl").exists(), "orphans have trained"
 
 
-def test_under_torchrun_usr1_to_the_ranks_checkpoints_and_ends_with_success(
-    workplace: Path, tiny: tuple[str, ...]
-) -> None:
-    settings = command(tiny)[len(CLI) :]
+def test_under_torchrun_usr1_to_the_ranks_checkpoints_and_ends_with_success(workplace: Path) -> None:
+    settings = command()[len(CLI) :]
     with started(workplace, [*TORCHRUN_2, *settings], quick=True) as job:
         job.wait_for(line(2))
         for rank in job.ranks():
@@ -146,7 +145,7 @@ def test_under_torchrun_usr1_to_the_ranks_checkpoints_and_ends_with_success(
         assert job.left_over() == []
 
 
-def test_tasks_of_a_slurm_step_find_each_other_and_stop_on_term(workplace: Path, tiny: tuple[str, ...]) -> None:
+def test_tasks_of_a_slurm_step_find_each_other_and_stop_on_term(workplace: Path) -> None:
     port = str(free_port())
 
     def task(rank: int) -> dict[str, str]:
@@ -160,8 +159,8 @@ def test_tasks_of_a_slurm_step_find_each_other_and_stop_on_term(workplace: Path,
         )
 
     with (
-        started(workplace, command(tiny), task(0), quick=True) as first,
-        started(workplace, command(tiny), task(1), quick=True) as second,
+        started(workplace, command(), task(0), quick=True) as first,
+        started(workplace, command(), task(1), quick=True) as second,
     ):
         first.wait_for(line(2))
         assert first.listening() == second.listening() == {"127.0.0.1"}

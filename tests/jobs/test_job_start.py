@@ -18,7 +18,7 @@ from megatron_longctx.compose import compose_config, load_config
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.training import saved_run
 from megatron_longctx.verbs import cli
-from tests.shared.jobs import CLI, Job, finished, latest_checkpoint, started, steps_recorded
+from tests.shared.jobs import CLI, TINY, Job, finished, latest_checkpoint, started, steps_recorded
 
 STEPS = 40
 # Everything a run may print, besides the line of each step.
@@ -54,10 +54,10 @@ class Jobs:
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny: tuple[str, ...]) -> Jobs:
+def jobs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Jobs:
     place = tmp_path_factory.mktemp("first")
     (place / "data").symlink_to(corpus)
-    words = [*CLI, "train", *tiny, "run.name=first", "logging.wandb=offline", "train.precision=bf16"]
+    words = [*CLI, "train", *TINY, "run.name=first", "logging.wandb=offline", "train.precision=bf16"]
     words.append(f"train.steps={STEPS}")
     stopped, last = [], [0]
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -130,13 +130,11 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.fixture
-def resuming(
-    jobs: Jobs, no_start: None, tiny: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> list[str]:
+def resuming(jobs: Jobs, no_start: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Settings that go on with a copy of the run, in the current directory, where ranks must not be started."""
     shutil.copytree(jobs.place, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    return [*tiny, "run.name=first", "train.precision=bf16", "train.steps=60"]
+    return [*TINY, "run.name=first", "train.precision=bf16", "train.steps=60"]
 
 
 def test_the_run_itself_may_go_on(resuming: list[str]) -> None:

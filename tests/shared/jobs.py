@@ -25,6 +25,10 @@ from tests.shared.processes import Quick
 CLI = (sys.executable, "-m", "megatron_longctx.verbs.cli")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TORCHRUN_2 = (*TORCHRUN, "--nproc-per-node", "2", *CLI[1:])
+TINY = (  # a model so small that starting the ranks is what takes the time
+    *("data.prefix=data/tiny", "data.seq_length=64", "train.precision=fp32", "optim.warmup_steps=1"),
+    *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "logging.wandb=disabled"),
+)
 _ROOT = Path(__file__).resolve().parents[2]
 # What would make a process take itself for a rank of somebody else's job, or change what it prints.
 _STRANGERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONWARNINGS")
