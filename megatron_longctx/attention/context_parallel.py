@@ -38,7 +38,7 @@ from .bind import Engine
 from .function import AttentionFunction, AttentionResult, Passes, forward_pass, shapes_of
 from .kv_format import MakeFormat
 from .shapes import Shapes
-from .warm_up import Expected, compile_kinds
+from .warm_up import compile_kinds
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class ContextParallelAttention:
         self._engines: dict[KernelRequest, Engine] = {}
         self._bound: OrderedDict[tuple[Mask, KernelRequest, Shapes, bool], Passes] = OrderedDict()
         self._kinds: set[tuple[KernelRequest, Shapes, bool]] = set()  # of calls so far, whatever their masks
-        self._expected = Expected()
+        self._expected: tuple[Sequence[Mask], bool] = (), False
         self._warm: set[tuple[KernelRequest, Shapes, bool]] = set()
         self._lock = threading.Lock()
         self.plan(0)
@@ -136,7 +136,7 @@ class ContextParallelAttention:
     def expect(self, masks: Sequence[Mask], varied: bool) -> None:
         """Calls of these masks will come: kernels that are compiled for kinds of calls are compiled for all of these by
         the first one, and none later. varied: also of masks like them, whose documents lie elsewhere."""
-        self._expected = Expected(masks, varied)
+        self._expected = masks, varied
 
     def layout(self, mask: Mask | int) -> Layout:
         """Which rank holds which token."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import product, starmap
 from typing import NamedTuple
 
@@ -10,15 +10,7 @@ import torch
 
 from ..kernels import CallKind
 from ..schedules import Lowering, backward_plan
-from ..schedules.mask import Mask
 from .function import Passes
-
-
-class Expected(NamedTuple):
-    """Calls that will come. varied: of these masks, and of others whose documents lie elsewhere."""
-
-    masks: Sequence[Mask] = ()
-    varied: bool = False
 
 
 class _Compiled(NamedTuple):
@@ -30,7 +22,7 @@ class _Compiled(NamedTuple):
 
 
 def compile_kinds(every: Iterable[Passes], varied: bool) -> None:
-    """Make a small call of every kind that passes have; varied: see `Expected`."""
+    """Make a small call of every kind that passes have. varied: see `ContextParallelAttention.expect`."""
     found: dict[_Compiled, Passes] = {}
     for passes in every:
         for each in kinds(passes, varied) if passes.engine.kernel.compiles else ():
