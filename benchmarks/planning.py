@@ -82,7 +82,7 @@ def milliseconds(schedule: str, n: int, lengths: tuple[int, ...], batches: int) 
     shapes, hosts = shapes_of(q, kv, kv), (tuple(range(n)),) * n
     target = Target(shapes.workload, Takes(packed=True, rectangles=True, windows=True), hosts)
     peers: Any = SimpleNamespace(hosts=hosts, peers=range(n))
-    peers.channel = lambda program, num_bytes, _: SymmetricExchange(peers, program.sends, program.receives, num_bytes)
+    peers.channel = lambda program, num_bytes, _: SymmetricExchange(peers, program, num_bytes)
     engine = Engine(PROVIDERS["cpu"](deterministic=False), peers, BufferPool(torch.device("cpu")))
     draw = random.Random(0)
     for _ in range(batches):

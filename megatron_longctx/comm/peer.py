@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..schedules.program import Program, Receive, SendLayout
+from ..schedules.program import Program
 from .collect import PeerMemoryError, all_or_none, from_all
 from .flags import FlagOperations
 from .hosts import Hosts
@@ -88,7 +88,7 @@ class PeerTransport:
 
     def channel(self, program: Program, num_bytes: int, memory: Any = None) -> SymmetricExchange:
         """The messages of a program; see `channel.Transport`."""
-        return SymmetricExchange(self, program.sends, program.receives, num_bytes)
+        return SymmetricExchange(self, program, num_bytes)
 
     def provide(self, num_bytes: int, steps: int) -> None:
         """See that there is memory for passes that send so much from some rank, in so many steps. All ranks call this
@@ -205,20 +205,17 @@ class SymmetricExchange:
     `wait`, or `acquire` and `release`.
 
     Args:
-        layout: where this rank's messages lie. receives: where those for it do, by step.
         num_bytes: of the rank that sends most.
     """
 
-    def __init__(
-        self, transport: PeerTransport, layout: SendLayout, receives: Sequence[Sequence[Receive]], num_bytes: int
-    ) -> None:
-        self._transport, self._layout, self._num_bytes = transport, layout, num_bytes
-        self._steps = len(receives)
+    def __init__(self, transport: PeerTransport, program: Program, num_bytes: int) -> None:
+        self._transport, self._layout, self._num_bytes = transport, program.sends, num_bytes
+        self._steps = len(program.receives)
         # What other ranks than the peers get, or send, goes another way.
-        self._sends = [[m for m in messages if m.peer in transport.peers] for messages in layout.messages]
+        self._sends = [[m for m in messages if m.peer in transport.peers] for messages in program.sends.messages]
         self._incoming = [
             [(each.peer, span) for each in some if each.peer in transport.peers for span in each.spans]
-            for some in receives
+            for some in program.receives
         ]
         self._generation = -1
         self._turn = 0
