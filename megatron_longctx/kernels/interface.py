@@ -5,8 +5,8 @@ queries and keys, `e` of values and outputs.
 """
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -127,7 +127,7 @@ class AttentionKernel(ABC):
     def __init__(self, *, deterministic: bool = False) -> None:
         """As in the request; `why_not` says whether the provider can be `deterministic`."""
         self.deterministic = deterministic
-        self._prepared: OrderedDict[tuple[KernelCall, int, int, torch.device], Any] = OrderedDict()
+        self._prepared = lru_cache(maxsize=_MOST_PREPARED)(self.prepare)
 
     @abstractmethod
     def why_not(self, request: KernelRequest) -> str | None:
@@ -213,14 +213,7 @@ class AttentionKernel(ABC):
             raise ValueError(f"segments {call.segments}: expected {whole}, one of all rows, in a call of {self.name}.")
         if q.numel() == 0 or k.numel() == 0:
             return None
-        key = call, q.shape[0], k.shape[0], q.device
-        if key not in self._prepared:
-            self._prepared[key] = self.prepare(call, (q.shape[0], k.shape[0]), q.device)
-            if len(self._prepared) > _MOST_PREPARED:
-                self._prepared.popitem(last=False)
-        else:
-            self._prepared.move_to_end(key)
-        prepared = self._prepared[key]
+        prepared = self._prepared(call, (q.shape[0], k.shape[0]), q.device)
         q, scale, _ = _positive(q, scale)
         return BlockInputs(readable(q), readable(k), readable(v), call, scale, prepared)
 
