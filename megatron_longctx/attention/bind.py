@@ -143,12 +143,8 @@ def bind(lowering: Lowering, rank: int, shapes: Shapes, engine: Engine) -> Bound
 
 
 def first_field(program: Program, step: int) -> list[int]:
-    """By receive of a step, the number of its first field among all of the step's."""
-    counts, total = [], 0
-    for each in program.receives[step]:
-        counts.append(total)
-        total += NUM_FIELDS[each.block.kind]
-    return counts
+    """By receive of a step, the number of its first field among all of the step's; at last, of them all."""
+    return list(accumulate((NUM_FIELDS[each.block.kind] for each in program.receives[step]), initial=0))
 
 
 def _kept_at(program: Program) -> tuple[int, ...]:
