@@ -114,6 +114,8 @@ def _uses(plan: Plan, rank: int) -> _Uses:
 
 
 def _last_use(block: Block, uses: _Uses, least: int) -> int:
-    found = uses.get((block.kind, block.home), [])
+    found = uses.get((block.kind, block.home))
+    if found is None:
+        return least
     within = takewhile(lambda use: use[0] < block.stop, found[bisect_left(found, block.start, key=_start) :])
     return max((t for _, t, used in within if block.contains(used)), default=least)

@@ -213,7 +213,8 @@ class _Lowered:
             for number, (block, _, _) in enumerate(moves):
                 self.own[block.kind].add(Part(_of_peer(number, block), block.start), self.ops)
             return -1  # released once they are merged
-        pairs = [(self.places.into(block, t), _of_peer(number, block)) for number, (block, _, _) in enumerate(moves)]
+        into = self.places.into(t)
+        pairs = [(into[block], _of_peer(number, block)) for number, (block, _, _) in enumerate(moves)]
         self._copy([*pairs, *self.places.own_among(t)])
         self.ops.append(Release(t))
         return self._mark()
@@ -228,6 +229,7 @@ class _Lowered:
             }
             taken: dict[int, int] = defaultdict(int)
             of_step = []
+            into = {} if self.last_is_read and t == len(self.receives) - 1 else self.places.into(t)
             for block, source, _ in moves:
                 spans: tuple[tuple[int, int], ...] = ()
                 if source in peers:
@@ -235,8 +237,7 @@ class _Lowered:
                     taken[source] += 1
                     region = self.lowering.send_layout(source).regions[message.region]
                     spans = region.spans(message.start, block.tokens)
-                into = None if self.last_is_read and t == len(self.receives) - 1 else self.places.into(block, t)
-                of_step.append(Receive(block, source, into, spans))
+                of_step.append(Receive(block, source, into.get(block), spans))
             found.append(tuple(of_step))
         return tuple(found)
 
@@ -250,13 +251,14 @@ class _Lowered:
     def _arrived(self, t: int) -> bool:
         """Take in the results that came in step `t`; those whose buffers are used again are merged now. Says whether
         something of it goes on from here."""
+        into = self.places.into(t)
         for block, _, _ in self.receives[t]:
-            if block.kind in RESULTS and block.home == self.rank:
-                self.own[block.kind].add(Part(self.places.into(block, t), block.start), self.ops)
+            if block.home == self.rank:  # a result
+                self.own[block.kind].add(Part(into[block], block.start), self.ops)
         added = self.results.added[t + 1] if t + 1 < len(self.plan.steps) else []
         for block, key in added:
             self.left[key] -= 1
-            self._copy(self._send_result(key, [Part(self.places.into(block, t), block.start)]))
+            self._copy(self._send_result(key, [Part(into[block], block.start)]))
         for total in (*self.own.values(), *(self.away[key] for _, key in added if self.left[key])):
             if any(self.places.is_received_after(buffer, t + 1) for buffer in total.borrowed):
                 total.fold(self.ops)

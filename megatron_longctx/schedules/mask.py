@@ -164,8 +164,8 @@ def _union(a: Slice, b: Slice) -> Slice | None:
     beside = a.k_stop == b.k_start  # then `a` may have the lower bound of both, and `b` the upper one
     if a.is_full and b.is_full:
         if beside:
-            return a._replace(k_stop=b.k_stop) if a[:2] == b[:2] else None
-        return a._replace(q_stop=b.q_stop) if a[2:4] == b[2:4] and a.q_stop == b.q_start else None
+            return Slice(*a[:3], b.k_stop) if a[:2] == b[:2] else None
+        return Slice(a.q_start, b.q_stop, *a[2:4]) if a[2:4] == b[2:4] and a.q_stop == b.q_start else None
     lo, hi = (a.lo, b.hi) if beside else (min(a.lo, b.lo), max(a.hi, b.hi) if a.hi != FAR != b.hi else min(a.hi, b.hi))
     q_start, q_stop = min(a.q_start, b.q_start), max(a.q_stop, b.q_stop)
     whole = Slice(q_start, q_stop, a.k_start, max(a.k_stop, b.k_stop), lo, hi).tight()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from .liveness import LiveRange
@@ -32,23 +32,23 @@ class Places:
         self.buffers = _buffers(ranges, buffer_of)
         self._arriving: dict[int, list[tuple[LiveRange, int]]] = defaultdict(list)
         self._last_arrival: dict[int, int] = {}
-        self._into: dict[tuple[Block, int], Rows] = {}
+        self._into: dict[int, dict[Block, Rows]] = defaultdict(dict)
         self._held: dict[tuple[Kind, int], list[tuple[LiveRange, int, Block, int]]] = defaultdict(list)
         for each, buffer in zip(ranges, buffer_of, strict=True):
             self._arriving[each.first].append((each, buffer))
             self._last_arrival[buffer] = max(each.first, self._last_arrival.get(buffer, 0))
-            at = 0
+            into, at = self._into[each.first], 0
             for block in each.blocks:
-                tokens = block.stop - block.start
-                self._held[block.kind, block.home].append((each, buffer, block, at))
-                rows = Rows(Space.BUFFER, buffer, block.kind, at, at + tokens, block.heads, block.heads)
-                self._into.setdefault((block, each.first), rows)
-                at += tokens
+                kind, home, start, stop, _, heads = block
+                self._held[kind, home].append((each, buffer, block, at))
+                after = at + stop - start
+                into.setdefault(block, Rows(Space.BUFFER, buffer, kind, at, after, heads, heads))
+                at = after
         self._gathered: dict[tuple[Block, ...], Rows] = {}
 
-    def into(self, block: Block, t: int) -> Rows:
-        """The rows that a block is received into in step `t`."""
-        return self._into[block, t]
+    def into(self, t: int) -> Mapping[Block, Rows]:
+        """The rows that blocks are received into in step `t`."""
+        return self._into[t]
 
     def own_among(self, t: int) -> Iterator[tuple[Rows, Rows]]:
         """The copies that put own rows among those of other ranks that arrive in step `t`."""

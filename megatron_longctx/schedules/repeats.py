@@ -1,12 +1,13 @@
-"""Which steps of a rank repeat: with many ranks most do, so that a shorter plan says what all of them take.
+"""What repeats in a rank's part of a plan: with many ranks most does, so that a shorter plan says what all of it takes.
 
-A step of a rank is named by what it sends, receives and attends, where other ranks go by how many of them came between
-their first block and this step. Steps of one name do the same to blocks that came as long before.
+A step of a rank is named by what it sends, receives and attends, where other ranks go by how long ago they came last.
+Steps of one name do the same to blocks that came as long before. In a step, alike blocks of several ranks that lie side
+by side wherever they come are one block of as many tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from operator import itemgetter
@@ -15,17 +16,24 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .plan import Attend, Block, Move, Plan, Step
+from .cost import Workload
+from .mask import Slice
+from .plan import RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step
+from .send_layout import ALIGNMENT
 
-Rows = NDArray[np.int32]
+Ints = NDArray[np.int32]
+Bools = NDArray[np.bool_]
 
 T = TypeVar("T")
 
 _PERIODS, _EDGE, _LONGEST = 3, 6, 16
 """Repetitions after which a program repeats, too: accumulators take three parts at a time, buffers take turns. Those at
 either end that may differ. The most steps of what is sought."""
-_KINDS, _CALL = 4, 2
-_FAR = 1 << 30
+LEAST_RANKS = 16
+"""Fewer ranks' programs are made sooner than compared."""
+_SENT, _RECEIVED, _CALL, _ATTENDED = range(4)
+_OWN = -1
+"""Instead of how many rows before it a home came last (0: not before), where it is the rank itself."""
 
 
 class Cut(NamedTuple):
@@ -41,11 +49,13 @@ class Cut(NamedTuple):
 
 
 class Short(NamedTuple):
-    """One rank's part of a plan without the steps that repeat. key: equal for ranks that do the same."""
+    """One rank's part of a plan without what repeats. key: equal for ranks that do the same. joined: results for other
+    ranks that stand for several, by kind, tokens and heads: true only where each is of one call."""
 
     key: tuple[object, ...]
     plan: Plan
-    cuts: tuple[Cut, ...]
+    cuts: tuple[Cut, ...] = ()
+    joined: frozenset[tuple[Kind, int, Heads]] = frozenset()
 
     def all_of(self, steps: list[T]) -> list[T]:
         """By step of the whole plan, what was found of the shorter one's (and behind its last)."""
@@ -61,11 +71,11 @@ class Short(NamedTuple):
 class Repeats:
     """A plan's ranks, each by its own part of the plan."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, workload: Workload) -> None:
         self.plan = plan
-        self._parts = _Parts(plan)
+        self._parts = _Parts(plan, workload)
         self._names: dict[bytes, int] = {}
-        self._short: dict[tuple[object, ...], Plan | None] = {}
+        self._short: dict[tuple[object, ...], Short] = {}
 
     def short(self, rank: int) -> Short:
         """That of one rank; in it, the rank keeps its number, and others have numbers of their own."""
@@ -75,129 +85,192 @@ class Repeats:
         where = [cut[:2] for cut in cuts]
         key = (plan.queries.num_tokens(rank), plan.keys.num_tokens(rank), *where, *(names[t] for t in kept))
         if key not in self._short:
-            self._short[key] = self._shorter(rank, kept, cuts)
+            self._short[key] = self._shorter(rank, kept, Short(key, plan, cuts))
         found = self._short[key]
-        return Short((-1, rank), plan, ()) if found is None else Short(key, found, cuts)
+        return found._replace(cuts=cuts) if found.key else Short((-1, rank), plan)
 
-    def _shorter(self, rank: int, kept: list[int], cuts: tuple[Cut, ...]) -> Plan | None:
-        """The plan of some steps; None where a block stays for longer than a part that is cut out."""
-        plan = self.plan
-        if not cuts:
-            return plan
-        before, met = self._parts.before[rank].tolist(), self._parts.met[rank].tolist()
-        rows = list(self._parts.of(rank))
-        left_out = 0  # ranks that come in steps that are left out
-        steps = []
-        ends = {cut.stop + (cut.stop - cut.start): cut for cut in cuts}
-        new: list[int] = []
-        oldest = 0
+    def _shorter(self, rank: int, kept: list[int], short: Short) -> Short:
+        """With the plan of some steps; without a key where a block stays for longer than a part that is cut out."""
+        parts, cuts = self._parts, short.cuts
+        if not cuts and not parts.joined[rank]:
+            return short
+        joined = set()
+        steps: list[Step] = []
+        homes: list[int] = []  # by row
+        begins: list[int] = []  # by step, its first row
+        seams = {2 * cut.stop - cut.start: cut.start for cut in cuts}
+        oldest, new = 0, self.plan.n
         for place, t in enumerate(kept):
-            if place and t != kept[place - 1] + 1:
-                left_out += before[t] - before[kept[place - 1] + 1]
-            now = before[t] - left_out
-            new.append(now)
-            if place in ends:
-                oldest = new[ends[place].start]
-            if now - _reach(rows[t]) < oldest:
-                return None
-
-            def named(block: Block, left_out: int = left_out) -> Block:
-                home, origin = block.home, block.origin
-                if home != rank:
-                    home = plan.n + met[home] - left_out
-                if origin not in (-1, rank):
-                    origin = -2 - origin if plan.sum_in_node else plan.n + met[plan.n + origin] - left_out
-                return block._replace(home=home, origin=origin)
-
-            moves = [Move(named(block), rank, -1) for block, _, _ in plan.sends(rank)[t]]
-            moves += [Move(named(block), -1, rank) for block, _, _ in plan.receives(rank)[t]]
-            calls = tuple(
-                Attend(tuple(map(named, each.queries)), tuple(map(named, each.keys)), each.slices)
-                for each in plan.steps[t].attends[rank]
-            )
-            steps.append(Step(tuple(moves), ((),) * rank + (calls,)))
-        return replace(plan, steps=tuple(steps))
+            begins.append(len(homes))
+            if place in seams:
+                oldest = begins[seams[place]]
+            moves: list[Move] = []
+            calls: list[tuple[tuple[list[Block], list[Block]], tuple[Slice, ...]]] = []
+            for role, thing, since, times in parts.rows(rank, t):
+                if isinstance(thing, Attend):
+                    calls.append((([], []), thing.slices))
+                    homes.append(-1)
+                    continue
+                if since > len(homes) - oldest:
+                    return Short((), self.plan)
+                kind, home, start, stop, origin, heads = thing
+                if since != _OWN:
+                    home = homes[-since] if since else new
+                    new += not since
+                homes.append(home)
+                block = Block(kind, home, start, start + times * (stop - start), origin, heads)
+                if times > 1 and kind in RESULTS:
+                    joined.add((kind, block.tokens, heads))
+                if role == _ATTENDED:
+                    calls[-1][0][kind is not Kind.Q].append(block)
+                else:
+                    moves.append(Move(block, rank, -1) if role == _SENT else Move(block, -1, rank))
+            attends = tuple(Attend(tuple(queries), tuple(keys), slices) for (queries, keys), slices in calls)
+            steps.append(Step(tuple(moves), ((),) * rank + (attends,)))
+        return short._replace(plan=replace(self.plan, steps=tuple(steps)), joined=frozenset(joined))
 
 
 class _Parts:
-    """Every rank's part of a plan, by step, as rows of three integers.
+    """Every rank's part of a plan: by step, rows of three integers.
 
-    A row is a block that is sent, received or attended: which of these and what block, and how many other ranks came
-    first between the one of its home, or of its origin, and this step. Or it is a call, with the number of its blocks.
+    A row is a block that is sent, received or attended: which of these and what block, how many rows before it its home
+    came last, and for how many blocks it stands. Or it is a call, before what it attends.
 
-    before: by rank and step, how many ranks came before it. met: by rank, how many came before each rank as a home,
-    and behind these before each as an origin.
+    joined: by rank, whether some row stands for several blocks.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, workload: Workload) -> None:
         n, num_steps = plan.n, len(plan.steps)
         moves = list(chain.from_iterable(step.moves for step in plan.steps))
         calls_of = list(chain.from_iterable(step.attends for step in plan.steps))
         calls = list(chain.from_iterable(calls_of))
         queries, keys, slices = (list(map(itemgetter(i), calls)) for i in range(3))
-        sizes = np.array([list(map(len, queries)), list(map(len, keys))], np.int32).T
         blocks = list(map(itemgetter(0), moves))
         blocks += chain.from_iterable(chain.from_iterable(zip(queries, keys, strict=True)))
-        of_blocks = _numbered(blocks, lambda block: (block[0], *block[2:4], block[5]), (1, 4))
-        of_calls = np.column_stack((_numbered(slices, tuple), sizes))
+        self._things = [*blocks, *calls]
         # Who sends, receives, calls and attends what, in which step; then by rank and by step.
+        sent = np.arange(len(moves))
+        sizes = np.array([list(map(len, queries)), list(map(len, keys))], int).sum(0) + 1
+        is_call = np.zeros(sizes.sum(), bool)
+        is_call[sizes.cumsum() - sizes] = True
+        called = np.where(is_call, len(blocks) + is_call.cumsum(), len(moves) + (~is_call).cumsum()) - 1
+        things = np.concatenate((sent, sent, called))
+        roles = np.repeat((_SENT, _RECEIVED, _ATTENDED), (len(sent), len(sent), len(called)))
         steps = np.repeat(np.arange(num_steps), [len(step.moves) for step in plan.steps])
-        called = np.repeat(np.arange(n * num_steps), list(map(len, calls_of)))
-        attended = np.repeat(called, sizes.sum(1))
         ends = (np.fromiter(map(itemgetter(end), moves), int, len(moves)) for end in (1, 2))
-        steps, ranks = np.divmod(np.concatenate([*(n * steps + end for end in ends), called, attended]), n)
-        kinds = np.repeat(range(_KINDS), (len(moves), len(moves), len(called), len(attended)))
+        calling = np.repeat(np.repeat(np.arange(n * num_steps), list(map(len, calls_of))), sizes)
+        steps, ranks = np.divmod(np.concatenate((*(n * steps + end for end in ends), calling)), n)
         small = np.min_scalar_type(max(n, num_steps))  # sorts faster
         order = np.lexsort((steps.astype(small), ranks.astype(small)))
-        ranks, kinds, at = ranks[order], kinds[order], (ranks * num_steps + steps)[order]
-        self._ends = np.append(0, np.bincount(at, minlength=n * num_steps).cumsum())
-        of_moves = of_blocks[: len(moves)]
-        rows = np.concatenate((of_moves, of_moves, of_calls, of_blocks[len(moves) :])).take(order, 0)
-        # Other ranks are counted as they come.
-        others, is_block = rows[:, 1:], (kinds != _CALL)[:, None]
-        if plan.sum_in_node:  # which rank of the node has computed a part of a sum says nothing
-            others[is_block[:, 0] & (others[:, 1] != ranks), 1] = -1
-        counted = is_block & (others >= 0) & (others != ranks[:, None])
-        each = (2 * n * ranks[:, None] + others + np.array((0, n)))[counted]
-        at = np.repeat(at[:, None], 2, 1)[counted]
-        first = np.zeros(2 * n * n, int)
-        first[each[::-1]] = np.arange(len(each))[::-1]
-        comes = first[each] == np.arange(len(each))
-        coming = np.bincount(at[comes], minlength=n * num_steps).reshape(n, num_steps)
-        self.before, of_rank = coming.cumsum(1) - coming, coming.sum(1)
-        self.met = np.zeros((n, 2 * n), int)
-        self.met.flat[each[comes]] = np.arange(comes.sum()) - np.repeat(of_rank.cumsum() - of_rank, of_rank)
-        since = np.where(others < 0, _FAR, -_FAR)
-        since[counted] = self.before.ravel()[at] - self.met.ravel()[each]
-        np.copyto(others, since, where=is_block, casting="same_kind")
-        rows[:, 0] = _KINDS * rows[:, 0] + kinds
-        self._rows = rows
+        things, roles, ranks, at = things[order], roles[order], ranks[order], (ranks * num_steps + steps)[order]
+        is_call = things >= len(blocks)
+        roles[is_call] = _CALL
+        values, of_blocks = _numbered(blocks)
+        of_calls = np.full((len(calls), 3), -1, np.int32)
+        of_calls[:, 0] = _equal(slices)
+        numbers, homes, origins = np.concatenate((of_blocks, of_calls)).take(things, 0).T
+        codes = 8 * numbers + 2 * roles + (origins == ranks)
+        # How many rows before it a home came last.
+        is_own, is_other = homes == ranks, (homes != ranks) & ~is_call
+        others = np.flatnonzero(is_other)
+        others = others[np.lexsort((homes[others].astype(small), ranks[others].astype(small)))]
+        again = (homes[others[1:]] == homes[others[:-1]]) & (ranks[others[1:]] == ranks[others[:-1]])
+        before = np.arange(len(things))
+        before[others[1:][again]] = others[:-1][again]
+        since = np.where(is_own, _OWN, np.arange(len(things)) - before)
+        # Which rows are one with those before them. Results lie side by side only where their memory does, and those
+        # for this rank are merged one after the other.
+        numbers[is_call] = 0
+        shapes, results, even = _about(values, workload)
+        to_send = (origins == ranks) & even[numbers]
+        joins = (is_own & (roles == _SENT)) | (is_other & (~results[numbers] | to_send))
+        unlike = np.flatnonzero((since > 0) & (shapes[numbers] != shapes[numbers[before]]))
+        joins[unlike] = joins[before[unlike]] = False
+        joins[1:] &= joins[:-1]
+        joins[:1] = False
+        for each in (at, codes, since):
+            joins[1:] &= each[1:] == each[:-1]
+        begins = _begins(joins, before, np.flatnonzero(since > 0))
+        first = np.flatnonzero(begins)
+        places = begins.cumsum() - 1
+        since = np.where(since[first] > 0, places[first] - places[before[first]], since[first])
+        times = np.where(is_own[first], 1, np.diff(first, append=len(things)))
+        self._rows = np.column_stack((codes[first], since, times)).astype(np.int32)
+        self._numbers = things[first]
+        ends_of = np.append(0, np.bincount(at, minlength=n * num_steps).cumsum())
+        self._ends = np.searchsorted(first, ends_of)
+        self.joined = np.diff(self._ends[::num_steps]) < np.diff(ends_of[::num_steps])
+        self._num_steps = num_steps
 
     def of(self, rank: int) -> Iterator[bytes]:
         """The rows of a rank's steps."""
-        num_steps = self.before.shape[1]
-        ends = self._ends[rank * num_steps : (rank + 1) * num_steps + 1]
+        ends = self._ends[rank * self._num_steps : (rank + 1) * self._num_steps + 1]
         rows = self._rows[ends[0] : ends[-1]].tobytes()
         for start, stop in pairwise((self._rows.strides[0] * (ends - ends[0])).tolist()):
             yield rows[start:stop]
 
+    def rows(self, rank: int, t: int) -> Iterator[tuple[int, Block | Attend, int, int]]:
+        """Those of a step: role, block or call, and the second and third integer."""
+        start, stop = self._ends[rank * self._num_steps + t :][:2]
+        codes, since, times = self._rows[start:stop].T.tolist()
+        for code, number, *rest in zip(codes, self._numbers[start:stop].tolist(), since, times, strict=True):
+            yield code // 2 % 4, self._things[number], *rest
 
-def _reach(rows: bytes) -> int:
-    """How many ranks before a step the one of its oldest block first came."""
-    found = np.frombuffer(rows, np.int32).reshape(-1, 3)
-    since = found[found[:, 0] % _KINDS != _CALL, 1:]
-    return int(since[since < _FAR].max(initial=0))
+
+def _numbered(blocks: Sequence[Block]) -> tuple[list[tuple[Kind, int, int, Heads]], Ints]:
+    """What blocks there are but for whose they are, and a row for each: which of these, its home and its origin."""
+    found, places = _distinct(blocks)
+    numbers: dict[tuple[Kind, int, int, Heads], int] = {}
+    columns = [[numbers.setdefault(each, len(numbers)) for each in map(itemgetter(0, 2, 3, 5), found)]]
+    columns += [list(map(itemgetter(field), found)) for field in (1, 4)]
+    return list(numbers), np.array(columns, np.int32).T.take(places, 0)
 
 
-def _numbered(things: Sequence[T], value: Callable[[T], object], fields: Sequence[int] = ()) -> Rows:
-    """A row for each: equal values as equal numbers, and some of its fields. Plans share most of their objects."""
+def _equal(things: Sequence[object]) -> Ints:
+    """Equal ones as equal numbers."""
+    found, places = _distinct(things)
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(each, len(numbers)) for each in found], np.int32).take(places)
+
+
+def _distinct(things: Sequence[T]) -> tuple[list[T], NDArray[np.int_]]:
+    """The objects among them, and which of these each is. Plans share most of their objects."""
     ids = np.fromiter(map(id, things), np.int64, len(things))
     _, first, places = np.unique(ids, return_index=True, return_inverse=True)
-    found = [things[i] for i in first.tolist()]
-    numbers: dict[object, int] = {}
-    columns = [[numbers.setdefault(each, len(numbers)) for each in map(value, found)]]
-    columns += [list(map(itemgetter(field), found)) for field in fields]
-    return np.array(columns, np.int32).T.take(places, 0)
+    return [things[i] for i in first.tolist()], places
+
+
+def _about(values: Sequence[tuple[Kind, int, int, Heads]], workload: Workload) -> tuple[Ints, Bools, Bools]:
+    """Of blocks: equal numbers for the same rows and heads, whether they are results, and whether several take as much
+    send memory as one of all their tokens."""
+    shapes: dict[tuple[int, int, Heads], int] = {}
+    shape = [shapes.setdefault(value[1:], len(shapes)) for value in values]
+    even = [
+        all(size * (stop - start) % ALIGNMENT == 0 for size in workload.field_bytes(kind, heads))
+        for kind, start, stop, heads in values
+    ]
+    return np.array(shape, np.int32), np.array([value[0] in RESULTS for value in values], bool), np.array(even, bool)
+
+
+def _begins(joins: Bools, before: NDArray[np.int_], again: NDArray[np.int_]) -> Bools:
+    """Where blocks begin that stand for several: all rows of one have come before as all rows of one.
+
+    Args:
+        joins: rows that are like the ones before them. before: the row in which each one's home came last. again: rows
+            that have such a one.
+    """
+    begins = np.append(~joins, True)
+    several = ~(begins[:-1] & begins[1:])
+    again = again[several[again] | several[before[again]]]
+    then = before[again]
+    while True:
+        found = begins.copy()
+        for place in (0, 1):
+            begins[again + place] |= begins[then + place]
+            begins[then + place] |= begins[again + place]
+        if (begins == found).all():
+            break
+    return begins[:-1]
 
 
 def _kept(names: Sequence[int]) -> tuple[list[int], tuple[Cut, ...]]:

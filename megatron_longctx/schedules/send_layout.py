@@ -12,7 +12,7 @@ from .mask import runs
 from .plan import GRADIENTS, RESULTS, Block, Heads, Kind, Move, Plan
 from .program import Message, Region, SendLayout
 
-_ALIGNMENT = 256
+ALIGNMENT = 256
 
 _READ_FOR = 2
 """Steps after which a message's memory may be used again: by then its readers are long done, and waiting for their
@@ -224,4 +224,4 @@ def _row(spans: Sequence[tuple[int, int]], row: int) -> int:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -17,9 +17,9 @@ from .cost import GIB, Costs, Workload
 from .footprint import footprint, row_bytes
 from .lower import Lowering
 from .messages import Messages
-from .plan import Plan
+from .plan import Heads, Kind, Plan
 from .program import Acquire, Compute, Copy, Mark, Merge, Op, Program, Release, Send, Wait
-from .repeats import Repeats, Short
+from .repeats import LEAST_RANKS, Repeats, Short
 from .target import Target
 
 
@@ -106,11 +106,12 @@ class _Item(NamedTuple):
 
 class _Steps(NamedTuple):
     """What a rank does until it starts each step's messages, and behind the last of them; how many operations a host
-    issues of these; peak_bytes of all."""
+    issues of these; peak_bytes of all; totals: what accumulators are of, by kind, tokens and heads."""
 
     items: list[list[_Item]]
     operations: list[int]
     peak_bytes: int
+    totals: frozenset[tuple[Kind, int, Heads]]
 
 
 class _Simulated:
@@ -125,18 +126,19 @@ class _Simulated:
         self.spans: list[Span] | None = [] if timeline else None
         self._calls: dict[object, float] = {}
         self.operations = self.peak_bytes = 0
-        lowering, repeats, found = Lowering(plan, target), Repeats(plan), dict[object, _Steps]()
+        lowering, found = Lowering(plan, target), dict[object, _Steps]()
         # A time line says whose keys a call attends, and peers read each other's memory.
-        whole = timeline or target.hosts is not None or bool(plan.kept)
+        whole = timeline or target.hosts is not None or bool(plan.kept) or n < LEAST_RANKS
+        repeats = None if whole else Repeats(plan, target.workload)
         self._items: list[list[list[_Item]]] = []
         for rank in range(n):
-            short = Short((rank,), plan, ()) if whole else repeats.short(rank)
+            short = Short((rank,), plan) if repeats is None else repeats.short(rank)
             of_short = found.get(short.key)
             if of_short is None:
                 program = (lowering if short.plan is plan else Lowering(short.plan, target)).program(rank)
                 of_short = found[short.key] = self._priced(program)
-            if not all(cut.repeats(of_short.items) for cut in short.cuts):
-                of_short, short = self._priced(lowering.program(rank)), Short((rank,), plan, ())
+            if short.joined & of_short.totals or not all(cut.repeats(of_short.items) for cut in short.cuts):
+                of_short, short = self._priced(lowering.program(rank)), Short((rank,), plan)
             self._items.append(short.all_of(of_short.items))
             self.operations = max(self.operations, sum(short.all_of(of_short.operations)))
             self.peak_bytes = max(self.peak_bytes, of_short.peak_bytes)
@@ -205,7 +207,8 @@ class _Simulated:
                 steps[t].append(_Item(Wait))
         if seconds:
             steps[t].append(_Item(None, seconds))
-        return _Steps(steps, operations, footprint(program, self.workload).total)
+        totals = frozenset((rows.kind, rows.tokens, rows.heads) for rows in program.totals)
+        return _Steps(steps, operations, footprint(program, self.workload).total, totals)
 
     def _item(self, op: Op, program: Program) -> _Item | None:
         if isinstance(op, Compute):

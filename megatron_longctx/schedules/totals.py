@@ -27,9 +27,10 @@ class Total:
 
     def add(self, part: Part, ops: list[Op]) -> None:
         rows = part.rows
-        heads = self.workload.head_range(rows.kind, rows.heads)
-        self._apart = self._apart and rows.tokens == self.into.tokens and self._covered.isdisjoint(heads)
-        self._covered.update(heads)
+        if self._apart:
+            heads = self.workload.head_range(rows.kind, rows.heads)
+            self._apart = rows.tokens == self.into.tokens and self._covered.isdisjoint(heads)
+            self._covered.update(heads)
         if len(self.parts) + self.exists >= MOST_PARTIALS and not self._apart:
             self.fold(ops)
         self.parts.append(part)
@@ -43,10 +44,10 @@ class Total:
             self.parts = self.parts[len(some) :]
             start, stop = 0, self.into.tokens
             if self.exists:  # rows that get nothing stay as they are
-                start, stop = min(p.start for p in some), max(p.start + p.rows.tokens for p in some)
+                start, stop = min([at for _, at in some]), max([at + rows.tokens for rows, at in some])
             total = self._total(start, stop)
             before = [Part(total, 0)] if self.exists else []
-            ops.append(Merge(total, (*before, *(part._replace(start=part.start - start) for part in some))))
+            ops.append(Merge(total, (*before, *[Part(rows, at - start) for rows, at in some])))
             self.exists = True
         self.borrowed.clear()
         self._apart = False

@@ -28,7 +28,7 @@ def transpose(plan: Plan) -> Plan:
     """
     if plan.backward:
         raise ValueError(f"plan {plan.name} is a backward plan: expected a forward plan. Transpose the forward plan.")
-    results, kinds = _results(replace(plan, backward=True)), _INPUTS_AFTER_KEEPING if plan.kept else _INPUTS
+    results, kinds = _results(plan), _INPUTS_AFTER_KEEPING if plan.kept else _INPUTS
     steps: list[Step] = []
     for t, step in enumerate(plan.steps):
         inputs = tuple(
@@ -48,25 +48,25 @@ def _results(plan: Plan) -> dict[int, list[Move]]:
 
     What overlaps travels as one, so that nothing is sent twice.
     """
-    away: dict[tuple[int, Kind, int, Heads], list[tuple[int, int, int, Block]]] = {}
+    away: dict[tuple[int, Kind, int, Heads], list[tuple[int, int, int]]] = {}
     for t, step in enumerate(plan.steps):
         for rank, attends in enumerate(step.attends):
             for attend in attends:
-                for block in plan.results_away(attend, rank):
-                    computed = away.setdefault((rank, block.kind, block.home, block.heads), [])
-                    computed.append((block.start, block.stop, t, block))
+                for kind, blocks in ((Kind.DKV, attend.keys), (Kind.DQ, attend.queries)):
+                    for _, home, start, stop, _, heads in blocks:
+                        if home != rank:
+                            away.setdefault((rank, kind, home, heads), []).append((start, stop, t))
     ready: list[Ready] = []
-    for computed in away.values():
-        open_stop, last, whole = -1, -1, computed[0][3]
-        for start, stop, t, block in sorted(computed):
+    for (rank, kind, home, heads), computed in away.items():
+        computed.sort()
+        first, open_stop, last = computed[0]
+        for start, stop, t in computed:
             if start >= open_stop:
-                if open_stop >= 0:
-                    ready.append(Ready(whole, last + 1))
-                open_stop, last, whole = stop, t, block
+                ready.append(Ready(Block(kind, home, first, open_stop, rank, heads), last + 1))
+                first, open_stop, last = start, stop, t
             else:
                 open_stop, last = max(open_stop, stop), max(last, t)
-                whole = whole._replace(stop=open_stop)
-        ready.append(Ready(whole, last + 1))
+        ready.append(Ready(Block(kind, home, first, open_stop, rank, heads), last + 1))
     moves: dict[int, list[Move]] = {}
     for t, move in ways_home(ready, plan.sum_in_node):
         moves.setdefault(t, []).append(move)

@@ -35,10 +35,10 @@ def trim(plan: Plan) -> Plan:
 
 def _needed_of(move: Move, needs: _Needs) -> Iterator[Move]:
     block = move.block
-    if block.kind in RESULTS:
+    used = needs.get((move.destination, block.kind, block.home), ())
+    if block.kind in RESULTS or block in used:
         yield move
         return
-    used = needs.get((move.destination, block.kind, block.home), ())
     spans = [(max(block.start, each.start), min(block.stop, each.stop)) for each in used if block.overlaps(each)]
     for start, stop in runs(spans):
         whole = (start, stop) == (block.start, block.stop)

@@ -20,6 +20,15 @@ class _Held(NamedTuple):
     tokens: range
 
 
+class _Part(NamedTuple):
+    """Neighbouring keys of a block that are seen, whether they are all of it, and what of them is seen."""
+
+    start: int
+    stop: int
+    whole: bool
+    slices: list[Slice]
+
+
 class _Call(NamedTuple):
     """A call on keys of whatever ranks. first, last: of its queries, the last one excluded. spans: of its keys: the
     place of a block among those that are asked about, its first and last slot, and whether they are all of it."""
@@ -43,7 +52,10 @@ class Visibility:
         # Of many ranks most see alike of each other.
         self._joined: dict[tuple[Slice, ...], tuple[Slice, ...]] = {}
         self._attended: dict[tuple[int, int, int], tuple[Block]] = {}
-        self._calls: dict[tuple[tuple[int, int, int], ...], _Call | None] = {}  # alike slices are one object
+        # Alike slices are one object, so that a number says which.
+        self._calls: dict[tuple[tuple[int, int, int], ...], _Call | None] = {}
+        self._parts: dict[tuple[int, int, int], list[_Part]] = {}
+        self._needed: dict[int, list[tuple[int, int]]] = {}
         held = sorted(
             (_Held(rank, slot, span) for rank in range(keys.n) for slot, span in keys.placed(rank)),
             key=lambda each: each.tokens.start,
@@ -76,7 +88,10 @@ class Visibility:
         between = [self.between(q_rank, key.home) for key in blocks]
         asked = tuple([(id(seen), key.start, key.stop) for seen, key in zip(between, blocks, strict=True)])
         if asked not in self._calls:
-            self._calls[asked] = _call(between, blocks)
+            for part, seen in zip(asked, between, strict=True):
+                if part not in self._parts:
+                    self._parts[part] = _parts(seen, *part[1:])
+            self._calls[asked] = _call([self._parts[part] for part in asked])
         call = self._calls[asked]
         if call is None:
             return None
@@ -101,8 +116,10 @@ class Visibility:
 
     def needed(self, q_rank: int, k_rank: int) -> list[Block]:
         """The keys of one rank that queries of another see any of."""
-        seen = runs((each.k_start, each.k_stop) for each in self.between(q_rank, k_rank))
-        return [Block(Kind.KV, k_rank, start, stop) for start, stop in seen]
+        seen = self.between(q_rank, k_rank)
+        if id(seen) not in self._needed:
+            self._needed[id(seen)] = runs((each.k_start, each.k_stop) for each in seen)
+        return [Block(Kind.KV, k_rank, start, stop) for start, stop in self._needed[id(seen)]]
 
     def first_query(self, q_rank: int, key: Block) -> int:
         """The first slot of a rank whose query sees any of a block of keys; the number of its slots if none does."""
@@ -143,16 +160,24 @@ class Visibility:
         yield from self._spaced
 
 
-def _call(between: Sequence[tuple[Slice, ...]], keys: Sequence[Block]) -> _Call | None:
-    """The call on some blocks of keys. between: what is seen of the rank of each."""
+def _parts(seen: Sequence[Slice], start: int, stop: int) -> list[_Part]:
+    """What is seen of keys `start..stop-1` of a rank."""
+    slices = [found for each in seen if (found := _rows(each, start, stop)) is not None]
+    return [
+        _Part(low, high, (low, high) == (start, stop), [each for each in slices if low <= each.k_start < high])
+        for low, high in runs((each.k_start, each.k_stop) for each in slices)
+    ]
+
+
+def _call(blocks: Sequence[Sequence[_Part]]) -> _Call | None:
+    """The call on some blocks of keys. blocks: what is seen of each."""
     spans: list[tuple[int, int, int, bool]] = []
     slices: list[Slice] = []
     at = 0
-    for number, (of_rank, key) in enumerate(zip(between, keys, strict=True)):
-        seen = [found for each in of_rank if (found := _rows(each, key.start, key.stop)) is not None]
-        for start, stop in runs((each.k_start, each.k_stop) for each in seen):
-            spans.append((number, start, stop, (start, stop) == key[2:4]))
-            slices += (each.moved(0, at - start) for each in seen if start <= each.k_start < stop)
+    for number, parts in enumerate(blocks):
+        for start, stop, whole, seen in parts:
+            spans.append((number, start, stop, whole))
+            slices += [each.moved(0, at - start) for each in seen]
             at += stop - start
     if not slices:
         return None

@@ -27,7 +27,6 @@ from megatron_longctx.schedules import (
     build_plan,
     kernel_calls,
     lower,
-    repeats,
 )
 from megatron_longctx.schedules.cost import GIB
 from megatron_longctx.schedules.footprint import footprint
@@ -250,26 +249,31 @@ def test_a_thousand_ranks_are_planned_and_simulated(monkeypatch: pytest.MonkeyPa
         assert found.seconds > 0 and min(found.compute_s) > 0
 
 
-@pytest.mark.parametrize("schedule", ["ring", "zigzag"])
-def test_steps_that_repeat_are_lowered_once(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same to the bit as of all steps, with a fraction of the operations."""
-    n, lowered = 96, [0]
+@pytest.mark.parametrize(
+    ("schedule", "n", "shares"),
+    [("ring", 96, (4, 2)), ("zigzag", 96, (4, 2)), ("all_gather", 96, (8, 1.2)), ("usp", 128, (1, 1))],
+)
+def test_what_repeats_is_lowered_once(
+    schedule: str, n: int, shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same to the bit as of all steps and blocks, with a fraction of the operations and messages."""
+    lowered = [0]
     program = Lowering.program
 
     def counted(self: Lowering, rank: int) -> Program:
         found = program(self, rank)
-        lowered[0] += len(found.ops)
+        lowered[0] += len(found.ops) + sum(map(len, found.receives))
         return found
 
     monkeypatch.setattr(Lowering, "program", counted)
     cluster, target = mesh(n, 1e-3), Target(WORK, Takes(packed=True, rectangles=True, windows=True))
-    forward = build_plan(schedule, n, n * TOKENS)
-    for plan, share in ((forward, 4), (backward_plan(forward), 2)):
+    forward = build_plan(schedule, n, n * TOKENS, ModeOptions(inner_size=4))
+    for plan, share in zip((forward, backward_plan(forward)), shares, strict=True):
         lowered[0] = 0
         short = simulate(plan, cluster, target, costs(2e-3))
         of_short, lowered[0] = lowered[0], 0
         with monkeypatch.context() as patch:
-            patch.setattr(repeats, "_kept", lambda names: (list(range(len(names))), ()))
+            patch.setattr("megatron_longctx.schedules.simulate.LEAST_RANKS", n + 1)
             assert simulate(plan, cluster, target, costs(2e-3)) == short
         assert lowered[0] > share * of_short
 

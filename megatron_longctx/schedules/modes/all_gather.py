@@ -88,6 +88,9 @@ def _attend(seen: Visibility, rank: int, keys: list[Block]) -> Attend:
 
 def _groups(keys: list[Block], room: int) -> Iterator[list[Block]]:
     """Cut the keys into groups of at most `room`, splitting blocks where the bound falls."""
+    if sum(key.tokens for key in keys) <= room:
+        yield from [keys] if keys else []
+        return
     group: list[Block] = []
     left = room
     for key in keys:

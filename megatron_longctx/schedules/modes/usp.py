@@ -106,6 +106,7 @@ class _Group:
                 offset[rank] += len(piece)
             spans.append(span)
         self.spans = tuple(spans)
+        self._split: dict[tuple[Block, Heads, int], list[Block]] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -113,7 +114,10 @@ class _Group:
 
     def split(self, block: Block, heads: Heads, origin: int = -1) -> list[Block]:
         """A block of the group as blocks of its members, in the order of its slots."""
-        found = []
+        key = block, heads, origin
+        if key in self._split:
+            return self._split[key]
+        found = self._split[key] = []
         for start, stop, member, member_start in self.segments:
             low, high = max(start, block.start), min(stop, block.stop)
             if low < high:
