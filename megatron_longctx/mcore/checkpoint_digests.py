@@ -57,22 +57,21 @@ def damage(path: Path, part: int = 0, parts: int = 1, *, data: bool = True) -> s
     Args:
         data: compare also the digests of files with tensors.
     """
-    if not exist(path):
-        return None
     try:
+        if not exist(path):
+            return None
         expected = _read(path)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return f"{path / DIGESTS} is damaged ({error}), expected the digests of the checkpoint's files"
-    for name, (size, _) in expected.items():
-        found = (path / name).stat().st_size if (path / name).is_file() else 0
-        if found != size:
-            return f"{path / name} has {found} bytes, expected {size}"
-    largest_first = sorted(expected, key=lambda name: (-expected[name][0], name))
-    mine = [name for name in largest_first[part::parts] if data or not name.endswith(_DATA)]
-    try:
+        for name, (size, _) in expected.items():
+            found = (path / name).stat().st_size if (path / name).is_file() else 0
+            if found != size:
+                return f"{path / name} has {found} bytes, expected {size}"
+        largest_first = sorted(expected, key=lambda name: (-expected[name][0], name))
+        mine = [name for name in largest_first[part::parts] if data or not name.endswith(_DATA)]
         now = of_files(path, mine)
     except OSError as error:
         return f"{path} cannot be read ({error}), expected the files of a checkpoint"
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return f"{path / DIGESTS} is damaged ({error}), expected the digests of the checkpoint's files"
     for name in mine:
         if now[name] != expected[name]:
             return f"{path / name} is damaged: its {_ALGORITHM} is not the one it was saved with"

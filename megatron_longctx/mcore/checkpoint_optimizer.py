@@ -66,13 +66,15 @@ def _described(part: DistributedOptimizer, step: float) -> dict[str, Any]:
 
 
 def load(optimizer: MegatronOptimizer, loaded: Any) -> None:
-    """Load what ``dist_checkpointing.load`` returned for this optimizer's sharded state dictionary.
+    """Load what ``dist_checkpointing.load`` returned for this optimizer's sharded state dictionary; the run's own
+    settings of each parameter group stay.
 
     Args:
         optimizer: whose ``sharded_state_dict(is_loading=True)`` guided the load.
         loaded: the loaded dictionary; by position if several optimizers are chained.
     """
     parts = _parts(optimizer)
+    own = [{key: group[key] for key in _HYPERPARAMETERS if key in group} for group in optimizer.param_groups]
     groups = _saved_groups(loaded)
     with groups_by_kind():
         for index, part in enumerate(parts):
@@ -81,6 +83,8 @@ def load(optimizer: MegatronOptimizer, loaded: Any) -> None:
         optimizer._synchronize_steps()
     for adam in _torch_adams(optimizer):
         _separate_steps(adam)
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)
 
 
 def _load_part(optimizer: MegatronOptimizer, state: dict[str, Any], groups: list[dict[str, Any]]) -> None:
@@ -91,18 +95,6 @@ def _load_part(optimizer: MegatronOptimizer, state: dict[str, Any], groups: list
         # Megatron leaves a step of 0 out of the checkpoint; torch refuses a state without a step.
         state.get("optimizer", state)["state"].setdefault("common_step", torch.zeros(()))
     optimizer.load_state_dict(state)
-
-
-def hyperparameters(optimizer: MegatronOptimizer | None) -> list[dict[str, Any]]:
-    """The run's own settings of each parameter group, to put back after a load."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [{key: group[key] for key in _HYPERPARAMETERS if key in group} for group in groups]
-
-
-def restore_hyperparameters(optimizer: MegatronOptimizer, values: list[dict[str, Any]]) -> None:
-    """Put back what ``hyperparameters`` returned."""
-    for group, own in zip(optimizer.param_groups, values, strict=True):
-        group.update(own)
 
 
 def _saved_groups(loaded: Any) -> list[dict[str, Any]]:

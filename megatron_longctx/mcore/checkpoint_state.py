@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy
 import torch
@@ -19,10 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
-from ..comm import from_all
 from . import checkpoint_optimizer
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -111,20 +108,6 @@ def set_rng(states: Mapping[str, Any]) -> None:
     if states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"])
     get_cuda_rng_tracker().set_states(states["tracker"])
-
-
-def on_every_rank(work: Callable[[], _T]) -> list[_T]:
-    """What every rank's ``work`` gives, by rank, or the first failure of reading or writing, to every rank."""
-    mine: Any
-    try:
-        mine = work()
-    except OSError as error:
-        mine = error
-    found = from_all(dist.group.WORLD, mine)
-    for outcome in found:
-        if isinstance(outcome, OSError):
-            raise outcome
-    return found
 
 
 def jsonable(name: str, value: Mapping[str, Any]) -> dict[str, Any]:

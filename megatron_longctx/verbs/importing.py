@@ -23,8 +23,7 @@ from ..compose import RESOLVED, override_config, save_config
 from ..config import Config
 from ..errors import refuse
 from ..mcore import checkpoint_weights
-from ..mcore.checkpoint_journal import Journal
-from ..mcore.checkpoint_weights import Parameter
+from ..mcore.checkpoint_weights import Journal, Parameter
 from ..mcore.identity import tokenizer_identity
 from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_longctx.compose import RESOLVED, load_config
 from megatron_longctx.mcore import checkpoint_reader
-from megatron_longctx.mcore.checkpoint_journal import JOURNAL
+from megatron_longctx.mcore.checkpoint_weights import JOURNAL
 from megatron_longctx.models.huggingface import HuggingFaceFolder
 from megatron_longctx.serving.inference_job import job_of
 from megatron_longctx.testing.distributed import run_distributed, start_context
