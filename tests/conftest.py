@@ -35,6 +35,12 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the tests of a module share."""
+    return tmp_path_factory.mktemp("module")
+
+
 @pytest.fixture(autouse=True)
 def no_handlers_left() -> Iterator[None]:
     """Commands that run in this process log to its standard error, which is another in every test."""

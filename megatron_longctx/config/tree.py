@@ -77,6 +77,11 @@ class ModelConfig(ExpertKeys, LatentKeys):
     implementation: str = choice("auto", ("auto", "local", "transformer_engine"))
 
     @property
+    def fc1_columns(self) -> int:
+        """Columns of an MLP's first matrix, in units of its width: gates have some, too."""
+        return 1 if self.activation == "gelu" else 2
+
+    @property
     def widest_window(self) -> tuple[int | None, int | None]:
         """Of the layers that see most."""
         return (None, None) if self.window is None or self.window_pattern is not None else (self.window, 0)

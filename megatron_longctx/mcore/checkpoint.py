@@ -12,11 +12,12 @@ loaded its files are compared with their digests; nothing in it is unpickled fre
 from __future__ import annotations
 
 import logging
+import operator
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ..comm import from_all, on_rank_0
 from . import checkpoint_digests, checkpoint_folder, checkpoint_optimizer, checkpoint_reader
-from .checkpoint_check import REMEDY, Damaged, examine, reason, with_remedy
+from .checkpoint_check import REMEDY, examine, reason
 from .checkpoint_folder import TRACKER, Kept, iteration_directory, latest
 from .checkpoint_state import (
     TrainingState,
@@ -41,7 +42,6 @@ from .checkpoint_state import (
 from .checkpoint_writer import HostCopies, SharedSaveStrategy, Writing
 from .version import SAVE_ARGUMENTS
 
-_T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
@@ -238,10 +238,7 @@ def _examine_together(directory: Path, iteration: int | None) -> tuple[Path, dic
     number = on_rank_0(lambda: latest(directory)) if iteration is None else iteration
     if number is None:
         raise ValueError(f"{directory} has no {TRACKER}, expected a checkpoint: give the directory of a finished save")
-    try:
-        path, common = examine(directory, number, on_rank_0, _damage)
-    except Damaged as error:
-        raise with_remedy(error, directory, number, on_rank_0, _damage) from error
+    path, common = examine(directory, number, on_rank_0, _damage, _damage)
     if dist.get_rank() == 0 and not checkpoint_digests.exist(path):
         _logger.warning("%s was saved without digests: damage to it may go unnoticed", path)
     return path, common
@@ -304,17 +301,14 @@ def check(
     Raises:
         ValueError: as ``load`` does.
     """
-
-    def once(work: Callable[[], _T]) -> _T:
-        return work()
-
     number = latest(directory) if iteration is None else iteration
     if number is None:
         return None
-    try:
-        path, common = examine(directory, number, once, lambda path: checkpoint_digests.damage(path, data=False))
-    except Damaged as error:
-        raise with_remedy(error, directory, number, once, checkpoint_digests.damage) from error
+
+    def damage(path: Path) -> str | None:
+        return checkpoint_digests.damage(path, data=False)
+
+    path, common = examine(directory, number, operator.call, damage, checkpoint_digests.damage)
     content = common["content_metadata"]
     _check_content(path, content, jsonable("fingerprint", fingerprint), content["optimizer"], free)
     return Saved(number, common["extra"], content["optimizer"], content["fingerprint"])

@@ -27,16 +27,28 @@ Damage = Callable[[Path], str | None]
 """As `checkpoint_digests.damage`, by all ranks that call it together, or by this process alone."""
 
 
-def examine(directory: Path, iteration: int, once: Once, damage: Damage) -> tuple[Path, dict[str, Any]]:
+def examine(
+    directory: Path, iteration: int, once: Once, damage: Damage, damage_of_others: Damage
+) -> tuple[Path, dict[str, Any]]:
     """See that all files of a checkpoint are as they were saved, and read what it says about itself.
+
+    Args:
+        damage_of_others: of those from which a whole one is named in the place of a damaged one.
 
     Returns:
         its directory, and its content without tensors.
 
     Raises:
-        Damaged: says where, without a remedy.
+        Damaged: says where, and which checkpoint is whole.
         ValueError: it is none of this project's.
     """
+    try:
+        return _examined(directory, iteration, once, damage)
+    except Damaged as error:
+        raise _with_remedy(error, directory, iteration, once, damage_of_others) from error
+
+
+def _examined(directory: Path, iteration: int, once: Once, damage: Damage) -> tuple[Path, dict[str, Any]]:
     path = iteration_directory(directory, iteration)
     if found := damage(path):
         raise Damaged(found)
@@ -66,11 +78,11 @@ def _read(path: Path) -> dict[str, Any]:
     return common
 
 
-def with_remedy(error: Damaged, directory: Path, iteration: int, once: Once, damage: Damage) -> Damaged:
+def _with_remedy(error: Damaged, directory: Path, iteration: int, once: Once, damage: Damage) -> Damaged:
     """The error, and the newest older checkpoint that is as it was saved."""
     for older in once(lambda: [number for number in iterations(directory) if number < iteration][::-1]):
         try:
-            path, _ = examine(directory, older, once, damage)
+            path, _ = _examined(directory, older, once, damage)
         except ValueError:
             continue
         remedy = f"to use it, write {older} into {directory / TRACKER}"

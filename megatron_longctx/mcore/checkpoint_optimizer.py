@@ -16,7 +16,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from .checkpoint_shards import own_state, state_shards
-from .optimizer_host import host_states
+from .optimizer_host import host_states, parts_of
 from .version import groups_by_kind
 
 # Settings that live in the parameter groups and would otherwise be taken from the checkpoint.
@@ -28,7 +28,7 @@ def kind(optimizer: MegatronOptimizer | None) -> str | None:
     """Name of the optimizer's state layout: checkpoints load only into the same one. None for no optimizer."""
     if optimizer is None:
         return None
-    parts = _parts(optimizer)
+    parts = parts_of(optimizer)
     if any(isinstance(part, DistributedOptimizer) for part in parts):
         return "distributed"
     plain = "fp32" if all(isinstance(part, FP32Optimizer) for part in parts) else "bf16"
@@ -38,7 +38,7 @@ def kind(optimizer: MegatronOptimizer | None) -> str | None:
 def prepare(optimizer: MegatronOptimizer) -> None:
     """Before its ``sharded_state_dict`` is asked for: distributed parts give their own shards (``checkpoint_shards``);
     torch's Adam gets zero moments and step 0 for parameters that it has not stepped yet."""
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         if isinstance(part, DistributedOptimizer):
             part.sharded_param_state_fully_reshardable = functools.partial(state_shards, part)
         if (states := host_states(part)) is not None:
@@ -53,7 +53,7 @@ def prepare(optimizer: MegatronOptimizer) -> None:
                         exp_avg_sq=torch.zeros_like(parameter.data),
                     )
     steps = [float(entry["step"]) for adam in _torch_adams(optimizer) for entry in adam.state.values()]
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         if isinstance(part, DistributedOptimizer) and steps and not part.optimizer.state:
             part.state_dict = functools.partial(_described, part, steps[0])
 
@@ -73,7 +73,7 @@ def load(optimizer: MegatronOptimizer, loaded: Any) -> None:
         optimizer: whose ``sharded_state_dict(is_loading=True)`` guided the load.
         loaded: the loaded dictionary; by position if several optimizers are chained.
     """
-    parts = _parts(optimizer)
+    parts = parts_of(optimizer)
     own = [{key: group[key] for key in _HYPERPARAMETERS if key in group} for group in optimizer.param_groups]
     groups = _saved_groups(loaded)
     with groups_by_kind():
@@ -151,12 +151,6 @@ def _step_device(group: dict[str, Any], parameter: torch.Tensor) -> torch.device
 
 
 def _torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam):
             yield part.optimizer
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    if isinstance(optimizer, ChainedOptimizer):
-        return list(optimizer.chained_optimizers)
-    return [optimizer]

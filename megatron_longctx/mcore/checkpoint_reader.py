@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,16 @@ def load(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
     Raises:
         CheckpointException, CheckpointingException: the checkpoint is damaged, or holds anything else than values.
     """
-    with _plain_reading():
+    # Megatron takes readers and planners from no caller.
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (torch_dist, "_get_filesystem_reader", lambda path, **_: _Reader(path)),
+        (torch_dist, "MCoreLoadPlanner", _Planner),
+        (*common_loader(), lambda *args: read_common(Path(args[-1]))),
+    )
+    with contextlib.ExitStack() as afterwards:
+        for owner, name, ours in replaced:
+            afterwards.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, ours)
         strategy = torch_dist.TorchDistLoadShardedStrategy()
         loaded: dict[str, Any] = dist_checkpointing.load(sharded, str(path), strategy)
     return loaded
@@ -139,21 +148,3 @@ def _check_layer_state(name: str, state: Any) -> None:
             _Unpickler(io.BytesIO(content)).load()
     elif state is not None:
         raise pickle.UnpicklingError(f"{name} holds a {type(state).__name__}, expected a tensor or nothing")
-
-
-@contextlib.contextmanager
-def _plain_reading() -> Iterator[None]:
-    """Give Megatron the readers and the planner of this module: it takes none from its caller."""
-    replaced: tuple[tuple[Any, str, Any], ...] = (
-        (torch_dist, "_get_filesystem_reader", lambda path, **_: _Reader(path)),
-        (torch_dist, "MCoreLoadPlanner", _Planner),
-        (*common_loader(), lambda *args: read_common(Path(args[-1]))),
-    )
-    before = [getattr(owner, name) for owner, name, _ in replaced]
-    for owner, name, ours in replaced:
-        setattr(owner, name, ours)
-    try:
-        yield
-    finally:
-        for (owner, name, _), theirs in zip(replaced, before, strict=True):
-            setattr(owner, name, theirs)

@@ -16,6 +16,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from ..errors import refuse
 from ..recompute import AttentionTape
 from .sequence import ShardedSequence
 from .settings import layer_window, refuse_unless_served, skips_rope
@@ -59,17 +60,15 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=config)
         del cp_comm_type  # TransformerEngine's choice of mode; ours is the schedule of `sequence`
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        _refuse_unless(attention_type == "self", "attention_type", attention_type, "self", "Use it for self-attention.")
-        _refuse_unless(dropout == 0, "attention_dropout", dropout, "0", "Set attention_dropout to 0.")
+        if attention_type != "self":
+            raise refuse("attention_type", attention_type, "self", "Use it for self-attention.")
+        if dropout != 0:
+            raise refuse("attention_dropout", dropout, "0 with context-parallel attention", "Set it to 0.")
         refuse_unless_served(config, sequence.attention.deterministic)
         world = pg_collection.cp.size() if pg_collection is not None else sequence.attention.world
-        _refuse_unless(
-            world == sequence.attention.world,
-            "context-parallel size",
-            world,
-            f"the sequence's {sequence.attention.world}",
-            "Build the sequence over pg_collection.cp.",
-        )
+        if world != sequence.attention.world:
+            expected = f"the sequence's {sequence.attention.world}"
+            raise refuse("context-parallel size", world, expected, "Build the sequence over pg_collection.cp.")
         tensor_parallel, heads = config.tensor_model_parallel_size, config.num_attention_heads
         groups = heads if config.multi_latent_attention else config.num_query_groups or heads
         sequence.attention.check_heads(heads // tensor_parallel, max(1, groups // tensor_parallel))
@@ -183,8 +182,3 @@ class ContextParallelCoreAttention(MegatronModule):  # type: ignore[misc]
         else:
             out = attention(query, key, value, mask=mask, scale=scale, sink=sink, inference=not self.training)
         return out.flatten(2)
-
-
-def _refuse_unless(ok: bool, name: str, value: object, expected: str, remedy: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value}: expected {expected} with context-parallel attention. {remedy}")

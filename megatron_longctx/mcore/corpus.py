@@ -105,17 +105,13 @@ def _take_their_names(partial: str, prefix: Path, kinds: Iterable[str]) -> None:
             os.replace(f"{partial}{kind}{suffix}", f"{prefix}{kind}{suffix}")
 
 
-class _WholeDataset(IndexedDataset):  # type: ignore[misc]
-    """Its base's clean-up complains on standard error of what a failed start has not set."""
+class TokenDataset(IndexedDataset):  # type: ignore[misc]
+    """By its prefix. Its base's clean-up complains on standard error of what a failed start has not set."""
 
     def __del__(self) -> None:
         self.__dict__.setdefault("bin_reader", None)
         self.__dict__.setdefault("index", None)
         super().__del__()
-
-
-def open_dataset(prefix: str) -> IndexedDataset:
-    return _WholeDataset(prefix)
 
 
 def documents_of(data: DataConfig, part: int, count: int) -> slice:
@@ -176,7 +172,7 @@ def _lengths(data: DataConfig, prefix: str) -> numpy.ndarray:
     if not all(sizes):
         raise refuse("data.prefix", data.prefix, "files that are not empty", _REMEDY)
     try:
-        dataset = open_dataset(prefix)
+        dataset = TokenDataset(prefix)
         lengths = numpy.asarray(dataset.sequence_lengths, dtype=numpy.int64)
         item = numpy.dtype(dataset.index.dtype).itemsize
     except Exception as error:  # a corrupt index fails in many ways: assertions, struct and numpy errors

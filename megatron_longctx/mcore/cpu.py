@@ -26,8 +26,6 @@ import torch.distributed as dist
 
 from . import version
 
-_applied = False
-
 _CPU = torch.device("cpu")
 
 # Factories that Megatron calls with device="cuda", with torch.cuda.current_device(), or with pin_memory=True.
@@ -57,23 +55,20 @@ def apply() -> bool:
     Returns:
         True if the adjustments are active after the call, False if a CUDA device exists and nothing was done.
     """
-    global _applied
     if torch.cuda.is_available():
         return False
-    if not _applied:
-        _adjust_cuda_module()
-        _adjust_factories()
-        _adjust_tensor_methods()
-        _adjust_rng()
-        _adjust_moe()
-        version.complete_without_transformer_engine()
-        _applied = True
+    _adjust()
     return True
 
 
-def is_applied() -> bool:
-    """Whether ``apply()`` has changed this process."""
-    return _applied
+@functools.cache
+def _adjust() -> None:
+    _adjust_cuda_module()
+    _adjust_factories()
+    _adjust_tensor_methods()
+    _adjust_rng()
+    _adjust_moe()
+    version.complete_without_transformer_engine()
 
 
 def _adjust_cuda_module() -> None:

@@ -4,22 +4,53 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import numpy
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..config import Config, DataConfig, configured_mode, token_unit
 from ..errors import refuse
 from ..layout import build_layout
 from ..schedules.mask import documents as pack_mask
-from .batch import Batch
-from .corpus import check_corpus, documents_of, open_dataset
+from .corpus import TokenDataset, check_corpus, documents_of
 from .identity import mask_of
 from .packing import Blend, Order, Packs, Pieces, Stream
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One whole micro-batch, before it is sharded.
+
+    tokens, labels, position_ids: int64 `[b, S]`. labels are the next tokens of the same document. loss_mask: fp32
+    `[b, S]`. documents: lengths of a pack's documents, which sum to S; then b is 1. None: every row is one causal
+    sequence.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    documents: tuple[int, ...] | None = None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the documents of a row, which is one where it is no pack."""
+        return self.documents or (self.tokens.shape[1],)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def pin_memory(self) -> Batch:
+        """A copy in page-locked memory; PyTorch's `DataLoader` asks for it by this name."""
+        pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
+        return Batch(**pinned, documents=self.documents)
 
 
 class TrainingData(Dataset[Batch]):
@@ -38,7 +69,7 @@ class TrainingData(Dataset[Batch]):
         self._vocab_size = vocab_size
         weights, prefixes = zip(*config.data.datasets, strict=True)
         self._sources = [_Source(config.data, prefix, config.train.seed, part) for prefix in prefixes]
-        self._blend = Blend(weights) if len(weights) > 1 else None
+        self._blend = Blend(weights)
 
     def __getitem__(self, samples: Sequence[int]) -> Batch:
         """These samples, by their numbers in the order of the whole run. Packed, a batch is one of them.
@@ -62,7 +93,7 @@ class TrainingData(Dataset[Batch]):
         self, sample: int
     ) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray, tuple[int, ...] | None]:
         """Tokens, labels, loss mask and positions, and the lengths of documents."""
-        dataset, sample = self._blend.locate(sample) if self._blend else (0, sample)
+        dataset, sample = self._blend.locate(sample)
         source = self._sources[dataset]
         pieces = source.pieces(sample)
         text = read(source.tokens, pieces).astype(numpy.int64)
@@ -81,7 +112,7 @@ class TrainingData(Dataset[Batch]):
         if padding := -len(tokens) % self._unit:
             tokens = numpy.append(tokens, numpy.full(padding, self._eod))
             labels, mask = (numpy.append(x, numpy.zeros(padding, x.dtype)) for x in (labels, mask))
-        documents = padded(numpy.diff(numpy.minimum(ends, self._data.seq_length), prepend=0).tolist(), self._unit)
+        documents = _documents(pieces, self._data.seq_length, self._unit)
         return tokens, labels, mask, numpy.concatenate([numpy.arange(length) for length in documents]), documents
 
     def _check(self, text: numpy.ndarray, prefix: str) -> None:
@@ -99,8 +130,8 @@ class _Source:
 
     def __init__(self, data: DataConfig, prefix: str, seed: int, part: int) -> None:
         self.prefix = prefix
-        self.tokens = open_dataset(prefix)
-        self.learned = open_dataset(mask) if (mask := mask_of(prefix)) else None
+        self.tokens = TokenDataset(prefix)
+        self.learned = TokenDataset(mask) if (mask := mask_of(prefix)) else None
         documents = documents_of(data, part, len(self.tokens.sequence_lengths))
         self._first = documents.start
         lengths = numpy.array(self.tokens.sequence_lengths[documents])
@@ -121,6 +152,12 @@ class _Source:
         )
 
 
+def _lengths(data: DataConfig, prefix: str, part: int) -> numpy.ndarray:
+    """Tokens of every document in a part of `data.split`."""
+    dataset = TokenDataset(prefix)  # its end unmaps what it has given
+    return numpy.array(dataset.sequence_lengths[documents_of(data, part, len(dataset.sequence_lengths))])
+
+
 def check_samples(config: Config, part: int, count: int, key: str) -> None:
     """Refuse a part of `data.split` whose first `count` samples are not all different. key: that asks for them.
 
@@ -128,19 +165,16 @@ def check_samples(config: Config, part: int, count: int, key: str) -> None:
         ValueError: names the dataset and how many it has.
     """
     weights, prefixes = zip(*config.data.datasets, strict=True)
-    blend = Blend(weights) if len(weights) > 1 else None
-    asked = Counter(blend.locate(sample)[0] for sample in range(count)) if blend else Counter({0: count})
+    blend = Blend(weights)
+    asked = Counter(blend.locate(sample)[0] for sample in range(count))
     for number, prefix in enumerate(prefixes):
-        dataset = open_dataset(prefix)  # its end unmaps what it has given
-        lengths = dataset.sequence_lengths[documents_of(config.data, part, len(dataset.sequence_lengths))]
-        tokens = int(lengths.sum(dtype=numpy.int64))
+        tokens = int(_lengths(config.data, prefix, part).sum(dtype=numpy.int64))
         least = 2 if config.data.packing == "best_fit" else config.data.seq_length + 1
         found = _Source(config.data, prefix, config.train.seed, part).order.size if tokens >= least else 0
         if found < asked[number]:
-            expected = (
-                f"at most {found * count // asked[number]}: part {part + 1} of data.split={config.data.split} has "
-            )
-            expected += f"{found} sequences of {config.data.seq_length} tokens in {prefix}"
+            text = f"{found} sequences of {config.data.seq_length} tokens in {prefix}"
+            most = found * count // asked[number]
+            expected = f"at most {most}: part {part + 1} of data.split={config.data.split} has {text}"
             raise refuse(key, count, expected, "Ask for fewer or shorter ones, or give that part more weight or text.")
 
 
@@ -157,16 +191,20 @@ def first_pack(config: Config) -> tuple[int, ...]:
     """
     check_corpus(config.data)
     weights, prefixes = zip(*config.data.datasets, strict=True)
-    dataset, sample = Blend(weights).locate(0) if len(weights) > 1 else (0, 0)
-    ends = numpy.cumsum(_Source(config.data, prefixes[dataset], config.train.seed, 0).order.pieces(sample).lengths)
-    lengths = numpy.diff(numpy.minimum(ends, config.data.seq_length), prepend=0).tolist()
-    return padded(lengths, token_unit(config.parallelism))
+    dataset, sample = Blend(weights).locate(0)
+    pieces = _Source(config.data, prefixes[dataset], config.train.seed, 0).order.pieces(sample)
+    return _documents(pieces, config.data.seq_length, token_unit(config.parallelism))
+
+
+def _documents(pieces: Pieces, seq_length: int, unit: int) -> tuple[int, ...]:
+    """The lengths of the documents in a sample, padding included."""
+    ends = numpy.minimum(numpy.cumsum(pieces.lengths), seq_length)
+    return padded(numpy.diff(ends, prepend=0).tolist(), unit)
 
 
 def _check_multiples(data: DataConfig, parts: Sequence[int], unit: int, baseline: str) -> None:
     for (_, prefix), part in product(data.datasets, parts):
-        dataset = open_dataset(prefix)
-        lengths = dataset.sequence_lengths[documents_of(data, part, len(dataset.sequence_lengths))]
+        lengths = _lengths(data, prefix, part)
         if odd := lengths[lengths % unit != 0][:1].tolist():
             expected = f"null for documents that are no multiples of {unit} tokens; {prefix} has one of {odd[0]}"
             raise refuse("attention.baseline", baseline, expected, "Pad them, or leave it null: ours takes any.")

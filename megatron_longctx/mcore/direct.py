@@ -23,8 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import functional
 
-from .norms import LayerNorm, RMSNorm
-from .post_norm import PostNormAdd
+from .norms import LayerNorm, PostNormAdd, RMSNorm
 from .rope import Rotation
 from .row_parallel import ReducedRowParallelLinear
 

@@ -12,8 +12,9 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_longctx.comm.rendezvous import timeout_of
-from megatron_longctx.mcore import cpu
+from ..comm.rendezvous import timeout_of
+from ..config import ParallelismConfig
+from . import cpu
 
 # Megatron-LM's habit: pipeline stages initialise different layers, so they draw from different streams.
 _SEED_STEP_PER_STAGE = 100
@@ -64,6 +65,18 @@ def initialize(
     _end_left()
     seed_everything(seed)
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def of_config(par: ParallelismConfig, seed: int = 1234) -> ProcessGroupCollection:
+    """`initialize` with a configuration's sizes."""
+    return initialize(
+        tensor=par.tensor_parallel_size,
+        context=par.context_parallel_size,
+        pipeline=par.pipeline_parallel_size,
+        expert=par.expert_model_parallel_size,
+        expert_tensor=par.expert_tensor_parallel_size,
+        seed=seed,
+    )
 
 
 def seed_everything(seed: int) -> None:

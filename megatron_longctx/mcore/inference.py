@@ -80,11 +80,8 @@ class CachedRotaryEmbedding(ShardedRotaryEmbedding):
     """Leaves the rotation of the new tokens, whose positions differ in every forward pass, with them."""
 
     def __init__(self, original: RotaryEmbedding, new: NewTokens) -> None:
+        super().__init__(original, None)
         self._new = new
-        super().__init__(original, new)  # type: ignore[arg-type]
-
-    def _take(self, sequence: Any) -> None:
-        """No sequence turns by it."""
 
     def of_new(self) -> Rotations:
         return self.rotations(self._new.now.to(self.inv_freq.device))

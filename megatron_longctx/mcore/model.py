@@ -32,12 +32,11 @@ logger = logging.getLogger(__name__)
 # How keys of `fingerprint` begin that may differ where a run begins with another's weights: no weight that is used
 # depends on them.
 RETRAINABLE = ("rope_", "window_rope_base", "vocab_size")
-# By name, the function and whether it gates.
-_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "swiglu": (functional.silu, True),
-    "gelu": (functional.gelu, False),
-    "geglu": (functools.partial(functional.gelu, approximate="tanh"), True),
-    "swiglu_oai": (quick_gelu, True),
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": functional.silu,
+    "gelu": functional.gelu,
+    "geglu": functools.partial(functional.gelu, approximate="tanh"),
+    "swiglu_oai": quick_gelu,
 }
 # gpt-oss's: x * sigmoid(1.702 x) * (y + 1), of x at most 7 and y between -7 and 7.
 _OAI = {"glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
@@ -82,7 +81,6 @@ def transformer_config(config: Config) -> TransformerConfig:
     # Tiles of the MLP add their gradients up themselves.
     tiled = config.recompute.mlp_tile_tokens is not None
     fused_accumulation = cuda and not tiled and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    activation, gated = _ACTIVATIONS[model.activation]
     recompute: dict[str, Any] = {}
     if config.recompute.mode == "layer":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -99,8 +97,8 @@ def transformer_config(config: Config) -> TransformerConfig:
         layernorm_zero_centered_gamma=model.zero_centered_norms,
         qk_layernorm=model.qk_norm,
         softmax_scale=model.attention_scale,
-        gated_linear_unit=gated,
-        activation_func=activation,
+        gated_linear_unit=model.fc1_columns == 2,
+        activation_func=_ACTIVATIONS[model.activation],
         add_bias_linear=model.bias,
         add_qkv_bias=model.bias or model.qkv_bias,
         init_method_std=model.init_std,
@@ -162,7 +160,7 @@ def build_model(
     """This pipeline stage's share of the GPT, with context-parallel attention and positions of the layout in use."""
     model = config.model
     use_te = uses_transformer_engine(model)
-    if dist_rank_zero():
+    if torch.distributed.get_rank() == 0:
         logger.info("transformer layers: %s", "TransformerEngine" if use_te else "Megatron-Core (local)")
     chunk = config.recompute.head_chunk_tokens
     turns = frequencies_of(model)
@@ -207,10 +205,6 @@ def _fuse_accumulation(gpt: Any) -> None:
 def _scaled(embedding: torch.nn.Module, given: Any, found: Tensor) -> Tensor:
     """Gemma's embedding; the factor is rounded as its authors' was."""
     return found * torch.tensor(math.sqrt(found.shape[-1]), dtype=found.dtype)
-
-
-def dist_rank_zero() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:

@@ -1,19 +1,21 @@
-"""torch's norms for Megatron layer specs.
+"""torch's norms for Megatron layer specs, and norms behind attention and the MLP.
 
 Megatron's ``WrappedTorchNorm`` refuses sequence parallelism, so without TransformerEngine or Apex no norm of
-Megatron's can be used with it. These two mark their parameters with ``sequence_parallel``: that is how Megatron's
+Megatron's can be used with it. Those here mark their parameters with ``sequence_parallel``: that is how Megatron's
 gradient finalization knows to sum their gradients over the tensor-parallel ranks, each of which saw other tokens.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig
+from torch import Tensor
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
+from .version import copied
 
 
 class _MegatronNorm(torch.nn.Module):
@@ -37,9 +39,9 @@ class _MegatronNorm(torch.nn.Module):
         for parameter in self.parameters():  # read by Megatron's distributed/finalize_model_grads.py
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """``x`` of shape [..., hidden_size] to the same shape and dtype; statistics in fp32."""
-        bias: torch.Tensor | None = getattr(self, "bias", None)
+        bias: Tensor | None = getattr(self, "bias", None)
         if x.dtype == self.weight.dtype and not self._zero_centered:
             return self._of(x, self.weight, bias)
         # Mixed dtypes have no fused kernel, and 1 + weight must not be rounded: compute in fp32 and round once.
@@ -47,21 +49,21 @@ class _MegatronNorm(torch.nn.Module):
         weight = self.weight.to(wide) + (1 if self._zero_centered else 0)
         return self._of(x.to(wide), weight, None if bias is None else bias.to(wide)).to(x.dtype)
 
-    def _of(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
 
 
 class RMSNorm(_MegatronNorm, torch.nn.RMSNorm):
     """``x / rms(x) * weight``."""
 
-    def _of(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class LayerNorm(_MegatronNorm, torch.nn.LayerNorm):
     """``(x - mean(x)) / std(x) * weight + bias``."""
 
-    def _of(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -81,3 +83,36 @@ def norm_class(normalization: str) -> type[torch.nn.Module]:
             "set the model's normalization to one of these"
         )
     return norm
+
+
+Add = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
+
+
+class PostNormAdd(MegatronModule):  # type: ignore[misc]
+    """Takes the place of Megatron's bias-dropout-add, which a layer calls with what it is to do; without dropout.
+
+    Args:
+        norm: its class.
+
+    Attributes:
+        norm: of `[s, b, h]`.
+    """
+
+    def __init__(self, config: TransformerConfig, norm: Any) -> None:
+        super().__init__(config=config)
+        self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Add:
+        return self._add
+
+    def _add(self, output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        x, bias = output
+        return residual + self.norm(x if bias is None else x + bias)  # type: ignore[no-any-return]
+
+
+def with_post_norms(layer: ModuleSpec, config: TransformerConfig, norm: type) -> ModuleSpec:
+    """A copy of a transformer layer's spec with a norm behind attention and one behind the MLP."""
+    layer = copied(layer)
+    for name in ("self_attn_bda", "mlp_bda"):
+        setattr(layer.submodules, name, ModuleSpec(module=PostNormAdd, params={"config": config, "norm": norm}))
+    return layer

@@ -1,19 +1,27 @@
-"""Megatron's DDP wrapper, optimizer and learning-rate schedule, as a configuration says that is `config.validate`d."""
+"""Megatron's DDP wrapper, optimizer and learning-rate schedule, as a configuration says that is `config.validate`d; and
+the gradients between backward and the optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from ..config import OptimConfig
+from .experts import numbered
 from .optimizer_host import keep_on_host
+
+_LAYERS = "decoder.layers."
 
 
 def wrap_ddp(
@@ -142,3 +150,37 @@ def learning_rate(optimizer: MegatronOptimizer) -> float:
     rate: float | None = get_canonical_lr_for_logging(optimizer.param_groups)
     assert rate is not None, "every optimizer of this module has a default parameter group"
     return rate
+
+
+def named_parameters(models: Sequence[DistributedDataParallel]) -> dict[str, Any]:
+    """This rank's parameters, to which DDP gives `main_grad`, by names that count layers over all pipeline
+    stages, and experts over all ranks."""
+    (gpt,) = unwrap_model(list(models))
+    before = gpt.decoder.layers[0].layer_number - 1
+    found = {}
+    for name, parameter in gpt.named_parameters():
+        if name.startswith(_LAYERS):
+            number, _, rest = name.removeprefix(_LAYERS).partition(".")
+            name = f"{_LAYERS}{before + int(number)}.{rest}"
+            name = numbered(name, getattr(gpt.decoder.layers[int(number)].mlp, "local_expert_indices", [0])[0])
+        found[name] = parameter
+    return found
+
+
+def whole_gradients(
+    models: Sequence[DistributedDataParallel], groups: ProcessGroupCollection, distributed: bool
+) -> dict[str, Tensor]:
+    """A copy of the gradients of this rank's parameters, reduced over data- and context-parallel ranks. All call it.
+
+    distributed: whether the optimizer is; each of these ranks has then reduced one piece of each bucket.
+    """
+    if distributed:
+        for model in models:
+            for buffers, group in (
+                (model.buffers, groups.dp_cp),
+                (model.expert_parallel_buffers, groups.expt_dp),
+            ):
+                for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+                    pieces = bucket.grad_data.chunk(group.size())
+                    dist.all_gather(list(pieces), pieces[group.rank()].clone(), group=group)
+    return {name: x.main_grad.clone() for name, x in named_parameters(models).items()}

@@ -30,11 +30,15 @@ def keep_on_host(optimizer: MegatronOptimizer) -> None:
     Args:
         optimizer: a distributed one, or several of them.
     """
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for part in parts:
+    for part in parts_of(optimizer):
         assert isinstance(part, DistributedOptimizer), part
         if not part.is_stub_optimizer:
             part.states_on_host = HostStates(part)
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Those that are chained; one that is not is its only part."""
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def host_states(optimizer: MegatronOptimizer) -> HostStates | None:

@@ -119,15 +119,7 @@ def documents_of(params: PackedSeqParams) -> tuple[int, ...]:
 def _same(params: PackedSeqParams, name: str, of_keys: str) -> list[int]:
     """What both say; empty where neither says anything."""
     queries, keys = getattr(params, name), getattr(params, of_keys)
-    if queries is None and keys is None:
-        return []
-    if queries is None or keys is None or queries.shape != keys.shape:
-        same = queries is not None and keys is None
-    elif queries is keys:
-        same = True
-    else:
-        same = bool(torch.equal(queries, keys))
-    if not same:
+    if keys is not None and (queries is None or not torch.equal(queries, keys)):
         remedy = "Keys are those of the same tokens here: give the same sums twice, or leave those of the keys out."
         raise refuse(f"packed_seq_params.{of_keys}", "other", f"what {name} says", remedy)
-    return [int(stop) for stop in queries.tolist()]
+    return [] if queries is None else [int(stop) for stop in queries.tolist()]

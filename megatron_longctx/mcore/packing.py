@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy
 from megatron.core.datasets import helpers
@@ -24,19 +24,38 @@ class Pieces(NamedTuple):
     lengths: numpy.ndarray
 
 
-class Order(Protocol):
+class Order:
     """The samples of a dataset without end: pass after pass over its documents, each with a shuffle of its own.
 
-    size: samples of a pass. `pieces(sample)`: where its tokens are, and the token after its last where that is of the
-    sample, too; then they sum to one more than the sequence has.
+    size: samples of a pass.
     """
 
     size: int
 
-    def pieces(self, sample: int) -> Pieces: ...
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._number = -1
+        self._pass: tuple[numpy.ndarray, ...] = ()
+
+    def pieces(self, sample: int) -> Pieces:
+        """Where its tokens are, and the token after its last where that is of the sample, too; then they sum to one
+        more than the sequence has."""
+        number, index = divmod(sample, self.size)
+        if number != self._number:
+            random = numpy.random.RandomState((self._seed + number) % 2**32)
+            self._number, self._pass = number, self._begin(random)
+        return self._pieces(index)
+
+    def _begin(self, random: numpy.random.RandomState) -> tuple[numpy.ndarray, ...]:
+        """What `_pieces` goes by in a pass."""
+        raise NotImplementedError
+
+    def _pieces(self, index: int) -> Pieces:
+        """Of a sample of the pass under way."""
+        raise NotImplementedError
 
 
-class Stream:
+class Stream(Order):
     """Megatron's `GPTDataset`: the documents in random order are one stream, cut every `seq_length` tokens.
 
     Its indices are kept in memory instead of in files, so that no rank waits for another when a pass begins.
@@ -46,16 +65,12 @@ class Stream:
     """
 
     def __init__(self, lengths: numpy.ndarray, seq_length: int, seed: int) -> None:
-        self._lengths, self._seq_length, self._seed = lengths, seq_length, seed
+        super().__init__(seed)
+        self._lengths, self._seq_length = lengths, seq_length
         self._tokens = int(lengths.sum(dtype=numpy.int64))
         self.size = (self._tokens - 1) // seq_length
-        self._number = -1
-        self._pass: tuple[numpy.ndarray, ...] = ()
 
-    def pieces(self, sample: int) -> Pieces:
-        number, index = divmod(sample, self.size)
-        if number != self._number:
-            self._number, self._pass = number, self._begin(number)
+    def _pieces(self, index: int) -> Pieces:
         documents, cuts, shuffled = self._pass
         at = int(shuffled[index])
         (first, begin), (last, end) = cuts[at].tolist(), cuts[at + 1].tolist()
@@ -65,14 +80,13 @@ class Stream:
         some = ends > offsets
         return Pieces(found[some], offsets[some], (ends - offsets)[some])
 
-    def _begin(self, number: int) -> tuple[numpy.ndarray, ...]:
-        random = _random(self._seed, number)
+    def _begin(self, random: numpy.random.RandomState) -> tuple[numpy.ndarray, ...]:
         documents = _build_document_index(numpy.arange(len(self._lengths), dtype=numpy.int32), 1, random, False)
         cuts = helpers.build_sample_idx(self._lengths, documents, self._seq_length, 1, self._tokens, True, True)
         return documents, cuts, _build_shuffle_index(self.size, self.size, random)
 
 
-class Packs:
+class Packs(Order):
     """Whole documents, packed by `best_fit`; one longer than `seq_length` is cut into pieces of that and a rest.
 
     The lengths in a pack are the same in every pass; which documents of these lengths, and which pack when, is not.
@@ -82,7 +96,8 @@ class Packs:
     """
 
     def __init__(self, lengths: numpy.ndarray, seq_length: int, seed: int) -> None:
-        self._seed, self._whole = seed, lengths
+        super().__init__(seed)
+        self._whole = lengths
         counts = -(-lengths // seq_length)
         self.num_cut = int((counts > 1).sum())
         self._documents = numpy.repeat(numpy.arange(len(lengths), dtype=numpy.int32), counts)
@@ -95,13 +110,8 @@ class Packs:
         self.size = len(self.tokens)
         self._places = numpy.argsort(packs, kind="stable").astype(numpy.int32)
         self._ends = numpy.cumsum(numpy.bincount(packs))
-        self._number = -1
-        self._pass: tuple[numpy.ndarray, ...] = ()
 
-    def pieces(self, sample: int) -> Pieces:
-        number, index = divmod(sample, self.size)
-        if number != self._number:
-            self._number, self._pass = number, self._begin(number)
+    def _pieces(self, index: int) -> Pieces:
         found, order = self._pass
         taken = found[self._places_of(int(order[index]))]
         documents, offsets, lengths = self._documents[taken], self._offsets[taken], self._lengths[taken]
@@ -120,9 +130,8 @@ class Packs:
     def _places_of(self, pack: int) -> numpy.ndarray:
         return self._places[self._ends[pack - 1] if pack else 0 : self._ends[pack]]
 
-    def _begin(self, number: int) -> tuple[numpy.ndarray, ...]:
+    def _begin(self, random: numpy.random.RandomState) -> tuple[numpy.ndarray, ...]:
         """What takes each place, the places being in the order of their lengths; and the order of packs."""
-        random = _random(self._seed, number)
         shuffled = _build_shuffle_index(len(self._lengths), len(self._lengths), random)
         found = shuffled[numpy.argsort(-self._lengths[shuffled], kind="stable")]
         return found, _build_shuffle_index(self.size, self.size, random)
@@ -187,7 +196,3 @@ class Blend:
         period, at = divmod(sample, _PERIOD)
         dataset = int(self._datasets[at])
         return dataset, period * int(self._counts[dataset]) + int(self._samples[at])
-
-
-def _random(seed: int, number: int) -> numpy.random.RandomState:
-    return numpy.random.RandomState((seed + number) % 2**32)

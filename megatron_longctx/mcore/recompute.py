@@ -15,9 +15,8 @@ from torch import Tensor
 from ..errors import refuse
 from ..recompute import AttentionTape, Store
 from .core_attention import ContextParallelCoreAttention
-from .post_norm import PostNormAdd
-from .tiles import TiledMLP
-from .unread import unread_output
+from .norms import PostNormAdd
+from .tiles import TiledMLP, unread_output
 
 
 class RecomputedLayer(TransformerLayer):  # type: ignore[misc]
@@ -88,8 +87,7 @@ def with_recompute(layer: ModuleSpec, store: Store) -> ModuleSpec:
             f"This one is of {layer.module}: use recompute=layer or none with it.",
         )
     recomputed = copy.copy(layer)
-    bases = (RecomputedLayer,) if layer.module is TransformerLayer else (RecomputedLayer, layer.module)
-    recomputed.module = type(f"Recomputed{layer.module.__name__}", bases, {})
+    recomputed.module = type(f"Recomputed{layer.module.__name__}", (RecomputedLayer, layer.module), {})
     recomputed.params = {**layer.params, "store": store}
     return recomputed
 

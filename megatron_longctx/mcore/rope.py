@@ -64,6 +64,7 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
 
     Args:
         original: what it replaces.
+        sequence: None: one that is told otherwise.
         everywhere: how fast tokens turn; None: as `original` says.
         windowed: the same in layers with a window; None: as in the others.
 
@@ -75,7 +76,7 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
     def __init__(
         self,
         original: RotaryEmbedding,
-        sequence: ShardedSequence,
+        sequence: ShardedSequence | None,
         everywhere: Frequencies | None = None,
         windowed: Frequencies | None = None,
     ) -> None:
@@ -92,10 +93,8 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
             found = everywhere or Frequencies(original.inv_freq), *([windowed] if windowed is not None else [])
             apart = len(found) > 1 and not found[0].equals(found[1])
             self._frequencies = tuple(x.to(original.inv_freq.device) for x in found[: 1 + apart])
-        self._take(sequence)
-
-    def _take(self, sequence: ShardedSequence) -> None:
-        sequence.turn_by(self)
+        if sequence is not None:
+            sequence.turn_by(self)
 
     def equals(self, other: Any) -> bool:
         """Whether tokens turn alike by both."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..errors import refuse
 from ..kernels.no_grad import first_order
 from ..lowbit.crossover import Crossover
 from ..lowbit.reduction import Reducer, ReductionPolicy
-from .version import builder_of, mlp_of
+from .version import builder_of, copied, mlp_of
 
 _EXACT = {
     False: ("all_reduce", reduce_from_tensor_model_parallel_region),
@@ -68,8 +67,7 @@ def with_reductions(layer: ModuleSpec, reductions: RowReductions) -> ModuleSpec:
     Raises:
         ValueError: a spec without the projection that has a policy, such as the MLP of experts.
     """
-    layer = copy.copy(layer)
-    layer.submodules = copy.copy(layer.submodules)
+    layer = copied(layer)
     for policy, name, part, linear in (
         (reductions.output_projection, "output_projection", "self_attention", "linear_proj"),
         (reductions.down_projection, "down_projection", "mlp", "linear_fc2"),
@@ -85,9 +83,7 @@ def with_reductions(layer: ModuleSpec, reductions: RowReductions) -> ModuleSpec:
                 "Set it to none.",
             )
         params = {"reductions": reductions, "policy": policy}
-        # What is passed on the way is copied, not what is in it: other parts may hold process groups, which cannot be.
-        inner = copy.copy(inner)
-        inner.submodules = copy.copy(inner.submodules)
+        inner = copied(inner)
         setattr(inner.submodules, linear, ModuleSpec(module=ReducedRowParallelLinear, params=params))
         setattr(layer.submodules, part, builder_of(inner) if part == "mlp" else inner)
     return layer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -21,12 +20,12 @@ from ..recompute import DeviceStore, HostStore
 from .core_attention import ContextParallelCoreAttention
 from .experts import experts_spec
 from .latent import LatentSelfAttention
-from .norms import norm_class
-from .post_norm import with_post_norms
+from .norms import norm_class, with_post_norms
 from .recompute import with_recompute
 from .row_parallel import RowReductions, with_reductions
 from .sequence import ShardedSequence
 from .tiles import with_mlp_tiles
+from .version import copied
 
 KEEP_ALL = RecomputeConfig()
 
@@ -48,9 +47,7 @@ def with_context_parallel(
     attention = getattr(layer.submodules, "self_attention", None)
     if not isinstance(attention, ModuleSpec) or not hasattr(attention.submodules, "core_attention"):
         raise ValueError(f"layer spec of {layer.module}: expected a self_attention with a core_attention to replace.")
-    # What lies on the way is copied, and nothing else: other parts may hold what cannot be, or equals itself alone.
-    layer, attention = copy.copy(layer), copy.copy(attention)
-    layer.submodules, attention.submodules = copy.copy(layer.submodules), copy.copy(attention.submodules)
+    layer, attention = copied(layer), copied(attention)
     layer.submodules.self_attention = attention
     if isinstance(attention.module, type) and issubclass(attention.module, MultiLatentAttention):
         if attention.module is not MLASelfAttention:
@@ -90,7 +87,7 @@ def block_spec(
 
     Args:
         recompute: the mode `layer` is `config`'s own business.
-        post_norms: see `post_norm.PostNormAdd`.
+        post_norms: see `norms.PostNormAdd`.
         latent_frequencies: see `with_context_parallel`.
 
     Raises:
@@ -136,8 +133,7 @@ def block_spec(
 
 def _with_experts(layer: ModuleSpec, num_experts: int, norm: type, transformer_engine: bool) -> ModuleSpec:
     """A copy of a layer's spec whose MLP is a mixture of experts, with a norm of its own before it."""
-    layer = copy.copy(layer)
-    layer.submodules = copy.copy(layer.submodules)
+    layer = copied(layer)
     layer.submodules.mlp = experts_spec(num_experts, transformer_engine)
     layer.submodules.pre_mlp_layernorm = norm
     # In checkpoints, that norm is not a part of the MLP's first product, as it is in TransformerEngine's dense layers.

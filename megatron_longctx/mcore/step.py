@@ -22,7 +22,7 @@ from torch import Tensor
 from ..comm import Times
 from ..metrics.flops import Work
 from ..schedules.mask import Window
-from .batch import Batch
+from .data import Batch
 from .pack import Pack
 from .sequence import ShardedSequence
 from .settings import layer_window

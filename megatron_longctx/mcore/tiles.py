@@ -6,20 +6,19 @@ its norm. They are not kept at all: backward computes each tile's again.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from ..errors import refuse
 from ..kernels.no_grad import first_order
-from .unread import unread_output
-from .version import builder_of, mlp_of
+from .version import builder_of, copied, mlp_of
 
 _Run = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
@@ -90,10 +89,8 @@ def with_mlp_tiles(layer: ModuleSpec, tile_tokens: int) -> ModuleSpec:
             "null for layers without Megatron's dense MLP",
             f"This layer has {getattr(mlp, 'module', mlp)}: leave it null.",
         )
-    bases = (TiledMLP,) if mlp.module is MLP else (TiledMLP, mlp.module)
-    module = type(f"Tiled{mlp.module.__name__}", bases, {"tile_tokens": tile_tokens})
-    tiled = copy.copy(layer)
-    tiled.submodules = copy.copy(layer.submodules)
+    module = type(f"Tiled{mlp.module.__name__}", (TiledMLP, mlp.module), {"tile_tokens": tile_tokens})
+    tiled = copied(layer)
     tiled.submodules.mlp = builder_of(ModuleSpec(module=module, params=mlp.params, submodules=mlp.submodules))
     return tiled
 
@@ -140,3 +137,45 @@ class _Tiled(torch.autograd.Function):
 
 def _parts(hidden: Tensor, rows: int) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, hidden.shape[0], rows))
+
+
+@contextmanager
+def unread_output(linear: Any) -> Iterator[None]:
+    """Inside, `linear` gives zeros, with the right gradients and messages; layers other than Megatron's own
+    row-parallel one, whose gradients autograd adds up, run as they are.
+
+    For a layer that is run again for its gradients: the last product of its MLP, a quarter of the layer's matrix work,
+    would only give what is known already to be the next layer's input.
+    """
+    plain = (
+        isinstance(linear, RowParallelLinear)
+        and not linear.gradient_accumulation_fusion
+        and linear.weight.requires_grad
+    )
+    if not plain:
+        yield
+        return
+    linear._forward_impl = _zeros  # hides the method
+    try:
+        yield
+    finally:
+        del linear._forward_impl
+
+
+def _zeros(input: Tensor, weight: Tensor, **_: Any) -> Tensor:
+    return _Unread.apply(input, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Unread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.new_zeros(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """As Megatron computes them, to the bit."""
+        x, weight = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        return grad.matmul(weight), grad.flatten(0, -2).t().matmul(x.flatten(0, -2))

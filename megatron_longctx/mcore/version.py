@@ -5,6 +5,7 @@ No other file asks for the release.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,6 +94,14 @@ def builder_of(spec: Any) -> Any:
         return spec
     build = getattr(spec.module, "as_mlp_submodule", spec.module)
     return functools.partial(build, submodules=spec.submodules, **spec.params)
+
+
+def copied(spec: Any) -> Any:
+    """A copy of a spec whose submodules can be replaced. What these hold is not copied: process groups cannot be, and
+    some things equal themselves alone."""
+    spec = copy.copy(spec)
+    spec.submodules = copy.copy(spec.submodules)
+    return spec
 
 
 def mlp_of(layer: ModuleSpec) -> Any:

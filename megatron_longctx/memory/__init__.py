@@ -4,7 +4,7 @@
 finds the longest sequence that fits.
 """
 
+from .command import report, summary
 from .fit import COMFORT, check, max_length
 from .model import STATES_PIECE, Phase, Prediction, Term, predict
-from .report import report, summary
 from .shapes import Job

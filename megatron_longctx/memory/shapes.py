@@ -21,7 +21,6 @@ from ..schedules import (
     summing_in_nodes,
 )
 from ..schedules.footprint import Footprint, footprint
-from .experts import FC1_COLUMNS, expert_bytes, expert_parameters, router_parameters
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def mlp_weights(job: Job) -> tuple[int, int]:
         for experts in model.expert_layers
     }
     second = model.hidden_size * max(widths)
-    return FC1_COLUMNS[model.activation] * second, second
+    return model.fc1_columns * second, second
 
 
 def embedding_weights(job: Job) -> int:
@@ -180,7 +179,7 @@ def layer_parameters(job: Job, experts: bool = False) -> int:
     model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
     heads = (model.num_attention_heads + 2 * model.num_kv_heads) * model.kv_channels
     width = 0 if experts else model.ffn_hidden_size
-    fc1 = FC1_COLUMNS[model.activation] * width
+    fc1 = model.fc1_columns * width
     sharded = model.attention_weights + model.hidden_size * (fc1 + width)
     whole = 2 * model.hidden_size * (2 if model.normalization == "layernorm" else 1)
     if model.bias or model.qkv_bias:
@@ -196,6 +195,29 @@ def layer_parameters(job: Job, experts: bool = False) -> int:
     if model.implementation == "transformer_engine":  # whose ranks each have these products whole
         sharded, whole = sharded - model.down_weights, whole + model.down_weights
     return sharded // tp + whole + (expert_parameters(job) + router_parameters(job) if experts else 0)
+
+
+def expert_parameters(job: Job) -> int:
+    """Of the experts of one layer that a rank holds."""
+    model, par = job.config.model, job.config.parallelism
+    assert model.num_moe_experts is not None
+    columns = model.fc1_columns
+    sharded = (columns + 1) * model.hidden_size * model.expert_width
+    biases = columns * model.expert_width + model.hidden_size if model.bias else 0
+    return model.num_moe_experts // par.expert_model_parallel_size * (sharded // par.tensor_size_of_experts + biases)
+
+
+def router_parameters(job: Job) -> int:
+    """Of what else is in the place of a layer's MLP: the router, and this rank's part of shared experts."""
+    model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
+    assert model.num_moe_experts is not None
+    shared = (model.fc1_columns + 1) * model.hidden_size * (model.moe_shared_expert_intermediate_size or 0)
+    return model.num_moe_experts * (model.hidden_size + model.bias) + shared // tp
+
+
+def routed_tokens(job: Job) -> int:
+    """Rows that go through the experts of a rank."""
+    return job.hidden_tokens * job.config.model.moe_router_topk * job.config.parallelism.tensor_size_of_experts
 
 
 @dataclass(frozen=True)
@@ -244,7 +266,7 @@ def layer_bytes(job: Job, experts: bool = False) -> LayerBytes:
             kept -= per_sequence * (workload.token_bytes(Kind.OUT) - workload.token_bytes(Kind.Q))
         else:  # whose gradient is of the rank's own queries
             seen = taken = q
-    fc1 = e * tokens * FC1_COLUMNS[model.activation] * model.ffn_hidden_size // tp
+    fc1 = e * tokens * model.fc1_columns * model.ffn_hidden_size // tp
     act = e * tokens * model.ffn_hidden_size // tp
     rms = model.normalization == "rmsnorm"
 
@@ -263,7 +285,7 @@ def layer_bytes(job: Job, experts: bool = False) -> LayerBytes:
         seen += sum(size + normed(size, size // (e * model.kv_channels)) for size in (q, kv // 2))
     behind = 2 * norm if model.post_norms else 0  # and the norm's input is in the place of its output
     fused = job.fused and model.activation == "swiglu"
-    between = 2 * act if FC1_COLUMNS[model.activation] == 2 and not fused else 0
+    between = 2 * act if model.fc1_columns == 2 and not fused else 0
     inside, size = fc1 + act + between, job.config.recompute.mlp_tile_tokens
     if experts:
         inside, fc1 = expert_bytes(job)
@@ -278,6 +300,21 @@ def layer_bytes(job: Job, experts: bool = False) -> LayerBytes:
         # Beside them the gradient of the first output: the last activation is freed by then.
         tile=0 if size is None else (inside + fc1) * min(size, tokens) // max(1, tokens),
     )
+
+
+def expert_bytes(job: Job) -> tuple[int, int]:
+    """Activations of a layer's experts on one rank, and of them what their first products give."""
+    model, par, e = job.config.model, job.config.parallelism, job.element_bytes
+    columns, rows = model.fc1_columns, routed_tokens(job)
+    width = model.expert_width // par.tensor_size_of_experts
+    fc1 = e * rows * columns * width
+    # The input of both products; of a gate also its two halves and their product, before it is weighted.
+    inside = e * rows * model.hidden_size + fc1 + e * rows * width
+    if not (job.fused and model.activation == "swiglu"):
+        inside += e * rows * width * (3 if columns == 2 else 1)
+    routing = job.hidden_tokens * (model.num_moe_experts or 0) * 4
+    shared = (model.moe_shared_expert_intermediate_size or 0) // par.tensor_parallel_size
+    return inside + routing + e * job.tokens * shared * (columns + (3 if columns == 2 else 1)), fc1
 
 
 @dataclass(frozen=True)

@@ -43,19 +43,9 @@ def peak_tflops(device_name: str | None, override: float | None = None) -> float
     Args:
         device_name: what `torch.cuda.get_device_name()` says, e.g. `NVIDIA H100 80GB HBM3`; None on CPU.
         override: `logging.peak_tflops`, taken as it is when given.
-
-    Raises:
-        ValueError: `override` is not positive.
     """
-    if override is not None:
-        if override <= 0:
-            raise ValueError(
-                f"logging.peak_tflops={override}: expected a positive number of TFLOP/s. "
-                "Set it to the device's dense peak, or to null to look it up by name."
-            )
+    if override is not None or device_name is None:
         return override
-    if device_name is None:
-        return None
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     return next((peak for needed, peak in _PEAKS if words.issuperset(needed)), None)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
-from megatron_longctx import files, names
-from megatron_longctx.metrics.timers import Eta, clock_text
+from .. import files, names
 
 Value = float | int | str | None
 # Beside the nulls that JSON needs for them: which keys were not finite, and how.
@@ -148,3 +149,29 @@ class ConsoleSink:
 
     def close(self) -> None:
         """Nothing to finish; what `emit` writes to belongs to the caller."""
+
+
+class Eta:
+    """Seconds left, from the moving median of step times: a slow first step or checkpoint does not distort it."""
+
+    def __init__(self, window: int = 20) -> None:
+        self._recent: deque[float] = deque(maxlen=window)
+
+    def add(self, step_s: float) -> None:
+        """Note one step's seconds."""
+        self._recent.append(step_s)
+
+    def seconds(self, steps_left: int) -> float | None:
+        """Seconds that `steps_left` steps will take; None before the first step."""
+        return median(self._recent) * steps_left if self._recent else None
+
+
+def clock_text(seconds: float | None) -> str:
+    """`h:mm:ss`, or `d days h:mm:ss` from a day on; a dash for None."""
+    if seconds is None:
+        return "—"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    prefix = f"{days} day{'s' * (days > 1)} " if days else ""
+    return f"{prefix}{hour}:{minute:02}:{second:02}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -36,5 +38,10 @@ def run_quickly(fn: Callable[..., Any], world_size: int, *args: Any, **options: 
 def run_distributed(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = PATIENCE_S, backend: str = "gloo"
 ) -> list[Any]:
-    """`run_quickly` with one thread a rank: what every rank's `fn(rank, *args)` returned."""
-    return run_quickly(fn, world_size, *args, timeout=timeout, backend=backend, threads=1)
+    """`run_quickly` with one thread a rank: what every rank's `fn(rank, *args)` returned.
+
+    Ranks on gloo see no CUDA device, so that a test checks the same thing on every machine.
+    """
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
+    with mock.patch.dict(os.environ, hidden):
+        return run_quickly(fn, world_size, *args, timeout=timeout, backend=backend, threads=1)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ..comm.local_ranks import end_with_parent
-from ..mcore.batch import Batch
+from ..mcore.data import Batch
 from .signals import STOP_SIGNALS
 
 

@@ -19,8 +19,7 @@ from .. import names
 from ..comm import on_rank_0
 from ..config import Config
 from ..mcore import checkpoint, groups, model, optimizer
-from ..mcore.batch import Batch
-from ..mcore.data import TrainingData, shares
+from ..mcore.data import Batch, TrainingData, shares
 from ..mcore.identity import identity
 from ..mcore.sequence import build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
@@ -29,7 +28,7 @@ from ..metrics import environment
 from ..metrics.hardware import current_device_name, peak_tflops
 from ..metrics.sinks import ConsoleSink, JsonlSink, Sink
 from ..metrics.wandb_run import WandbSink
-from . import resume
+from . import saved_run
 from .heartbeat import at
 from .interval import Interval
 from .loader import Loader
@@ -61,15 +60,8 @@ class Trainer:
         self.folder = folder
         self.stop = stop
         self.stopped_by: signal.Signals | None = None
-        par, train = config.parallelism, config.train
-        self.groups = groups.initialize(
-            tensor=par.tensor_parallel_size,
-            context=par.context_parallel_size,
-            pipeline=par.pipeline_parallel_size,
-            expert=par.expert_model_parallel_size,
-            expert_tensor=par.expert_tensor_parallel_size,
-            seed=train.seed,
-        )
+        train = config.train
+        self.groups = groups.of_config(config.parallelism, train.seed)
         if config.attention.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
         tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
@@ -291,7 +283,8 @@ class Trainer:
             self._begin()
             return 0, 0
         loaded = checkpoint.load(self.folder.checkpoints, self._state())
-        if (untold := resume.check(self.config, self.folder.path, loaded, self.identity)) and dist.get_rank() == 0:
+        untold = saved_run.check_resumed(self.config, self.folder.path, loaded, self.identity)
+        if untold and dist.get_rank() == 0:
             logger.warning(untold)
         logger.info("resumed from step %d of %s", loaded.iteration, self.folder.checkpoints)
         samples = loaded.extra["consumed_samples"]

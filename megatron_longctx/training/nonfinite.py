@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import files
-from ..mcore.batch import Batch
+from ..mcore.data import Batch
 
 
 class NonFiniteError(ArithmeticError):

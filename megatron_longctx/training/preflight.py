@@ -21,7 +21,7 @@ from ..mcore.model import RETRAINABLE, fingerprint, padded_vocab_size, uses_tran
 from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
 from ..schedules import build_plan
-from . import resume, saved_run
+from . import saved_run
 from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def check(config: Config, world_size: int) -> int | None:
     if resumed.optimizer is None:
         remedy = f"Set another run.name, and train.init_from={folder.path}."
         raise refuse("run.name", config.run.name, f"a run that was trained; {folder.path} has weights alone", remedy)
-    resume.check(config, folder.path, resumed, identity(config, tokenizer))
+    saved_run.check_resumed(config, folder.path, resumed, identity(config, tokenizer))
     return resumed.iteration
 
 

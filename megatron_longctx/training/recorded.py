@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config
-from ..mcore.gradients import whole_gradients
+from ..mcore.optimizer import whole_gradients
 from .loop import StepResult, Trainer
 from .run_folder import RunFolder
 from .signals import StopRequest
@@ -45,7 +45,7 @@ class RecordedTrainer(Trainer):
         """Called by every rank in every step between backward and the optimizer."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """See `mcore.gradients.whole_gradients`."""
+        """See `mcore.optimizer.whole_gradients`."""
         return whole_gradients(self.models, self.groups, self.config.optim.distributed)
 
     def _one_step(self) -> StepResult:

@@ -22,8 +22,6 @@ from megatron_longctx.mcore.checkpoint_writer import HostCopies, copy_through
 from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.tiny_gpt import BATCH, Layout, Trainer
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
-
 SINGLE, DATA2, TENSOR2, PIPELINE2 = Layout(), Layout(overlap=True), Layout(tensor=2), Layout(pipeline=2)
 CONTEXT2, TENSOR2_DATA2, TENSOR2_PIPELINE2 = Layout(context=2), Layout(tensor=2), Layout(tensor=2, pipeline=2)
 STEPS = 7

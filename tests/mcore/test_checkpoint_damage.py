@@ -15,8 +15,6 @@ from megatron_longctx.mcore.checkpoint_folder import iteration_directory
 from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.tiny_gpt import FINGERPRINT, Layout, Trainer
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
-
 Said = dict[str, tuple[str, str]]
 
 

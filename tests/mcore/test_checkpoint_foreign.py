@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_longctx.mcore import checkpoint, checkpoint_digests, checkpoint_reader
 from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.tiny_gpt import FINGERPRINT, Layout, Trainer
-
-pytestmark = pytest.mark.usefixtures("on_cpu")
 
 LAYER_STATE = "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"
 RANDOM_STATE = "rng_state/shard_0_1"

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_longctx.config import Config
-from megatron_longctx.mcore.batch import Batch
 from megatron_longctx.mcore.corpus import write_corpus, write_documents
-from megatron_longctx.mcore.data import TrainingData, check_packs, first_pack, shares
+from megatron_longctx.mcore.data import Batch, TrainingData, check_packs, first_pack, shares
 from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
 from tests.shared.training import changed, tiny_config, tiny_corpus
 

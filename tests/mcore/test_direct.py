@@ -20,15 +20,8 @@ from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.direct import DirectLayer, why_not_direct
 from megatron_longctx.mcore.inference import CachedGPT, build_engine, for_inference
 from megatron_longctx.testing.distributed import run_distributed
-from tests.shared.training import tiny_config
+from tests.shared.training import GPT2, tiny_config
 
-GPT2 = {
-    "model.normalization": "layernorm",
-    "model.activation": "gelu",
-    "model.bias": True,
-    "model.position_embedding": "learned",
-    "model.tie_embeddings": True,
-}
 GEMMA = {
     "model.activation": "geglu",
     "model.zero_centered_norms": True,
@@ -45,7 +38,7 @@ GEMMA = {
 ALONE: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama in bf16": {"train.precision": "bf16"},
-    "gpt2": GPT2,
+    "gpt2": {**GPT2, "model.num_kv_heads": 2},
     "biased swiglu": {"model.bias": True},
     "a KV head a query": {"model.num_kv_heads": 4},
     "gemma": GEMMA,
@@ -70,8 +63,7 @@ class Ops(TorchDispatchMode):
 
 def engine_of(config: Config) -> LongContextEngine:
     """Every parameter has a value of its own: biases are not left at zero."""
-    par = config.parallelism
-    collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size, seed=5)
+    collection = groups.of_config(config.parallelism, seed=5)
     engine, _ = build_engine(for_inference(config), collection, None)
     assert isinstance(engine.model, CachedGPT)
     gen = torch.Generator().manual_seed(7)
@@ -131,7 +123,6 @@ def same_bits(rank: int, configs: list[Config]) -> list[bool]:
     return found
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     ("tensor", "context", "variants"),
     [(1, 1, list(ALONE.values())), (1, 2, [{}, GPT2]), (2, 1, [{}, GPT2, REDUCED, {**GPT2, **REDUCED}])],
@@ -181,7 +172,6 @@ def work_of_a_layer(rank: int, configs: list[Config]) -> tuple[float, float]:
     return (ops - few_ops) / 4, (calls - few_calls) / 4
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_a_layers_host_work_is_bounded(tmp_path: Path) -> None:
     """On one rank, in bf16. Of the operations a norm takes 8 and a rotation 10 here; on GPUs each is one kernel."""
     configs = [tiny_config(tmp_path, "x", {"model.num_layers": n, "train.precision": "bf16"}) for n in (2, 6)]
@@ -211,7 +201,6 @@ def what_is_left(rank: int, config: Config) -> list[bool]:
     return gone
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_attentions_inputs_do_not_outlive_it(tmp_path: Path) -> None:
     """A long prompt's peak is in the MLP."""
     assert run_distributed(what_is_left, 1, tiny_config(tmp_path, "x")) == [[True] * 3]
@@ -241,7 +230,6 @@ def what_is_not_plain(rank: int, config: Config) -> list[str | None]:
     return found
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_layers_that_are_not_plain_are_megatrons_own(tmp_path: Path) -> None:
     (found,) = run_distributed(what_is_not_plain, 1, tiny_config(tmp_path, "x"))
     assert found == [

@@ -1,4 +1,4 @@
-"""Our GPT against Megatron's own, on one rank; and what identifies a model."""
+"""Our GPT against Megatron's own, on one rank; what identifies a model; and what 8-bit keys and values change."""
 
 from __future__ import annotations
 
@@ -15,19 +15,10 @@ from megatron_longctx.mcore.model import build_model, fingerprint, padded_vocab_
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.recorded import relative_error
-from tests.shared.training import Job, RecordingTrainer, changed, tiny_config, tiny_corpus
+from tests.shared.training import GPT2, Job, RecordingTrainer, changed, tiny_config, tiny_corpus
 
 VOCABULARY = 96
 LLAMA: dict[str, Any] = {"data.seq_length": 37}
-GPT2: dict[str, Any] = {
-    **LLAMA,
-    "model.num_kv_heads": 4,
-    "model.normalization": "layernorm",
-    "model.activation": "gelu",
-    "model.position_embedding": "learned",
-    "model.bias": True,
-    "model.tie_embeddings": True,
-}
 
 
 def _against_megatron(rank: int, root: Path, settings: dict[str, Any]) -> dict[str, float]:
@@ -63,8 +54,7 @@ def _against_megatron(rank: int, root: Path, settings: dict[str, Any]) -> dict[s
     return {"loss": relative_error(losses["ours"], losses["theirs"]), **errors}
 
 
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("settings", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("settings", [LLAMA, {**LLAMA, **GPT2}], ids=["llama", "gpt2"])
 def test_one_rank_is_megatrons_own_model(tmp_path: Path, settings: dict[str, Any]) -> None:
     [errors] = run_distributed(_against_megatron, 1, tmp_path, settings)
     assert len(errors) > 10
@@ -96,7 +86,6 @@ def _step_by_hand(rank: int, root: Path) -> dict[str, float]:
     }
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_a_step_is_the_mean_over_unmasked_tokens(tmp_path: Path) -> None:
     tiny_corpus(tmp_path / "corpus")
     [errors] = run_distributed(_step_by_hand, 1, tmp_path)
@@ -163,3 +152,34 @@ def test_a_checkpoint_knows_windows_and_sinks() -> None:
     settings = {"model.window": 9, "model.window_pattern": 2, "model.sinks": "learnable"}
     special = fingerprint(changed(Config(), settings), 512)
     assert special == {**plain, "window": 9, "window_pattern": 2, "sinks": "learnable"}
+
+
+def _rounding_errors(rank: int, root: Path) -> dict[str, float]:
+    """Relative errors of logits against those of exact attention: in training, in inference."""
+    collection = groups.initialize(context=2, seed=3)
+    models = {}
+    for kv_int8 in (False, True):
+        settings = {
+            "parallelism.context_parallel_size": 2,
+            **LLAMA,
+            "attention.kv_int8": kv_int8,
+        }
+        config = tiny_config(root, "gpt", settings)
+        sequence = build_sequence(config, collection.cp)
+        models[kv_int8] = build_model(config, transformer_config(config), collection, sequence, VOCABULARY)
+    models[True].load_state_dict(models[False].state_dict())
+    tokens = torch.randint(VOCABULARY, (2, 37), generator=torch.Generator().manual_seed(1))
+    batch = sequence.shard_batch({"tokens": tokens, "position_ids": torch.arange(37).expand(2, -1)})
+    errors = {}
+    for train in (True, False):
+        with torch.set_grad_enabled(train):
+            exact, ours = (models[i].train(train)(batch["tokens"], batch["position_ids"], None) for i in (False, True))
+        errors["training" if train else "inference"] = relative_error(ours, exact)
+    groups.destroy()
+    return errors
+
+
+def test_keys_and_values_in_8_bits_round_inference_and_not_training(tmp_path: Path) -> None:
+    for errors in run_distributed(_rounding_errors, 2, tmp_path):
+        assert errors["training"] == 0
+        assert 1e-6 < errors["inference"] < 0.01

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from megatron.core import tensor_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,7 +93,6 @@ def _truth(rank: int, world: int, sequence_parallel: bool) -> Found:
     return {"losses": losses.view(labels.shape).detach(), "hidden": mine, "weight": weight.grad.chunk(world)[rank]}
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_it_is_as_good_as_megatrons_and_logits_never_exist() -> None:
     for rank, seen in enumerate(run_distributed(_run, 2)):
         for (tp, chunk, dtype, sequence_parallel), found in seen.items():
@@ -126,7 +124,6 @@ def _trained(rank: int) -> dict[bool, list[float]]:
     return losses
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_weights_that_are_gathered_during_the_forward_pass_are_waited_for() -> None:
     for losses in run_distributed(_trained, 2):
         assert losses[True] == losses[False] and losses[True][-1] < losses[True][0]

@@ -22,8 +22,6 @@ from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.recorded import relative_error
 from tests.mcore.tiny_gpt import DenseAttention
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
-
 VOCABULARY, DOCUMENTS = 64, (9, 14)
 LENGTH = sum(DOCUMENTS)
 KINDS: dict[str, dict[str, Any]] = {

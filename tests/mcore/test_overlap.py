@@ -10,8 +10,6 @@ import torch
 from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.tiny_gpt import Layout, Trainer
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
-
 STEPS = range(3)
 
 

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from megatron_longctx.config import Config
 from megatron_longctx.mcore import groups, optimizer
-from megatron_longctx.mcore.batch import Batch
+from megatron_longctx.mcore.data import Batch
 from megatron_longctx.mcore.model import build_model, transformer_config
+from megatron_longctx.mcore.optimizer import named_parameters
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.spec import block_spec
 from megatron_longctx.mcore.step import TrainStep
@@ -31,8 +32,6 @@ from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import visible
 from megatron_longctx.training.recorded import relative_error
 from tests.shared.training import tiny_config
-
-pytestmark = pytest.mark.usefixtures("on_cpu")
 
 VOCABULARY = 64
 CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))
@@ -121,13 +120,7 @@ class Sharded:
 
     def __init__(self, gpt: GPTModel, collection: Any) -> None:
         self._tp = collection.tp
-        numbers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
-        self.parameters = {}
-        for name, parameter in gpt.named_parameters():
-            words = name.split(".")
-            if words[:2] == ["decoder", "layers"]:
-                words[2] = str(numbers[int(words[2])])
-            self.parameters[".".join(words)] = parameter
+        self.parameters = named_parameters([gpt])
 
     def load(self, weights: dict[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
@@ -181,10 +174,7 @@ def _in_thd(root: Path) -> list[float]:
 
 def _steps(root: Path, model: str, steps: tuple[Any, ...], settings: dict[str, Any]) -> list[Any]:
     config = _config(root, model, settings)
-    par = config.parallelism
-    collection = groups.initialize(
-        tensor=par.tensor_parallel_size, context=par.context_parallel_size, pipeline=par.pipeline_parallel_size, seed=9
-    )
+    collection = groups.of_config(config.parallelism, seed=9)
     megatron, sequence = transformer_config(config), build_sequence(config, collection.cp)
     gpt = build_model(config, megatron, collection, sequence, VOCABULARY)
     models = optimizer.wrap_ddp([gpt], megatron, collection, distributed=False)
@@ -210,9 +200,7 @@ def results(world: int, root: Path) -> list[dict[str, list[Any]]]:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        run_distributed(_alone, 1, folder)
+    run_distributed(_alone, 1, folder)
     return folder
 
 

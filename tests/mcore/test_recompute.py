@@ -84,8 +84,7 @@ def _see(root: Path, mode: str, settings: dict[str, Any]) -> Seen:
     settings = dict(settings)
     dropout = settings.pop("dropout", 0.0)
     config = tiny_config(root, "recompute", {**settings, "data.seq_length": 38, "recompute.mode": mode})
-    par = config.parallelism
-    collection = groups.initialize(tensor=par.tensor_parallel_size, context=par.context_parallel_size, seed=5)
+    collection = groups.of_config(config.parallelism, seed=5)
     megatron = transformer_config(config)
     megatron.hidden_dropout = dropout
     sequence = build_sequence(config, collection.cp)
@@ -132,14 +131,7 @@ def _run(rank: int, root: Path, world: int) -> dict[Any, Any]:
 @functools.cache
 def results(world: int, root: Path) -> list[dict[Any, Any]]:
     """What every rank of `world` saw; run once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        return run_distributed(_run, world, root, world)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("recompute")
+    return run_distributed(_run, world, root, world)
 
 
 @pytest.mark.parametrize("world", CASES, ids=lambda world: f"{world} ranks")

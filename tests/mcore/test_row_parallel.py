@@ -108,7 +108,6 @@ def _one_layer(rank: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_a_layer_quantizes_its_sum_alone() -> None:
     assert run_distributed(_one_layer, 2) == [[], []]
 
@@ -155,7 +154,6 @@ def _gpt(rank: int, root: Path, sequence_parallel: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_gpt_under_every_policy(tmp_path: Path, sequence_parallel: bool) -> None:
     for found in run_distributed(_gpt, 2, tmp_path, sequence_parallel):

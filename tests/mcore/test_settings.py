@@ -249,7 +249,6 @@ def _ours(rank: int, path: Path) -> None:
     groups.destroy()
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_layers_without_rope_are_megatrons(tmp_path: Path) -> None:
     run_distributed(_megatrons_own, 1, tmp_path / "own")
     for world in (1, 2):

@@ -1,4 +1,4 @@
-"""A step's loss and gradients count what the loss mask sums to, at any context-parallel size."""
+"""A step's loss and gradients count what the loss mask sums to, at any context-parallel size, over all ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_longctx.comm import Times
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.batch import Batch
+from megatron_longctx.mcore.data import Batch
+from megatron_longctx.mcore.step import LossSum, _reduce
+from megatron_longctx.metrics.flops import Work
 from megatron_longctx.testing.distributed import run_distributed
 from tests.shared.training import Job, RecordingTrainer, tiny_config, tiny_corpus
-
-pytestmark = pytest.mark.usefixtures("on_cpu")
 
 LENGTH, BATCH = 31, 2  # odd, so that ranks hold unequal numbers of tokens
 MASKS = {
@@ -21,8 +23,6 @@ MASKS = {
     "as many as tokens": torch.ones(BATCH, LENGTH),
     "half a token": torch.zeros(BATCH, LENGTH).index_put((torch.tensor(0), torch.tensor(7)), torch.tensor(0.5)),
 }
-
-
 MICRO_BATCHES = 4  # of all data-parallel ranks together
 
 
@@ -66,3 +66,35 @@ def test_masks_are_summed_as_they_are(tmp_path: Path) -> None:
                 assert of_rank[context][name] == pytest.approx(whole[name], rel=1e-5), (context, name)
         # A mask that is equal everywhere changes nothing.
         assert whole["0.3 everywhere"][1:] == pytest.approx(whole["as many as tokens"][1:], rel=1e-5)
+
+
+def test_measured_imbalance_is_that_of_the_worst_group() -> None:
+    even, uneven = [2.0, 2.0], [1.0, 3.0]
+    assert LossSum(0, 0, Work(0, 0, 0), computed_s=[even, uneven]).imbalance_pct == pytest.approx(50)
+    assert LossSum(0, 0, Work(0, 0, 0), computed_s=[even]).imbalance_pct == pytest.approx(0)
+    assert LossSum(0, 0, Work(0, 0, 0), computed_s=[[0.0, 0.0]]).imbalance_pct is None, "nothing was measured"
+
+
+def _sums(rank: int) -> list[LossSum]:
+    """Of 4 ranks, which differ in all that they have: once data x context parallel, once tensor x pipeline."""
+    found = []
+    for sizes in ({"context": 2}, {"tensor": 2, "pipeline": 2}):
+        mesh = groups.initialize(**sizes)
+        # Ranks of one tensor-parallel group have one loss, those of one context-parallel group one work.
+        share = mesh.dp.rank() * mesh.cp.size() + mesh.cp.rank()
+        losses = [torch.tensor([10.0**share, step], dtype=torch.float64) for step in (1, 2)]
+        results = [{"loss": loss, "work": (7, 10 + mesh.dp.rank(), 100)} for loss in losses]
+        found.append(_reduce(results, mesh, Times(0.5 + rank, 1.0 + rank)))
+        found.append(_reduce(results, mesh, None))
+        groups.destroy()
+        dist.barrier()
+    return found
+
+
+def test_every_rank_counts_once() -> None:
+    for rank, (spread, unmeasured, one, _) in enumerate(run_distributed(_sums, 4)):
+        assert (spread.loss_sum, spread.num_tokens, spread.work) == (2 * 1111, 4 * 3, Work(28, 42, 400))
+        assert spread.computed_s == [[1.0, 2.0], [3.0, 4.0]] and spread.waited_s == 0.5 + rank, "its own"
+        assert spread.imbalance_pct == pytest.approx(100 / 3), "of the first group: 2 s beside 1.5 s on average"
+        assert unmeasured.waited_s is None and unmeasured.imbalance_pct is None
+        assert (one.loss_sum, one.num_tokens, one.work) == (2, 3, Work(14, 20, 200)), "that of the last stage"

@@ -21,14 +21,10 @@ from megatron_longctx.mcore.tiles import TiledMLP, with_mlp_tiles
 from megatron_longctx.mcore.version import mlp_of
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.recorded import relative_error
-from tests.shared.training import tiny_config
+from tests.shared.training import GPT2, tiny_config
 
 TP, MODE, TILE = "parallelism.tensor_parallel_size", "recompute.mode", "recompute.mlp_tile_tokens"
 LENGTH, BATCH, LAYERS, VOCABULARY = 22, 2, 2, 64
-GPT2 = {
-    "model.num_kv_heads": 4, "model.normalization": "layernorm", "model.activation": "gelu", "model.bias": True,
-    "model.position_embedding": "learned", "model.tie_embeddings": True,
-}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": GPT2,
@@ -82,7 +78,6 @@ def _run(rank: int, root: Path) -> dict[tuple[str, int | None], Found]:
     return {(name, tile): _see(root, case, tile) for name, case in CASES.items() for tile in TILES}
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_tiles_give_the_numbers_of_the_whole(tmp_path: Path) -> None:
     for rank, ranks in enumerate(run_distributed(_run, 2, tmp_path)):
         for (name, tile), found in ranks.items():

@@ -33,7 +33,7 @@ from megatron_longctx.memory import Job, predict
 from megatron_longctx.memory.model import OFFLOAD
 from megatron_longctx.memory.shapes import layer_bytes, stage_parameters
 from megatron_longctx.testing.distributed import run_distributed
-from tests.shared.training import LATENTS, tiny_config
+from tests.shared.training import GPT2, LATENTS, tiny_config
 
 CP, TP, EP, ETP = (
     f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "expert_model", "expert_tensor")
@@ -43,10 +43,6 @@ SCHEDULE, KEEP = "parallelism.schedule", "attention.keep_received"
 LENGTH = 1024
 SIZES = {
     "data.seq_length": LENGTH, "model.num_layers": 3, "model.hidden_size": 64, "model.ffn_hidden_size": 256,
-}  # fmt: skip
-GPT2 = {
-    "model.num_kv_heads": 4, "model.normalization": "layernorm", "model.activation": "gelu",
-    "model.position_embedding": "learned", "model.bias": True, "model.tie_embeddings": True,
 }  # fmt: skip
 EXPERTS = {"model.num_moe_experts": 4, "model.moe_shared_expert_intermediate_size": 128}
 MIXED = {"model.moe_layer_freq": "[1,0,1]"}
@@ -138,13 +134,7 @@ class OneModel:
         settings = {**SIZES, **settings}
         self.vocabulary = settings.pop("vocabulary", 512)
         self.config = tiny_config(root, "memory", settings)
-        par = self.config.parallelism
-        collection = groups.initialize(
-            tensor=par.tensor_parallel_size,
-            context=par.context_parallel_size,
-            expert=par.expert_model_parallel_size,
-            expert_tensor=par.expert_tensor_parallel_size,
-        )
+        collection = groups.of_config(self.config.parallelism)
         self.sequence = build_sequence(self.config, collection.cp)
         self.gpt = build_model(self.config, transformer_config(self.config), collection, self.sequence, self.vocabulary)
         self.job = Job(self.config, self.vocabulary, fused=False)
@@ -215,10 +205,8 @@ def _run(rank: int, root: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        return run_distributed(_run, 2, tmp_path_factory.mktemp("memory"))[0]
+def found(root: Path) -> dict[str, dict[str, Any]]:
+    return run_distributed(_run, 2, root)[0]
 
 
 @pytest.mark.parametrize("name", SAVED)

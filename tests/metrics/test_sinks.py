@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx import names
-from megatron_longctx.metrics.sinks import ConsoleSink, JsonlSink, Value, decode, encode
-from megatron_longctx.metrics.timers import Eta, clock_text
+from megatron_longctx.metrics.sinks import ConsoleSink, Eta, JsonlSink, Value, clock_text, decode, encode
 
 
 def record(step: int, loss: float = 2.0) -> dict[str, Value]:

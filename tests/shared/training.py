@@ -18,9 +18,10 @@ from megatron_longctx.compose import save_config
 from megatron_longctx.config import Config, ParallelismConfig, validate
 from megatron_longctx.mcore import checkpoint, groups, model
 from megatron_longctx.mcore.corpus import Corpus, write_corpus
-from megatron_longctx.mcore.gradients import named_parameters
+from megatron_longctx.mcore.optimizer import named_parameters
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.tokenizer import build_tokenizer
+from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.loop import StepResult, Trainer
 from megatron_longctx.training.recorded import RecordedTrainer
 from megatron_longctx.training.run_folder import RunFolder
@@ -47,6 +48,16 @@ TINY: Mapping[str, Any] = {
     "train.device": "cpu",
     "train.save": False,
     "logging.wandb": "disabled",
+}
+
+# As GPT-2: what makes `TINY` differ from Llama in every kind of layer.
+GPT2: Mapping[str, Any] = {
+    "model.num_kv_heads": 4,
+    "model.normalization": "layernorm",
+    "model.activation": "gelu",
+    "model.position_embedding": "learned",
+    "model.bias": True,
+    "model.tie_embeddings": True,
 }
 
 # As DeepSeek: what makes attention of `TINY` multi-latent.
@@ -234,6 +245,16 @@ class RecordingTrainer(RecordedTrainer):
 def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Record]:
     """Worker for `run_distributed`: several runs, one after the other."""
     return [run_job(job) for job in jobs]
+
+
+def recorded(world: int, jobs: Mapping[str, Job]) -> dict[str, Record]:
+    """What rank 0 recorded of runs in one spawn, by name, after a look at whether the other ranks saw the same."""
+    first, *others = run_distributed(run_jobs, world, list(jobs.values()))
+    for records in others:
+        for name, record, expected in zip(jobs, records, first, strict=True):
+            same = dataclasses.replace(record, gradients={}) == dataclasses.replace(expected, gradients={})
+            assert same, f"{name}: the ranks disagree"
+    return dict(zip(jobs, first, strict=True))
 
 
 def run_job(job: Job) -> Record:

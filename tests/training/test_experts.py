@@ -76,13 +76,11 @@ def _train(rank: int, configs: list[Config], steps: list[tuple[int, ...]]) -> li
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Figures]]:
     root, found = tmp_path_factory.mktemp("experts"), {}
     tiny_corpus(root / "corpus")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        for world in sorted({world for world, _, _ in RUNS.values()}):
-            names = [name for name, run in RUNS.items() if run[0] == world]
-            configs = [_config(root, name, RUNS[name][2]) for name in names]
-            steps = [(0, 2)] * len(names)
-            found |= dict(zip(names, run_distributed(_train, world, configs, steps)[0], strict=True))
+    for world in sorted({world for world, _, _ in RUNS.values()}):
+        names = [name for name, run in RUNS.items() if run[0] == world]
+        configs = [_config(root, name, RUNS[name][2]) for name in names]
+        steps = [(0, 2)] * len(names)
+        found |= dict(zip(names, run_distributed(_train, world, configs, steps)[0], strict=True))
     return root, found
 
 
@@ -137,7 +135,6 @@ def _both_routers(rank: int, root: Path) -> list[float]:
     return found
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_on_one_rank_the_routers_losses_are_megatrons(tmp_path: Path) -> None:
     assert max(run_distributed(_both_routers, 1, tmp_path)[0]) < 1e-5
 

@@ -62,9 +62,8 @@ def _train_slowly(rank: int, root: Path) -> None:
     _Slow(Job(tiny_config(root, "slow", {"train.steps": 3, "optim.warmup_steps": 1}))).run()
 
 
-def test_a_step_lasts_until_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_lasts_until_the_next(tmp_path: Path) -> None:
     tiny_corpus(tmp_path / "corpus")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     run_distributed(_train_slowly, 1, tmp_path)
     folder = RunFolder.of(tiny_config(tmp_path, "slow", {}))
     steps = [json.loads(line) for line in folder.metrics.read_text().splitlines()]

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from megatron_longctx.mcore.batch import Batch
+from megatron_longctx.mcore.data import Batch
 from megatron_longctx.training.loader import Loader
 from tests.shared.jobs import PATIENCE_S
 

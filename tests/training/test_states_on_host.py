@@ -12,7 +12,7 @@ import torch
 from megatron_longctx.config import Config, validate
 from megatron_longctx.config.tree import OptimConfig
 from megatron_longctx.mcore import optimizer_host
-from megatron_longctx.mcore.optimizer_host import HostStates, host_states
+from megatron_longctx.mcore.optimizer_host import HostStates, host_states, parts_of
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.loop import Trainer
 from tests.shared.training import Job, Record, run_job, tiny_config, tiny_corpus
@@ -38,7 +38,7 @@ KINDS = {"bf16": {}, "fp32": {"train.precision": "fp32"}, "experts": EXPERTS}
 
 def _states_are_away(trainer: Trainer) -> None:
     """Before the optimizer's step. Of fp32 weights, which have no main copy, moments alone are states."""
-    parts = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+    parts = parts_of(trainer.optimizer)
     assert len(parts) == (2 if trainer.config.model.num_moe_experts else 1)
     for part in parts:
         kept, inner = host_states(part), part.optimizer
@@ -79,12 +79,9 @@ def _run(rank: int, root: Path) -> dict[str, list[Record]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Record]]:
-    root = tmp_path_factory.mktemp("states")
+def runs(root: Path) -> dict[str, list[Record]]:
     tiny_corpus(root / "corpus")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        found: dict[str, list[Record]] = run_distributed(_run, 2, root)[0]
+    found: dict[str, list[Record]] = run_distributed(_run, 2, root)[0]
     return found
 
 

@@ -1,15 +1,125 @@
-"""Datasets of demos and measurements: those that are missing are made, each of a blend."""
+"""Conversations as tokens: the answers are learned, and nothing else; what cannot be laid out is named by its line."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_longctx.config import DataConfig
+from megatron_longctx.models.chat import Chat
+from megatron_longctx.models.chat_template import ChatTemplate
 from megatron_longctx.training import text
 from megatron_longctx.training.sources import Source
+from megatron_longctx.training.text import conversations
 from tests.shared.training import tiny_corpus
+
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "what is it?"},
+    {"role": "assistant", "content": "a thing"},
+    {"role": "user", "content": "which?"},
+    {"role": "assistant", "content": "that one"},
+]
+ROLES = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+CHATML = ROLES + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+MARKED = CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+INSTRUCT = """\
+{%- for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} </s>
+{%- elif m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"""
+SPOKEN = (
+    "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else '…' }}|{% endfor %}"
+STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('a user begins') }}{% endif %}" + CHATML
+
+
+def characters(text: str) -> list[str]:
+    return list(text)
+
+
+def words(text: str) -> list[str]:
+    """Tokens as of byte-pair encodings: a space belongs to the word behind it, and to none where nothing follows."""
+    return re.findall(r" ?\w+|\s+|[^\w\s]", text)
+
+
+def learned(tmp_path: Path, template: str, line: Any, encode: Callable[[str], Sequence[Any]] = characters) -> list[str]:
+    """The texts that are learned, each of neighbouring tokens."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    ((ids, mask),) = conversations(path, Chat(ChatTemplate(template, 60.0)), encode)
+    assert mask is not None and len(mask) == len(ids)
+    runs = itertools.groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
+    return ["".join(str(token) for token, _ in run) for learn, run in runs if learn]
+
+
+@pytest.mark.parametrize("encode", [characters, words])
+@pytest.mark.parametrize(
+    ("template", "answers"),
+    [
+        (ROLES, ["<|assistant|>a thing<|end|>\n", "<|assistant|>that one<|end|>\n"]),  # it has no prompt for answers
+        (CHATML, ["a thing<|end|>\n", "that one<|end|>\n"]),
+        (MARKED, ["a thing<|end|>\n", "that one<|end|>\n"]),
+        (INSTRUCT, [" a thing </s>", " that one </s>"]),
+    ],
+)
+def test_the_answers_are_learned_whatever_the_template(
+    tmp_path: Path, template: str, answers: list[str], encode: Callable[[str], list[str]]
+) -> None:
+    assert learned(tmp_path, template, {"messages": TALK}, encode) == answers
+
+
+def test_a_token_that_begins_before_an_answer_is_of_it(tmp_path: Path) -> None:
+    assert learned(tmp_path, SPOKEN, {"messages": TALK}) == ["a thing\n", "that one\n"]
+    assert learned(tmp_path, SPOKEN, {"messages": TALK}, words) == [" a thing\n", " that one\n"]
+
+
+def test_prompts_and_completions(tmp_path: Path) -> None:
+    line: dict[str, Any] = {"prompt": "why?", "completion": "so"}
+    assert learned(tmp_path, CHATML, line) == ["so<|end|>\n"]
+    line = {"prompt": TALK[:4], "completion": TALK[4:]}
+    assert learned(tmp_path, CHATML, line) == ["that one<|end|>\n"], "an answer of the prompt is not"
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "said"),
+    [
+        (CHATML, "not json", r'expected \{"messages": .*\} or \{"prompt": .*\}, in UTF-8\. Fix or remove the line'),
+        (CHATML, b"\xff", "in UTF-8"),
+        (CHATML, [], "expected .*messages"),
+        (CHATML, {"text": "x"}, "expected .*messages"),
+        (CHATML, {"messages": ["x"]}, "expected .*messages"),
+        (CHATML, {"messages": [{"role": "user", "content": "\ud800"}]}, "expected .*messages"),
+        (CHATML, {"messages": []}, "expected an answer of role `assistant` that is not empty"),
+        (CHATML, {"messages": TALK[:2]}, "expected an answer of role `assistant`"),
+        (CHATML, {"prompt": "x", "completion": ""}, "expected an answer of role `assistant`"),
+        (STRICT, {"messages": TALK}, "messages: refused by the chat template: a user begins"),
+        ("{% if 1 // 0 %}{% endif %}", {"messages": TALK}, r"the chat template fails on them \(ZeroDivisionError"),
+        (FORGETFUL, {"messages": TALK}, "begins with that of its first turns; it does not at message 2"),
+    ],
+)
+def test_what_cannot_be_learned_is_named_by_its_line(tmp_path: Path, template: str, line: Any, said: str) -> None:
+    good = json.dumps({"messages": TALK[3:]}).encode()
+    bad = line if isinstance(line, bytes) else line.encode() if isinstance(line, str) else json.dumps(line).encode()
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(good + b"\n" + bad + b"\n")
+    chat = Chat(ChatTemplate(template, 60.0))
+    at = 1 if "1 // 0" in template or template == FORGETFUL else 2  # the good line, too
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}:{at}: .*{said}"):
+        list(conversations(path, chat, characters))
+
+
+def test_a_tokenizer_that_begins_anew_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"chats\.jsonl:1: expected a tokenizer that gives first turns the same tokens"
+    ):
+        learned(tmp_path, CHATML, {"messages": TALK}, lambda text: [f"{len(text)}{letter}" for letter in text])
 
 
 def test_every_missing_dataset_of_a_blend_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,18 +68,11 @@ def _jobs(root: Path) -> dict[str, Job]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("loop")
-
-
-@pytest.fixture(scope="module")
 def runs(root: Path) -> dict[str, list[Record]]:
     """What each rank recorded, by run."""
     tiny_corpus(root / "corpus")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        jobs = _jobs(root)
-        ranks = run_distributed(run_jobs, 2, list(jobs.values()))
+    jobs = _jobs(root)
+    ranks = run_distributed(run_jobs, 2, list(jobs.values()))
     return {name: [rank[index] for rank in ranks] for index, name in enumerate(jobs)}
 
 

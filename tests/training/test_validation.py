@@ -13,9 +13,8 @@ from megatron_longctx import names
 from megatron_longctx.mcore.data import TrainingData
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.metrics.sinks import ConsoleSink
-from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import preflight
-from tests.shared.training import Job, Record, run_jobs, tiny_config, tiny_corpus
+from tests.shared.training import Job, Record, recorded, tiny_config, tiny_corpus
 
 WITH = {"train.eval_interval": 2, "train.eval_samples": 6}
 COMMON = {"data.split": "60,40", "data.seq_length": 64, "train.global_batch_size": 4, "train.steps": 4,
@@ -55,20 +54,12 @@ def _jobs(root: Path, world: int) -> dict[str, Job]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("validation")
-
-
-@pytest.fixture(scope="module")
 def runs(root: Path) -> dict[str, Record]:
     """What rank 0 recorded, by run."""
     tiny_corpus(root / "corpus")
     found: dict[str, Record] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        for world in (2, 1):
-            jobs = _jobs(root, world)
-            found |= dict(zip(jobs, run_distributed(run_jobs, world, list(jobs.values()))[0], strict=True))
+    for world in (2, 1):
+        found |= recorded(world, _jobs(root, world))
     return found
 
 

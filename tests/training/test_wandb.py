@@ -32,9 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("wandb")
     tiny_corpus(root / "corpus")
     jobs = [Job(tiny_config(root, "mine", {**SETTINGS, "train.steps": steps})) for steps in (2, 4)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        run_distributed(run_jobs, 2, jobs)
+    run_distributed(run_jobs, 2, jobs)
     return root / "mine"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.config import Config
-from megatron_longctx.mcore.batch import Batch
+from megatron_longctx.mcore.data import Batch
 from megatron_longctx.mcore.pack import Pack
 from megatron_longctx.testing.distributed import run_quickly
 from megatron_longctx.training import ranks, recorded
