@@ -96,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             networks.append({
                 "name": job.cluster.name, "causal": job.causal, "length": job.length, "workload": asdict(job.workload),
                 "repeats": job.repeats, "cluster": asdict(job.cluster),
-                "links_measured_over_described": outcome.links, "small_message_s": outcome.small_message_s,
+                "links_measured_over_described": outcome.links,
+                "step_s": outcome.step_s, "message_s": outcome.message_s,
             })  # fmt: skip
     except (PermissionError, RuntimeError, TimeoutError) as error:
         print(error, file=sys.stderr)

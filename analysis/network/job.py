@@ -77,8 +77,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Outcome:
-    """links: measured over described rate, of the slowest and the fastest link. costs: seconds of a small exchange."""
+    """links: measured over described rate, of the slowest and the fastest link. step_s, message_s: as in `Costs`."""
 
     found: tuple[Found, ...]
     links: tuple[float, float]
-    small_message_s: float
+    step_s: float
+    message_s: float

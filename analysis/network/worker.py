@@ -8,6 +8,7 @@ import pickle
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -60,11 +61,12 @@ class _Rank:
     def run(self) -> Outcome:
         job = self.job
         self._say(f"{job.cluster.name}: checking links")
-        small = self._slowest(self._shift_seconds(1, 64, 20))
+        step_s, message_s = self._message_seconds()
         rates = self._link_rates()
         self._say("measuring kernel calls")
         effort = Effort(max_tokens=min(job.length, 512), min_tokens=8, repeats=3)
-        costs = replace(kernel_costs(Place(self.group, _CPU, job.workload), effort), step_s=small)
+        kernels = kernel_costs(Place(self.group, _CPU, job.workload), effort)
+        costs = replace(kernels, step_s=step_s, message_s=message_s)
         found = []
         for mode in job.modes:
             found.append(self._mode(mode, costs))
@@ -72,7 +74,7 @@ class _Rank:
                 f"{found[-1].mode}: {found[-1].forward_s:.2f} s + {found[-1].backward_s:.2f} s, "
                 f"predicted {found[-1].ratio:.2f} of that"
             )
-        return Outcome(tuple(found), rates, small)
+        return Outcome(tuple(found), rates, step_s, message_s)
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
@@ -83,17 +85,27 @@ class _Rank:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return float(worst)
 
-    def _shift_seconds(self, shift: int, size: int, repeats: int) -> float:
-        """Every rank sends `size` bytes to the rank `shift` further and receives as many."""
+    def _message_seconds(self) -> tuple[float, float]:
+        """What a step takes besides its bytes, and each message that a rank sends or receives in it: of steps with one
+        small message to the next rank, and with one to every other. Ranks share processors here, so that many messages
+        take much longer than one."""
+        shifts = range(1, self.job.cluster.n)
+        one, all_of_them = (self._slowest(self._exchange_seconds(some, 64, 20)) for some in (shifts[:1], shifts))
+        message_s = max(0.0, all_of_them - one) / max(1, 2 * (len(shifts) - 1))
+        return max(0.0, one - 2 * message_s), message_s
+
+    def _exchange_seconds(self, shifts: Sequence[int], size: int, repeats: int) -> float:
+        """Every rank sends `size` bytes to the ranks that are so much further, and receives as many."""
         n = self.job.cluster.n
-        out, into = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        out = torch.zeros(size, dtype=torch.uint8)
+        into = [torch.zeros(size, dtype=torch.uint8) for _ in shifts]
         times = []
         for _ in range(repeats):
             dist.barrier()
             start = time.perf_counter()
-            self.transport.wait(
-                self.transport.start([(out, (self.rank + shift) % n)], [(into, (self.rank - shift) % n)])
-            )
+            sends = [(out, (self.rank + shift) % n) for shift in shifts]
+            receives = [(x, (self.rank - shift) % n) for x, shift in zip(into, shifts, strict=True)]
+            self.transport.wait(self.transport.start(sends, receives))
             times.append(time.perf_counter() - start)
         return statistics.median(times)
 
@@ -113,7 +125,7 @@ class _Rank:
             sizes: list[int] = [0] * cluster.n
             dist.all_gather_object(sizes, size)
             size = min(sizes)
-            seconds = self._shift_seconds(shift, size, 2)
+            seconds = self._exchange_seconds([shift], size, 2)
             if size == sizes[self.rank]:  # the others' links were not the limit
                 found.append(size / seconds / GIB / (route.gibps / max(sharing)))
         low, high = self._slowest(-min(found)), self._slowest(max(found))
