@@ -185,6 +185,7 @@ def draw_figures(runs: Sequence[Run]) -> Figure:
             )
             axes.invert_yaxis()
             axes.margins(x=0.2)
+            axes.set_xlim(left=0)
             axes.set_title(f"{metric.title}  ({metric.better} is better)", loc="left", fontweight="bold")
             axes.set_xlabel(metric.unit)
     return figure
