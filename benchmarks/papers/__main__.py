@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_model = "flash_communication: SmolLM2's wheel or Qwen's GGUF file, for perplexities; may be repeated"
     parser.add_argument("--model", type=Path, action="append", default=[], help=of_model)
     parser.add_argument("--text", type=Path, help="flash_communication: the wheel of the essays")
-    parser.add_argument("--device", default="cpu", help="flash_communication: cpu or cuda (default: %(default)s)")
+    of_device = "flash_communication: where perplexities are computed (default: %(default)s)"
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help=of_device)
     parser.add_argument("--windows", type=int, default=4, help="texts to take perplexities on (default: %(default)s)")
     parser.add_argument("--length", type=int, default=128, help="tokens of each (default: %(default)s)")
     arguments = parser.parse_args(argv)

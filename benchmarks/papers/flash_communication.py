@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_longctx.errors import refuse
+from megatron_longctx.training.ranks import Where
 
 from .page import Cell, Made, Table, cell, paper, paths
 from .rounding import TOKEN, Rounding
@@ -46,6 +47,9 @@ def make(arguments: argparse.Namespace) -> Made:
         raise refuse("--text", arguments.text, "the essays where --model is given, else none", "Give both, or neither.")
     if arguments.windows < 2:
         raise refuse("--windows", arguments.windows, "2 or more", "Losses of texts are compared.")
+    if arguments.length < 1:
+        raise refuse("--length", arguments.length, "1 or more", "Raise it.")
+    Where.of(1, arguments.device, least=1)
     recorded = paths("flash_communication")[0]
     raw: dict[str, Any] = json.loads(recorded.read_text(encoding="utf-8"))["raw"] if recorded.is_file() else {}
     for model in arguments.model:

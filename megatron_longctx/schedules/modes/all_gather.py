@@ -88,8 +88,8 @@ def _attend(seen: Visibility, rank: int, keys: list[Block]) -> Attend:
 
 def _groups(keys: list[Block], room: int) -> Iterator[list[Block]]:
     """Cut the keys into groups of at most `room`, splitting blocks where the bound falls."""
-    if sum(key.tokens for key in keys) <= room:
-        yield from [keys] if keys else []
+    if keys and sum(key.tokens for key in keys) <= room:  # the most, whose blocks stay as they are
+        yield keys
         return
     group: list[Block] = []
     left = room

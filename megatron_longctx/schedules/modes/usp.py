@@ -106,26 +106,27 @@ class _Group:
                 offset[rank] += len(piece)
             spans.append(span)
         self.spans = tuple(spans)
-        self._split: dict[tuple[Block, Heads, int], list[Block]] = {}
+        self._split: dict[tuple[Block, Heads, int], tuple[Block, ...]] = {}
 
     @property
     def num_tokens(self) -> int:
         return self.segments[-1].stop if self.segments else 0
 
-    def split(self, block: Block, heads: Heads, origin: int = -1) -> list[Block]:
+    def split(self, block: Block, heads: Heads, origin: int = -1) -> tuple[Block, ...]:
         """A block of the group as blocks of its members, in the order of its slots."""
         key = block, heads, origin
-        if key in self._split:
-            return self._split[key]
-        found = self._split[key] = []
+        if key not in self._split:  # many ranks ask for it
+            self._split[key] = tuple(self._pieces(*key))
+        return self._split[key]
+
+    def _pieces(self, block: Block, heads: Heads, origin: int) -> Iterator[Block]:
         for start, stop, member, member_start in self.segments:
             low, high = max(start, block.start), min(stop, block.stop)
             if low < high:
                 at = member_start - start
-                found.append(Block(block.kind, member, at + low, at + high, origin, heads))
-        return found
+                yield Block(block.kind, member, at + low, at + high, origin, heads)
 
-    def everything(self, kind: Kind, heads: Heads) -> list[Block]:
+    def everything(self, kind: Kind, heads: Heads) -> tuple[Block, ...]:
         return self.split(Block(kind, -1, 0, self.num_tokens), heads)
 
 
