@@ -51,10 +51,11 @@ def ratios() -> list[Job]:
     """One mesh with links of several speeds; one KV head, since every byte is then computed with most."""
     workload = Workload(8, 1, 128, element_bytes=4)
     modes = (Mode("zigzag"), Mode("tasp", ModeOptions(cluster=MESH8)))
-    found = [Job(replace(MESH8, name="mesh8, 512 tokens"), modes, length=512, workload=workload)]
+    found = [Job(replace(MESH8, name="mesh8, 512 tokens"), modes, 512, workload, others=(256, 1024))]
     for times in (1, 2, 4, 8):
         name = f"mesh8, 2,048 tokens, {8.6 * LINK * times * 1000:.0f} Mbit/s"
-        found.append(Job(replace(MESH8, name=name, intra=Mesh(LINK * times)), modes, length=2048, workload=workload))
+        cluster = replace(MESH8, name=name, intra=Mesh(LINK * times))
+        found.append(Job(cluster, modes, length=2048, workload=workload, others=(1024, 4096)))
     return found
 
 

@@ -29,7 +29,8 @@ class Mode:
 @dataclass(frozen=True)
 class Job:
     """One network with the modes that run on it. Few tokens and many heads, so that the links are the limit: bytes
-    grow with tokens, work with their square."""
+    grow with tokens, work with their square. others: lengths that are measured first and correct what is predicted, as
+    those that `calibrate` measures do."""
 
     cluster: Cluster
     modes: tuple[Mode, ...]
@@ -37,6 +38,7 @@ class Job:
     workload: Workload
     causal: bool = True
     repeats: int = 3
+    others: tuple[int, ...] = ()
 
     def save(self, path: Path) -> None:
         path.write_bytes(pickle.dumps(self))

@@ -23,8 +23,8 @@ from megatron_longctx.comm import P2PTransport
 from megatron_longctx.layout import Layout
 from megatron_longctx.schedules import Target
 from megatron_longctx.schedules import mask as masks
-from megatron_longctx.schedules.cost import GIB, Costs
-from megatron_longctx.schedules.select import Problem, rank_modes
+from megatron_longctx.schedules.cost import GIB, Costs, ModeSample, Workload
+from megatron_longctx.schedules.select import Candidate, Problem, rank_modes
 from megatron_longctx.testing.references import dense_attention, random_qkv, shard
 
 from .emulate import address
@@ -132,19 +132,37 @@ class _Rank:
         return -low, high
 
     def _mode(self, mode: Mode, costs: Costs) -> Found:
+        job, samples = self.job, list[ModeSample]()
+        for length in job.others:
+            measured, priced, _ = self._passes(mode, length, costs)
+            for backward, (seconds, said) in enumerate(zip(measured, priced.predicted, strict=True)):
+                samples.append(ModeSample(priced.name, length, bool(backward), seconds / said))
+        measured, priced, error = self._passes(mode, job.length, replace(costs, modes=tuple(samples)))
+        assert priced.forward is not None
+        messages = [0.0] * job.cluster.n
+        for span in priced.forward.spans:
+            messages[span.rank] += (span.lane == "transfer") * (span.stop - span.start)
+        computing = max(priced.forward.compute_s) / max(messages)
+        return Found(job.cluster.name, mode.name, job.causal, *measured, *priced.predicted, error, computing)
+
+    def _passes(self, mode: Mode, length: int, costs: Costs) -> tuple[tuple[float, float], Candidate, float]:
+        """Forward and backward over so many tokens: median seconds, what is predicted, and, of the job's length, the
+        error."""
         job, workload = self.job, self.job.workload
         options, summed = mode.options, mode.sum_in_node
         attention = ContextParallelAttention(self.group, schedule=mode.schedule, options=options, sum_in_node=summed)
-        mask = masks.causal(job.length) if job.causal else masks.full(job.length)
+        mask = masks.causal(length) if job.causal else masks.full(length)
         layout = attention.layout(mask)
-        q, k, v, grad_out = (shard(x, layout, self.rank) for x in self.whole)
+        q, k, v, grad_out = (shard(x, layout, self.rank) for x in _whole(length, workload))
         leaves = [x.requires_grad_() for x in (q, k, v)]
 
         def call() -> Tensor:
             return attention(q, k, v, mask=mask)
 
-        out = call()
-        error = self._error([out.detach(), *torch.autograd.grad(out, leaves, grad_out)], layout)
+        out, error = call(), 0.0
+        results = [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+        if length == job.length:
+            error = self._error(results, layout)
         forward, backward = [], []
         for _ in range(job.repeats):
             dist.barrier()
@@ -157,21 +175,8 @@ class _Rank:
             backward.append(self._slowest(time.perf_counter() - start))
         problem = Problem(job.cluster.n, mask, Target(workload), options=options, sum_in_node=summed)
         (priced,) = rank_modes(problem, job.cluster, costs, candidates=[attention.mode], timeline=True)
-        assert priced.forward is not None and priced.backward is not None, priced.reason
-        messages = [0.0] * job.cluster.n
-        for span in priced.forward.spans:
-            messages[span.rank] += (span.lane == "transfer") * (span.stop - span.start)
-        return Found(
-            job.cluster.name,
-            mode.name,
-            job.causal,
-            statistics.median(forward),
-            statistics.median(backward),
-            priced.forward.seconds,
-            priced.backward.seconds,
-            error,
-            max(priced.forward.compute_s) / max(messages),
-        )
+        assert not priced.reason, priced.reason
+        return (statistics.median(forward), statistics.median(backward)), priced, error
 
     def _error(self, results: list[Tensor], layout: Layout) -> float:
         """The largest of this and all other ranks."""
@@ -180,14 +185,13 @@ class _Rank:
         return self._slowest(max(errors))
 
     @cached_property
-    def whole(self) -> tuple[Tensor, ...]:
-        """q, k, v and the gradient of out, of the whole sequence; the same on every rank."""
-        w = self.job.workload
-        return random_qkv(self.job.length, 1, w.num_heads, w.num_kv_heads, w.head_dim, torch.float32)
-
-    @cached_property
     def truth(self) -> dict[str, Tensor]:
-        return dense_attention(*self.whole, causal=self.job.causal)
+        return dense_attention(*_whole(self.job.length, self.job.workload), causal=self.job.causal)
+
+
+def _whole(length: int, w: Workload) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of out, of the whole sequence; the same on every rank."""
+    return random_qkv(length, 1, w.num_heads, w.num_kv_heads, w.head_dim, torch.float32)
 
 
 if __name__ == "__main__":

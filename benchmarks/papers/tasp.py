@@ -190,7 +190,7 @@ def planning() -> Table:
         begin = time.process_time()
         plan = build_plan(Tasp(choose(cluster)[0].rings), cluster.n, 4096 * cluster.n)
         seconds = time.process_time() - begin
-        rows.append([str(cluster.n), cell(sum(len(step.moves) for step in plan.steps), "p", 0), cell(seconds, "c", 1)])
+        rows.append([str(cluster.n), cell(sum(len(step.moves) for step in plan.steps), "p", 0), cell(seconds, "c", 2)])
     return Table("planning", "what a plan takes to make", ["ranks", "messages", "seconds of one core"], rows)
 
 
@@ -203,7 +203,7 @@ def emulated() -> Table:
             wanted = (network, mask == "causal")
             of = {each["mode"]: each for each in found if (each["network"], each["causal"]) == wanted}
             if "tasp" in of and "zigzag" in of:
-                times = [of["zigzag"][way] / of["tasp"][way] for way in ("forward_s", "backward_s")]
+                times = [of["zigzag"][way] / of["tasp"][way] for way in _PASSES[:2]]
                 rows.append([network, mask, *(cell(each, "e") for each in times)])
     columns = ["network", "mask", "forward, times as fast as zigzag", "backward"]
     return Table("emulated", "measured where links are all that counts", columns, rows)
@@ -215,7 +215,7 @@ def by_ratio() -> Table:
     pairs = _recorded("network_ratios", "zigzag", "tasp")
     for one, several in sorted(pairs, key=lambda pair: float(pair[0]["computing"])):
         ratio = cell(one["computing"], "e")
-        rows.append([one["network"].partition(", ")[2], ratio, *_gains(one, several, "forward_s", "backward_s")])
+        rows.append([one["network"].partition(", ")[2], ratio, *_gains(one, several, *_PASSES)])
     columns = ["network", "computation / communication of zigzag", *_GAINS]
     return Table("by_ratio", "measured where there is more to compute", columns, rows)
 
@@ -230,12 +230,16 @@ def sums_emulated() -> Table:
     return Table("sums_emulated", "the same, measured where links are all that counts", columns, rows)
 
 
-_GAINS = ("forward, times as fast as zigzag", "simulated", "backward", "simulated")
+_PASSES = ("forward_s", "backward_s", "both_s")
+_GAINS = ("forward, times as fast as zigzag", "simulated", "backward", "simulated", "both", "simulated")
 
 
 def _recorded(result: str, mode: str, other: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Of every network what both modes took."""
     found = json.loads((RESULTS / f"{result}.json").read_text())["measurements"]
+    for each in found:
+        for way in ("", "predicted_"):
+            each[f"{way}both_s"] = each[f"{way}forward_s"] + each[f"{way}backward_s"]
     of = {(each["network"], each["mode"]): each for each in found}
     return [(of[key], of[key[0], other]) for key in of if key[1] == mode]
 
@@ -256,6 +260,7 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
     of = {table.key: table for table in tables}
     mesh, h100 = ("MI300X-1", "causal"), ("H100-1", "causal")
     large = [each for name in clusters() for each in cases(name, "causal") if each.batch >= _LARGE]
+    both, simulated = (_column(of["by_ratio"], column) for column in (6, 7))
     above = [each.whole for each in large if each.ratio > 1.5]
     return {
         "mesh_mean": value(of["figures"], mesh, 3),
@@ -276,8 +281,9 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
         "sum_least": min(_column(of["sums_emulated"], 2)),
         "sum_most": max(_column(of["sums_emulated"], 2)),
         "emulated": value(of["emulated"], ("mesh8", "causal"), 2),
-        "ratio": _column(of["by_ratio"], 1)[-1],
-        "ratio_gain": _column(of["by_ratio"], 2)[-1],
-        "ratio_simulated": _column(of["by_ratio"], 3)[-1],
+        "by_ratio_most": max(both),
+        "by_ratio_least": min(both),
+        "by_ratio_right": sum((one > 1) == (said > 1) for one, said in zip(both, simulated, strict=True)),
+        "by_ratio_rows": len(both),
         "planned": value(of["planning"], ("64",), 2),
     }

@@ -75,7 +75,10 @@ def test_the_fitted_rule_finds_the_rule_that_made_its_prompts() -> None:
         (["--model", "none.gguf", "--text", "none.whl"], "model=none.gguf: expected a file with SHA-256"),
     ],
 )
-def test_what_perplexities_refuse(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_perplexities_refuse(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.papers.page.write", lambda *_: pytest.fail("not refused"))
     assert main(["flash_communication", *words]) == 2
     assert said in capsys.readouterr().err
 
