@@ -31,8 +31,9 @@ from megatron_longctx.schedules import (
 from megatron_longctx.schedules.cost import GIB
 from megatron_longctx.schedules.footprint import footprint
 from megatron_longctx.schedules.lower import Lowering
-from megatron_longctx.schedules.mask import causal, documents, full
+from megatron_longctx.schedules.mask import Mask, causal, documents, full
 from megatron_longctx.schedules.program import Program
+from megatron_longctx.schedules.repeats import LEAST_RANKS
 from megatron_longctx.schedules.simulate import simulate
 from megatron_longctx.schedules.visibility import Visibility
 from megatron_longctx.topology import Cluster, Device, Mesh, Network, Switch, load_cluster
@@ -276,6 +277,28 @@ def test_what_repeats_is_lowered_once(
             patch.setattr("megatron_longctx.schedules.simulate.LEAST_RANKS", n + 1)
             assert simulate(plan, cluster, target, costs(2e-3)) == short
         assert lowered[0] > share * of_short
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout", "mask", "heads"),
+    [
+        ("all_gather", "striped", documents([256], window=(4, 0)), (4, 1, 8, 4)),  # several results for one rank
+        ("ulysses", "auto", documents([24] * 5 + [8]), (4, 1, 8, 4)),  # several blocks take more than one of all tokens
+        ("all_gather", "striped", documents([24] * 4), (2, 2, 5, 2)),  # some of a block's rows are attended
+    ],
+)
+def test_blocks_stand_for_several_only_where_that_changes_nothing(
+    schedule: str, layout: str, mask: Mask, heads: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = LEAST_RANKS
+    target = Target(Workload(*heads[:3], element_bytes=heads[3]), Takes(packed=True, rectangles=True, windows=True))
+    options = ModeOptions(max_buffer_tokens=mask.length // 2 if schedule == "all_gather" else None)
+    forward = build_plan(schedule, n, mask, options, layout=layout)
+    for plan in (forward, backward_plan(forward)):
+        short = simulate(plan, mesh(n, 1e-3), target, costs(2e-3))
+        with monkeypatch.context() as patch:
+            patch.setattr("megatron_longctx.schedules.simulate.LEAST_RANKS", n + 1)
+            assert simulate(plan, mesh(n, 1e-3), target, costs(2e-3)) == short
 
 
 def test_bytes_of_a_token_are_those_that_travel() -> None:
