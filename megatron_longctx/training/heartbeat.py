@@ -24,7 +24,7 @@ class Doing:
     the rank gave its last sign. Times are those of `time.time`."""
 
     rank: int = 0
-    operation: str = "starting"
+    operation: str = ""
     count: int = 0
     since: float = 0.0
     alive: float = 0.0
@@ -52,6 +52,7 @@ class Heartbeat:
         folder.ranks.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(folder.ranks / f"rank_{rank}.json", os.O_WRONLY | os.O_CREAT, 0o666)
         self._ended = threading.Event()
+        at("starting")
         self._write()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.util import Finalize
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -47,7 +49,7 @@ class Loader(Iterator[Batch]):
             pin_memory=on_gpu,
             # Importing again takes longer than the first steps; workers use neither devices nor threads of torch.
             multiprocessing_context="fork" if workers else None,
-            worker_init_fn=lambda number: end_with_parent(),
+            worker_init_fn=_begin,
             generator=torch.Generator(),  # or it would draw from the model's
         )
         self._prepare = prepare
@@ -98,3 +100,16 @@ class _Read(Dataset[Batch | ValueError]):
             return self._data[samples]
         except ValueError as error:
             return error
+
+
+def _begin(number: int) -> None:
+    """In a worker: end with the rank, without a word about it."""
+    end_with_parent()
+    sys.excepthook = _said
+
+
+def _said(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Standard error gets what went wrong here. That a rank is gone before it has taken a batch is the rank's to say:
+    `multiprocessing`'s thread that hands batches over would print a traceback."""
+    if not isinstance(error, EOFError | ConnectionError):
+        sys.__excepthook__(kind, error, trace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,13 @@ def test_the_last_operation_is_in_the_folder(tmp_path: Path) -> None:
         (1, "step 3"),
     ]
     assert found[1].count == found[0].count + 1
+
+
+def test_a_start_has_its_time(tmp_path: Path) -> None:
+    before = time.time()
+    Heartbeat(RunFolder(tmp_path), 0).close()
+    (found,) = last_operations(RunFolder(tmp_path)).values()
+    assert found.operation == "starting" and found.since >= before
 
 
 def test_signs_of_an_earlier_start_are_not_taken_for_this_ones(tmp_path: Path) -> None:

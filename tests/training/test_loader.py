@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -161,6 +162,21 @@ def test_workers_end_with_a_rank_that_is_killed() -> None:
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in workers):
         assert time.monotonic() < deadline, workers
         time.sleep(0.05)
+
+
+class Complaining(Numbers):
+    """As the thread of a worker that hands batches over, of which the rank ends while it takes one."""
+
+    def __getitem__(self, samples: Sequence[int]) -> Batch:
+        for error in (EOFError("gone"), ConnectionResetError("reset"), KeyError("of the worker's own")):
+            sys.excepthook(type(error), error, None)
+        return super().__getitem__(samples)
+
+
+def test_workers_say_nothing_of_a_rank_that_is_gone(made: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    next(made(Complaining(), 1))
+    said = capfd.readouterr().err
+    assert "of the worker's own" in said and "gone" not in said and "reset" not in said
 
 
 def test_all_of_a_batch_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
