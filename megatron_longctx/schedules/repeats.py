@@ -26,9 +26,9 @@ Bools = NDArray[np.bool_]
 
 T = TypeVar("T")
 
-_PERIODS, _EDGE, _LONGEST = 3, 6, 16
-"""Repetitions after which a program repeats, too: accumulators take three parts at a time, buffers take turns. Those at
-either end that may differ. The most steps of what is sought."""
+_PERIODS, _EDGE, _LONGEST = 12, 6, 16
+"""Repetitions after which a program repeats, too: accumulators take three parts at a time, buffers take turns, and so
+do four places of send memory. Those at either end that may differ. The most steps of what is sought."""
 LEAST_RANKS = 16
 """Fewer ranks' programs are made sooner than compared."""
 _SENT, _RECEIVED, _CALL, _ATTENDED = range(4)

@@ -252,7 +252,7 @@ def test_a_thousand_ranks_are_planned_and_simulated(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("schedule", "n", "shares"),
-    [("ring", 96, (4, 2)), ("zigzag", 96, (4, 2)), ("all_gather", 96, (8, 1.2)), ("usp", 128, (1, 1))],
+    [("ring", 160, (3, 1.5)), ("zigzag", 160, (2.5, 1.2)), ("all_gather", 96, (8, 1.2)), ("usp", 128, (1, 1))],
 )
 def test_what_repeats_is_lowered_once(
     schedule: str, n: int, shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch
@@ -280,17 +280,18 @@ def test_what_repeats_is_lowered_once(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "layout", "mask", "heads"),
+    ("schedule", "n", "layout", "mask", "heads"),
     [
-        ("all_gather", "striped", documents([256], window=(4, 0)), (4, 1, 8, 4)),  # several results for one rank
-        ("ulysses", "auto", documents([24] * 5 + [8]), (4, 1, 8, 4)),  # several blocks take more than one of all tokens
-        ("all_gather", "striped", documents([24] * 4), (2, 2, 5, 2)),  # some of a block's rows are attended
+        ("all_gather", 16, "striped", documents([256], window=(4, 0)), (4, 1, 8, 4)),  # several results for one rank
+        ("ulysses", 16, "auto", documents([24] * 5 + [8]), (4, 1, 8, 4)),  # more send memory than one of all tokens
+        ("all_gather", 16, "striped", documents([24] * 4), (2, 2, 5, 2)),  # some of a block's rows are attended
+        ("helper", 72, "auto", full(7203), (6, 3, 5, 2)),  # send memory has blocks of two sizes
     ],
 )
-def test_blocks_stand_for_several_only_where_that_changes_nothing(
-    schedule: str, layout: str, mask: Mask, heads: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+def test_steps_and_blocks_stand_for_several_only_where_that_changes_nothing(
+    schedule: str, n: int, layout: str, mask: Mask, heads: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n = LEAST_RANKS
+    assert n >= LEAST_RANKS
     target = Target(Workload(*heads[:3], element_bytes=heads[3]), Takes(packed=True, rectangles=True, windows=True))
     options = ModeOptions(max_buffer_tokens=mask.length // 2 if schedule == "all_gather" else None)
     forward = build_plan(schedule, n, mask, options, layout=layout)
