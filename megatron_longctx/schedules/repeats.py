@@ -26,9 +26,10 @@ Bools = NDArray[np.bool_]
 
 T = TypeVar("T")
 
-_PERIODS, _EDGE, _LONGEST = 12, 6, 16
-"""Repetitions after which a program repeats, too: accumulators take three parts at a time, buffers take turns, and so
-do four places of send memory. Those at either end that may differ. The most steps of what is sought."""
+_PERIODS, _TURNS, _EDGE, _LONGEST = 3, 4, 6, 16
+"""Repetitions after which a program repeats, too: accumulators take three parts at a time, buffers take turns. How many
+of these until messages are sent from the same memory. Repetitions at either end that may differ. The most steps of what
+is sought."""
 LEAST_RANKS = 16
 """Fewer ranks' programs are made sooner than compared."""
 _SENT, _RECEIVED, _CALL, _ATTENDED = range(4)
@@ -284,7 +285,7 @@ def _kept(names: Sequence[int]) -> tuple[list[int], tuple[Cut, ...]]:
         while period and stop < len(names) and names[stop] == names[stop - period]:
             stop += 1
         unit = _PERIODS * period
-        times = (stop - t - 2 * _EDGE * period) // unit - 2 if period else 0
+        times = _TURNS * (((stop - t - 2 * _EDGE * period) // unit - 2) // _TURNS) if period else 0
         if times > 0:
             first = len(kept) + _EDGE * period
             cuts.append(Cut(first, first + unit, times))
