@@ -3,11 +3,11 @@
 #           of its own: PYTHON=python3.12 makes .venv-python3.12, with the newest Megatron-Core that is tested.
 #           For test-gpu: the interpreter that runs the tests, with everything they need installed
 #   ARGS    more arguments for pytest, e.g. ARGS="-k zigzag -x"
-#   WORKERS processes that share the CPU tests (default: 2; each test starts up to eight ranks of its own)
+#   WORKERS processes that share the CPU tests (default: 3, for 2 cores: tests also wait; each starts up to eight ranks)
 
 PYTHON ?= python3
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 VENV := .venv$(if $(filter-out file,$(origin PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

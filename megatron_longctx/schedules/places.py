@@ -45,6 +45,7 @@ class Places:
                 into.setdefault(block, Rows(Space.BUFFER, buffer, kind, at, after, heads, heads))
                 at = after
         self._gathered: dict[tuple[Block, ...], Rows] = {}
+        self._of_calls: dict[tuple[Kind, int], list[int]] = defaultdict(list)
 
     def into(self, t: int) -> Mapping[Block, Rows]:
         """The rows that blocks are received into in step `t`."""
@@ -95,11 +96,21 @@ class Places:
             self._gathered[blocks] = self._gather(stretches, kept)
         return self._gathered[blocks]
 
-    def _gather(self, stretches: Sequence[Rows], kept: bool = False) -> Rows:
+    def _gather(self, stretches: Sequence[Rows], kept: bool = False, of_call: int | None = None) -> Rows:
+        """Copy stretches together. of_call: how many were before it for the keys of a call, whose buffers the next call
+        may have; None for rows that stay."""
         kind, heads = stretches[0].kind, stretches[0].heads
         tokens = sum(rows.tokens for rows in stretches)
-        into = Rows(Space.BUFFER, len(self.buffers), kind, 0, tokens, heads, heads)
-        self.buffers.append(Buffer(kind, tokens, heads.parts, kept))
+        number = len(self.buffers)
+        if of_call is not None:
+            numbers = self._of_calls[kind, heads.parts]
+            numbers += [number] * (of_call == len(numbers))
+            number = numbers[of_call]
+        if number == len(self.buffers):
+            self.buffers.append(Buffer(kind, tokens, heads.parts, kept))
+        elif tokens > self.buffers[number].tokens:
+            self.buffers[number] = Buffer(kind, tokens, heads.parts, kept)
+        into = Rows(Space.BUFFER, number, kind, 0, tokens, heads, heads)
         starts = accumulate((rows.tokens for rows in stretches), initial=0)
         pairs = ((narrow(into, at, at + rows.tokens), rows) for at, rows in zip(starts, stretches, strict=False))
         self.ops.append(Copy(tuple(pairs)))
@@ -119,11 +130,13 @@ class Places:
         """Neighbouring short stretches together."""
         found: list[tuple[Rows, int]] = []
         some: list[Rows] = []
-        at = 0
+        at = gathered = 0
         for rows, long in zip((*stretches, None), (*apart, True), strict=True):
             if long and some:
                 before = at - sum(each.tokens for each in some)
-                found.append((some[0] if len(some) == 1 else self._gather(some), before))
+                together = some[0] if len(some) == 1 else self._gather(some, of_call=gathered)
+                gathered += len(some) > 1
+                found.append((together, before))
                 some = []
             if rows is not None:
                 if long:

@@ -262,3 +262,13 @@ def test_names_of_buffers_are_shared_by_sequences_of_other_lengths() -> None:
     for found in sizes.values():
         assert [name for name, _ in sorted(found)] == list(range(len(found)))
         assert [tokens for _, tokens in sorted(found)] == sorted(tokens for _, tokens in found)
+
+
+@pytest.mark.parametrize("n", [8, 24])
+def test_keys_that_are_copied_together_take_no_more_memory_with_more_ranks(n: int) -> None:
+    """Halves of a block come in different steps, and every other call has them copied together."""
+    plan = build_plan("double_ring", n, full(16 * n), ModeOptions(inner_size=2))
+    for each in (plan, backward_plan(plan)):
+        for rank in (0, 1, n - 1):
+            buffers = lower(each, rank, Target(Workload(2, 2, 8))).buffers
+            assert sum(buffer.tokens for buffer in buffers if buffer.kind is Kind.KV) <= 3 * 24 + 16
