@@ -29,13 +29,14 @@ from .recorded import Report, table
 
 @dataclass(frozen=True)
 class Ask:
-    """What was asked for. keep_received, transport, kernel: as in the configuration's `attention`."""
+    """What was asked for. keep_received, transport, kernel, deterministic: as in the configuration's `attention`."""
 
     cases: tuple[Case, ...]
     modes: tuple[str, ...]
     kernel: str = "auto"
     transport: str = "auto"
     keep_received: str = "auto"
+    deterministic: bool = False
     iterations: int = 10
     peers: bool = False
     check: bool = False
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", choices=("auto", *PROVIDERS), default="auto")
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how blocks travel")
     parser.add_argument("--keep-received", choices=KEEP_RECEIVED, default="auto", help="as attention.keep_received")
+    parser.add_argument("--deterministic", action="store_true", help="as attention.deterministic, for the modes")
     parser.add_argument(
         "--iterations", type=int, default=10, help="steps of each of three measurements (default: %(default)s)"
     )
@@ -81,7 +83,10 @@ def run(arguments: argparse.Namespace) -> None:
         raise refuse("--transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
     lengths = arguments.lengths or ("32768,65536,131072" if where.device == "cuda" else "512")
     asked = cases(arguments.masks, lengths, arguments.heads, arguments.head_dim, arguments.dtype)
-    said = {name: getattr(arguments, name) for name in ("kernel", "transport", "keep_received", "iterations")}
+    said = {
+        name: getattr(arguments, name)
+        for name in ("kernel", "transport", "keep_received", "deterministic", "iterations")
+    }
     ask = Ask(tuple(asked), names, **said, peers=arguments.peers, check=arguments.check)
     what = "context-parallel attention: seconds of a whole step, forward and backward, of the slowest rank"
     unit = f"{where.ranks} ranks; TFLOP/s per device of visible pairs; " + ", ".join(
@@ -138,8 +143,9 @@ def modes(group: dist.ProcessGroup, case: Case, ask: Ask) -> list[Contender]:
 
 def _ours(group: dist.ProcessGroup, mode: Mode, ask: Ask, case: Case) -> Made:
     attention = ContextParallelAttention(
-        group, schedule=mode, kernel=ask.kernel, transport=ask.transport, keep_received=ask.keep_received
-    )
+        group, schedule=mode, kernel=ask.kernel, transport=ask.transport, keep_received=ask.keep_received,
+        deterministic=ask.deterministic,
+    )  # fmt: skip
     tokens = list(attention.layout(case.mask).tokens(dist.get_rank(group)))
     return Made(partial(attention, mask=case.mask), tokens)
 
