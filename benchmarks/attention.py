@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise refuse("--modes", name, f"all, or of {', '.join(MODES)}", "Separate names by commas.")
     if arguments.iterations < 1:
         raise refuse("--iterations", arguments.iterations, "1 or more", "Raise it.")
-    where = Where.of(arguments.ranks, arguments.device)
+    where = Where.of(arguments.ranks, arguments.device, least=1)
     if where.device == "cpu" and arguments.transport == "peer":
         raise refuse("--transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
     lengths = arguments.lengths or ("32768,65536,131072" if where.device == "cuda" else "512")

@@ -70,7 +70,7 @@ def test_packs_are_those_that_were_published() -> None:
         (["--masks", "causal,spiral"], "--masks=spiral: expected parts of causal, full"),
         (["--masks", "pack=25"], "--masks=pack=25: expected parts of causal, full, window=N"),
         (["--masks", "documents=9@1", "--lengths", "128"], "--masks=documents=9@1: expected at most 8 in 128 tokens"),
-        (["--ranks", "1"], "ranks=1: expected 2 or more"),
+        (["--ranks", "-1"], "ranks=-1: expected 1 or more"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
