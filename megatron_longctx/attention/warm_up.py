@@ -10,6 +10,7 @@ import torch
 
 from ..kernels import CallKind
 from ..schedules import Lowering, backward_plan
+from ..schedules.mask import FAR
 from .function import Passes
 
 
@@ -34,7 +35,9 @@ def compile_kinds(every: Iterable[Passes], varied: bool) -> None:
 def kinds(passes: Passes, varied: bool) -> set[_Compiled]:
     """Of a rank's calls; where documents may lie elsewhere, all that a mask with or without windows can come to."""
     workload, found = passes.shapes.workload, set()
-    windows, rights = passes.plan.mask.has_windows, {True, passes.plan.n == 1}  # one rank alone sees no whole blocks
+    # One rank alone sees no whole blocks, unless long causal segments are cut.
+    whole = passes.plan.n > 1 or passes.target.takes.longest_causal != FAR
+    windows, rights = passes.plan.mask.has_windows, {True, not whole}
     others = list(starmap(CallKind, product((False, True), {False, windows}, rights))) if varied else []
     for plan in (passes.plan, backward_plan(passes.plan)):
         for op in Lowering(plan, passes.target).program(passes.rank).calls:

@@ -114,7 +114,7 @@ class AttentionKernel(ABC):
     """
 
     name: ClassVar[str]
-    takes: ClassVar[Takes] = Takes()
+    takes: Takes = Takes()
     speed: ClassVar[dict[str, int]] = {}
     """By type of device, its place in the order of `auto`: the highest comes first; without one it is not taken."""
     compiles: ClassVar[bool] = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class PackedKernel(AttentionKernel):
     packed ones `[s, h, d]` with lse `[h, s]`.
     """
 
-    takes: ClassVar[Takes] = Takes(packed=True, rectangles=True, windows=True)
+    takes: Takes = Takes(packed=True, rectangles=True, windows=True)
 
     @abstractmethod
     def _forward_rows(self, inputs: BlockInputs, packed: Segments | None) -> tuple[Tensor, Tensor]: ...

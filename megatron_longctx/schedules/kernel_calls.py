@@ -13,19 +13,23 @@ from typing import NamedTuple
 
 from .mask import FAR, Slice, joined
 
+_TILE = 128
+"""Kernels compute tiles of so many rows, or of a part of it: segments are cut between them."""
+
 
 class Takes(NamedTuple):
     """Which calls a kernel takes.
 
     packed: several segments at once. rectangles: windows and causal segments of fewer queries than keys, else causal
     squares only. windows: bounds other than causal, of one that takes rectangles. bands: any bounds, whatever faces
-    whatever.
+    whatever. longest_causal: the most queries of a causal segment in a backward pass, at least 1; more would be slower.
     """
 
     packed: bool = False
     rectangles: bool = False
     windows: bool = False
     bands: bool = False
+    longest_causal: int = FAR
 
 
 PLAINEST = Takes()
@@ -184,4 +188,21 @@ def _pieces(each: Slice, takes: Takes) -> Iterator[_Piece]:
         middle = k1 - (q1 - q0)
         yield _Piece(Segment(q0, q1, k0, middle), FAR, FAR)
         k0 = middle
-    yield _Piece(Segment(q0, q1, k0, k1), left, FAR if hi == FAR else 0)
+    if hi != FAR and left == FAR:
+        yield from _causal(Segment(q0, q1, k0, k1), takes.longest_causal)
+    else:
+        yield _Piece(Segment(q0, q1, k0, k1), left, FAR if hi == FAR else 0)
+
+
+def _causal(segment: Segment, longest: int) -> Iterator[_Piece]:
+    """A causal segment in halves, again and again, until none has more queries; what is below them is full."""
+    q0, q1, k0, k1 = segment
+    if q1 - q0 <= longest:
+        yield _Piece(segment, FAR, 0)
+        return
+    half = (q1 - q0 + 1) // 2
+    middle = q0 + (-(-half // _TILE) * _TILE if half >= _TILE else half)
+    facing = k1 - (q1 - middle)
+    yield from _causal(Segment(q0, middle, k0, facing), longest)
+    yield _Piece(Segment(middle, q1, k0, facing), FAR, FAR)
+    yield from _causal(Segment(middle, q1, facing, k1), longest)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from .kernel_calls import kernel_calls
 from .liveness import LiveRange, assign, live_ranges
 from .made import Made, in_blocks
-from .mask import Slice, canonical
+from .mask import FAR, Slice, canonical
 from .places import Places, narrow
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Plan
 from .program import (
@@ -43,6 +43,7 @@ class Lowering:
 
     def __init__(self, plan: Plan, target: Target) -> None:
         self.plan, self.target = plan, target
+        self.takes = target.takes if plan.backward else target.takes._replace(longest_causal=FAR)
         self._layouts: dict[int, SendLayout] = {}
 
     def send_layout(self, rank: int, results: ResultsSent | None = None) -> SendLayout:
@@ -286,7 +287,7 @@ class _Lowered:
             if len(keys) > 1:
                 cut = (each.cut(0, attend.num_queries, at, at + rows.tokens) for each in attend.slices)
                 slices = [each.moved(0, -at) for each in cut if each is not None]
-            for call in kernel_calls(slices, self.target.takes):
+            for call in kernel_calls(slices, self.lowering.takes):
                 outs.append(Made(self.num_calls, call, at))
                 (q0, q1), (k0, k1) = call.q_span, call.k_span
                 narrowed = call.moved(-q0, -k0)

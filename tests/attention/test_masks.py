@@ -48,7 +48,7 @@ EXAMPLES = 3000 if LONG else 45
 
 PACKED = Takes(packed=True, rectangles=True, windows=True)
 KERNELS = {"bands": None, "packed": PACKED, "rectangles": Takes(rectangles=True, windows=True), "packed squares": Takes(
-    packed=True), "squares": Takes()}  # fmt: skip
+    packed=True), "squares": Takes(), "short": PACKED._replace(longest_causal=7)}  # fmt: skip
 """Which calls a kernel takes; None for the ones of this project, which take any."""
 
 
@@ -57,7 +57,7 @@ class Literal(AttentionKernel):
 
     def __init__(self, takes: Takes) -> None:
         super().__init__()
-        self.takes = takes  # type: ignore[misc]
+        self.takes = takes
 
     def why_not(self, request: KernelRequest) -> None:
         return None

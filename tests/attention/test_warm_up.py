@@ -91,3 +91,18 @@ def test_packs_over_ranks_bring_no_other_kinds(name: str, keep: bool) -> None:
             lengths = [b - a for a, b in zip([0, *cuts], [*cuts, LENGTH], strict=True)]
             for rank in range(n):
                 assert of(lengths, rank, window, False) <= warm, (lengths, rank, window)
+
+
+def test_long_documents_on_one_rank_bring_no_other_kinds() -> None:
+    """Deterministic backward passes cut them, and see whole blocks."""
+    kernel = Fa4Kernel(deterministic=True)
+    q, k, v, _ = (torch.empty(LENGTH, 1, heads, 32, device="meta") for heads in (4, 2, 2, 4))
+    shapes, engine = shapes_of(q, k, v), SimpleNamespace(kernel=kernel)
+
+    def of(lengths: list[int], varied: bool) -> set[Any]:
+        plan = build_plan("zigzag", 1, documents(lengths))
+        return kinds(Passes(plan, Target(shapes.workload, kernel.takes), 0, shapes, engine), varied)  # type: ignore[arg-type]
+
+    long = of([50_000, 100, 70_000], False)
+    assert {each.kind.right for each in long if each.backward} == {True, False}
+    assert long <= of([100] * 10, True)

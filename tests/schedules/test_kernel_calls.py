@@ -26,7 +26,7 @@ def slices_of_a_rank(draw: st.DrawFn) -> tuple[Slice, ...]:
 
 
 @settings(max_examples=500, deadline=None)
-@given(slices_of_a_rank(), st.builds(Takes, *[st.booleans()] * 4))
+@given(slices_of_a_rank(), st.builds(Takes, *[st.booleans()] * 4, st.sampled_from([FAR, 1, 2, 5])))
 def test_calls_cover_slices_once_and_are_what_the_kernel_takes(slices: tuple[Slice, ...], takes: Takes) -> None:
     if any(each.lo != -FAR for each in slices) and not (takes.bands or (takes.windows and takes.rectangles)):
         with pytest.raises(ValueError, match=r"a window \(.*\): expected causal or full attention of this kernel"):
@@ -44,8 +44,22 @@ def test_calls_cover_slices_once_and_are_what_the_kernel_takes(slices: tuple[Sli
             assert call.left >= 0 and call.right in (0, FAR)
         if not takes.rectangles and call.causal:
             assert all(q1 - q0 == k1 - k0 for q0, q1, k0, k1 in call.segments)
-    if takes.rectangles:
+        assert not call.causal or call.most_queries <= takes.longest_causal
+    if takes.rectangles and takes.longest_causal == FAR:
         assert len(calls) <= 2 * len(slices)
+
+
+def test_long_causal_segments_are_cut_into_few_calls() -> None:
+    """Squares side by side in one call, and what lies below them, at every halving, in another."""
+    cut = PACKED._replace(longest_causal=256)
+    squares, near, far = sorted(kernel_calls(documents([1024]).slices, cut), key=lambda call: -len(call.segments))
+    assert squares == KernelCall(tuple(Segment(r, r + 256, r, r + 256) for r in range(0, 1024, 256)), FAR, 0)
+    assert near == KernelCall((Segment(256, 512, 0, 256), Segment(768, 1024, 512, 768)))
+    assert far == KernelCall((Segment(512, 1024, 0, 512),))
+    # With more keys than queries; where kernels compute tiles, segments are cut between these.
+    full, slanted = kernel_calls([Slice(0, 300, 0, 500, -FAR, 200)], cut)
+    assert slanted == KernelCall((Segment(0, 256, 0, 456), Segment(256, 300, 456, 500)), FAR, 0)
+    assert full == KernelCall((Segment(256, 300, 0, 456),))
 
 
 def test_a_pack_is_one_call() -> None:

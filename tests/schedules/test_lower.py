@@ -56,7 +56,7 @@ def run_both_ways(plan: Plan, target: Target, order: random.Random) -> None:
 @st.composite
 def targets(draw: st.DrawFn, n: int, parts: int) -> Target:
     heads = draw(st.sampled_from([parts, *(g for g in range(1, parts) if parts % g == 0)]))
-    takes = draw(st.sampled_from([PACKED, BANDS]))
+    takes = draw(st.sampled_from([PACKED, PACKED._replace(longest_causal=3), BANDS]))
     ways = st.sampled_from(["peers", "nodes", "messages"])
     return Target(Workload(2 * parts, heads, 2), takes, hosts_of(n, draw(ways)), draw(st.booleans()))
 
@@ -272,3 +272,11 @@ def test_keys_that_are_copied_together_take_no_more_memory_with_more_ranks(n: in
         for rank in (0, 1, n - 1):
             buffers = lower(each, rank, Target(Workload(2, 2, 8))).buffers
             assert sum(buffer.tokens for buffer in buffers if buffer.kind is Kind.KV) <= 3 * 24 + 16
+
+
+def test_long_causal_segments_are_cut_in_backward_alone() -> None:
+    target, plan = Target(Workload(2, 2, 2), PACKED._replace(longest_causal=256)), build_plan("ring", 1, 1024)
+    forward, backward = (lower(each, 0, target) for each in (plan, backward_plan(plan)))
+    (whole,) = forward.calls
+    assert whole.call.causal and len(backward.calls) == 3
+    assert sum(op.call.pairs for op in backward.calls) == whole.call.pairs

@@ -21,7 +21,7 @@ class CpuKernel(AttentionKernel):
 
     name: ClassVar[str] = "cpu"
     speed: ClassVar[dict[str, int]] = {"cpu": 20}
-    takes: ClassVar[Takes] = Takes(windows=True, bands=True)
+    takes: Takes = Takes(windows=True, bands=True)
 
     def why_not(self, request: KernelRequest) -> str | None:
         return (

@@ -28,6 +28,8 @@ from megatron_longctx.schedules.mask import FAR
 logger = logging.getLogger(__name__)
 
 VERSION = "4.0.0b36"
+_LONGEST_CAUSAL = 32 * 1024
+"""Queries of a causal segment in deterministic backward passes, which lose their speed with more of them."""
 _CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 
 
@@ -37,6 +39,11 @@ class Fa4Kernel(PackedKernel):
     name: ClassVar[str] = "fa4"
     speed: ClassVar[dict[str, int]] = {"cuda": 40}
     compiles: ClassVar[bool] = True
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
+        if deterministic:
+            self.takes = self.takes._replace(longest_causal=_LONGEST_CAUSAL)
 
     def why_not(self, request: KernelRequest) -> str | None:
         return (

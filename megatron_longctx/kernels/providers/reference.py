@@ -23,7 +23,7 @@ class ReferenceKernel(AttentionKernel):
 
     name: ClassVar[str] = "reference"
     speed: ClassVar[dict[str, int]] = {"cuda": 10, "cpu": 10}
-    takes: ClassVar[Takes] = Takes(windows=True, bands=True)
+    takes: Takes = Takes(windows=True, bands=True)
 
     def why_not(self, request: KernelRequest) -> str | None:
         dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
