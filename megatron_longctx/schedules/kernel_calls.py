@@ -36,6 +36,13 @@ PLAINEST = Takes()
 """Full rectangles and causal squares, one a call."""
 
 
+def of_gpus(deterministic: bool) -> Takes:
+    """What the default kernel of GPUs takes, FlashAttention-4. Its deterministic backward pass loses speed with the
+    length of causal segments: on an H200, forward and backward take 1.38 times as long with 128K tokens. Cut, it is
+    1.03 times."""
+    return Takes(packed=True, rectangles=True, windows=True, longest_causal=32 * 1024 if deterministic else FAR)
+
+
 class Segment(NamedTuple):
     """Rows of a call that see each other within its window."""
 

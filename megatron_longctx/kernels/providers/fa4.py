@@ -22,14 +22,12 @@ from megatron_longctx.kernels.interface import BlockInputs, CallKind, KernelRequ
 from megatron_longctx.kernels.limits import on_rocm, too_old_gpu, wrong_device, wrong_dtype
 from megatron_longctx.kernels.packed import PackedKernel, Segments
 from megatron_longctx.schedules.calibration import cache_folder
-from megatron_longctx.schedules.kernel_calls import KernelCall
+from megatron_longctx.schedules.kernel_calls import KernelCall, of_gpus
 from megatron_longctx.schedules.mask import FAR
 
 logger = logging.getLogger(__name__)
 
 VERSION = "4.0.0b36"
-_LONGEST_CAUSAL = 32 * 1024
-"""Queries of a causal segment in deterministic backward passes, which lose their speed with more of them."""
 _CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 
 
@@ -42,8 +40,7 @@ class Fa4Kernel(PackedKernel):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        if deterministic:
-            self.takes = self.takes._replace(longest_causal=_LONGEST_CAUSAL)
+        self.takes = of_gpus(deterministic)
 
     def why_not(self, request: KernelRequest) -> str | None:
         return (
