@@ -8,35 +8,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_longctx.schedules import Mode, Workload, backward_plan, build_plan
-from megatron_longctx.schedules.cost import Costs
 from megatron_longctx.schedules.modes.helper import Helper
-from megatron_longctx.topology import load_cluster
 
 from .page import Cell, Made, Table, cell, paper, value
-from .simulated import LLAMA_7B, LLAMA_33H, LLAMA_GQA, RESULTS, Llama, Machine, moved, not_overlapped, one_rank, passes
+from .simulated import LLAMA_7B, RESULTS, Machine, moved, not_overlapped, one_rank, passes
+from .steps import PRINTED, a100s, step, table_1, table_2, table_3, table_4
 
-PRINTED = Helper(shares=False)
-"""Algorithm 2 as the paper prints it."""
 _MHA, _GQA = Workload(32, 32, 128), Workload(32, 8, 128)
 _K = 1024
-_MATMUL_SHARE = 0.7
-"""Of the peak that matrix products are taken to reach."""
 MODES: tuple[Mode | str, ...] = ("ring", PRINTED, Helper(), "zigzag", "striped", "tasp", "all_gather", "ulysses")
 
 
 def make(arguments: argparse.Namespace) -> Made:
     del arguments
-    tables = (table_1(), table_5(), figure_4_left(), figure_4_right(), appendix_d(), helpers(), where_helpers_win())
+    tables = (
+        *(table_1(), table_2(), table_3(), table_4(), table_5()),
+        *(figure_4_left(), figure_4_right(), appendix_d(), helpers(), where_helpers_win()),
+    )
     return Made(tables, facts(tables))
-
-
-def a100s(n: int) -> Machine:
-    """A100s of one or two hosts by their data sheets. Between hosts 100 Gb/s for every GPU: with 100 Gb/s for a whole
-    host a step of table 1 would take four times what the paper measured."""
-    cluster = load_cluster("a100_2x8").resized(n)
-    if cluster.network is not None:
-        cluster = replace(cluster, network=replace(cluster.network, nics=cluster.ranks_per_node))
-    return Machine(cluster, Costs.of_device(cluster.device))
 
 
 def appendix_d() -> Table:
@@ -154,63 +143,6 @@ def figure_4_right() -> Table:
     return Table("overlap", "overlap on and off", columns, rows, ["figure 4 right"])
 
 
-def table_1() -> Table:
-    theirs = {
-        ("LLaMA-7B", 8): ((6.81, 5.98), (20.93, 17.26), (72.75, 58.46)),
-        ("LLaMA-GQA", 8): ((6.60, 5.61), (20.53, 16.86), (71.93, 57.01)),
-        ("LLaMA-33H", 8): ((8.37, 6.08), (25.75, 17.77), (90.21, 59.96)),
-        ("LLaMA-7B", 16): ((14.26, 12.75), (43.44, 30.21), (147.06, 106.37)),
-        ("LLaMA-GQA", 16): ((14.21, 9.74), (43.20, 28.49), (146.38, 102.34)),
-        ("LLaMA-33H", 16): ((20.63, 13.12), (62.78, 31.33), (216.70, 107.76)),
-    }
-    rows: list[list[Cell]] = []
-    for n in (8, 16):
-        for name, model in (("LLaMA-7B", LLAMA_7B), ("LLaMA-GQA", LLAMA_GQA), ("LLaMA-33H", LLAMA_33H)):
-            for i, each in enumerate((8, 16, 32)):
-                length = each * _K * n
-                ours, megatron = step(model, n, length), megatron_step(model, n, length)
-                them, us = theirs[name, n][i]
-                rows.append([
-                    *(str(n), name, f"{each}K"), cell(ours, "d"), paper(us), cell(megatron, "d"), paper(them),
-                    cell(megatron / ours, "d"), paper(them / us),
-                ])  # fmt: skip
-    columns = [
-        "GPUs", "model", "tokens a GPU", "helper, s", "paper", "Megatron TP + SP, s", "paper", "speed-up", "paper",
-    ]  # fmt: skip
-    return Table("steps", "whole steps beside Megatron's tensor parallelism", columns, rows, ["table 1"])
-
-
-def step(model: Llama, n: int, length: int, *, again: bool = False) -> float:
-    """Seconds of a training step with the printed schedule. again: attention is run again in backward."""
-    machine = a100s(n)
-    found = passes(PRINTED, machine, model.workload, length)
-    attention = found.seconds + (found.forward.seconds if again else 0.0)
-    return model.layers * (attention + _linear(model, length / n, machine))
-
-
-def megatron_step(model: Llama, n: int, length: int) -> float:
-    """The same with tensor and sequence parallelism, and layers run again in backward."""
-    machine = a100s(n)
-    padded = -(-model.heads // n) * n
-    share = Llama(model.layers, model.hidden, model.ffn, padded, model.kv_heads)
-    alone = one_rank(machine, Workload(padded // n, 1, model.head_dim), length)
-    cluster = machine.cluster
-    inside = cluster.route(0, 1).gibps
-    across = (
-        inside if cluster.network is None or cluster.nodes == 1 else cluster.network.nics * cluster.network.nic_gibps
-    )
-    slowest = min(inside, across) * 2**30
-    exchanged = 14 * length / n * model.hidden * 2 * (n - 1)
-    attention = 2 * alone.forward.seconds + alone.backward.seconds
-    return model.layers * (attention + _linear(share, length / n, machine) + exchanged / slowest)
-
-
-def _linear(model: Llama, tokens: float, machine: Machine) -> float:
-    peak = machine.cluster.device.peak_tflops
-    assert peak is not None
-    return 4 * model.linear_flops(int(tokens)) / (_MATMUL_SHARE * peak * 1e12)
-
-
 def table_5() -> Table:
     theirs = {
         1: (0.84, 0.84),
@@ -266,7 +198,8 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
     """What the claims quote."""
     of = {table.key: table for table in tables}
     printed = str(PRINTED)
-    steps = [[float(each["value"]) for each in row if isinstance(each, dict)] for row in of["steps"].rows]
+    steps, heads, rsa, ulysses = (_numbers(of[key]) for key in ("steps", "heads", "rsa", "ulysses"))
+    fewer = [row for row in heads if row[6] > 1]
     shares = [("64K", "32:8"), ("64K", "32:32"), ("128K", "32:8"), ("128K", "32:32")]
     ours = [value(of["helpers"], (*each, "helper"), 5) for each in shares]
     theirs = [value(of["helpers"], (*each, printed), 5) for each in shares]
@@ -296,4 +229,22 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
         "megatron_off": 100 * max(abs(row[2] / row[3] - 1) for row in steps),
         "gain_least": min(row[4] for row in steps),
         "gain_most": max(row[4] for row in steps),
+        "copies_least": min(row[4] for row in fewer),
+        "copies_most": max(row[4] for row in fewer),
+        "stages_least": min(row[5] for row in fewer),
+        "stages_most": max(row[5] for row in fewer),
+        "rsa_step": rsa[0][0],
+        "rsa_off": 100 * (1 - rsa[0][0] / rsa[0][1]),
+        "rsa_step_two": rsa[1][0],
+        "rsa_off_two": 100 * (1 - rsa[1][0] / rsa[1][1]),
+        "ulysses_least": min(row[4] for row in ulysses),
+        "ulysses_most": max(row[4] for row in ulysses),
+        "ulysses_off": 100 * max(abs(row[2] / row[3] - 1) for row in ulysses),
+        "kept_least": min(row[6] / row[0] for row in ulysses),
+        "kept_most": max(row[6] / row[0] for row in ulysses),
     }
+
+
+def _numbers(table: Table) -> list[list[float]]:
+    """Of every row, without words and empty cells."""
+    return [[float(each["value"]) for each in row if isinstance(each, dict)] for row in table.rows]

@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_longctx.errors import refuse
+from megatron_longctx.metrics.environment import environment
 from megatron_longctx.training.ranks import Where
 
+from . import latencies
 from .page import Cell, Made, Table, cell, paper, paths
 from .rounding import TOKEN, Rounding
 
@@ -59,17 +61,19 @@ def make(arguments: argparse.Namespace) -> Made:
     own = [each["own"] for each in of]
     tables = (formats(own), coarse(own), rotated(own), whole(own, [each["int8_weights"] for each in of]), layers(own))
     found = {f"{name}_{key}": fact for name, one in zip(TITLES, of, strict=True) for key, fact in facts(one).items()}
-    return Made((*tables, steps()), found, raw=raw)
+    times = latencies.parts(), latencies.first_tokens()
+    return Made((*tables, steps(), *times), found | latencies.facts(times), raw=raw)
 
 
 def weights(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """A model's perplexities and errors, by its name in `TITLES`. Hours on few cores, minutes on a GPU."""
+    """A model's perplexities and errors and where they were computed, by its name in `TITLES`. Hours on few cores,
+    minutes on a GPU."""
     from .real_weights import Asked, known, measure
 
     own = Asked(ROUNDINGS, arguments.windows, arguments.length, formats=ERRORS)
     both = own, replace(own, roundings=INT8_WEIGHTS, int8_weights=True, formats=())
     found = measure(model, arguments.text, arguments.device, both)
-    return {known(model): dict(zip(("own", "int8_weights"), found, strict=True))}
+    return {known(model): dict(zip(("own", "int8_weights"), found, strict=True)) | {"environment": environment()}}
 
 
 def perplexity(found: Weights, rounding: Rounding) -> float:

@@ -15,6 +15,8 @@ from megatron_longctx.topology import Cluster
 from .page import ROOT
 
 RESULTS = ROOT / "analysis" / "results"
+MATMUL_SHARE = 0.7
+"""Of the peak that matrix products are taken to reach."""
 
 
 @dataclass(frozen=True)

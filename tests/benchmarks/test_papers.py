@@ -1,4 +1,5 @@
-"""What the papers' tables rest on: volumes of plans, rounding as the kernels do it, Hadamard matrices."""
+"""What the papers' tables rest on: volumes of plans, rounding as the kernels do it, Hadamard matrices, simulated
+steps and first tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +10,21 @@ import torch
 
 from benchmarks.fit import Prompt, fit, prompts, score, slower
 from benchmarks.papers.__main__ import main
-from benchmarks.papers.distflashattn import PRINTED
+from benchmarks.papers.latencies import LLAMA3_8B, LLAMA3_70B, prefill, sent
+from benchmarks.papers.page import value
 from benchmarks.papers.rounding import TOKEN, Rounding, hadamard, rounded
-from benchmarks.papers.simulated import moved
+from benchmarks.papers.simulated import LLAMA_7B, LLAMA_33H, LLAMA_GQA, moved
+from benchmarks.papers.steps import (
+    PRINTED,
+    few_heads,
+    megatron_step,
+    padded,
+    pipelined,
+    step,
+    table_2,
+    table_3,
+    ulysses_step,
+)
 from megatron_longctx.lowbit.quantize import QuantFormat, dequantize, quantize
 from megatron_longctx.schedules import Workload, backward_plan, build_plan
 
@@ -21,6 +34,50 @@ def test_the_printed_schedule_moves_what_the_paper_counts(n: int) -> None:
     plan, work, tokens = build_plan(PRINTED, n, 64 * n), Workload(4, 4, 8), 64 * n
     unit = (n - 1) * tokens * 4 * 8
     assert moved(plan, work) == unit and moved(backward_plan(plan), work) == 2 * unit
+
+
+def test_heads_are_padded_for_ranks() -> None:
+    assert (padded(LLAMA_33H, 16).heads, padded(LLAMA_33H, 16).kv_heads) == (48, 48)
+    assert padded(LLAMA_33H, 16).hidden == LLAMA_33H.hidden and padded(LLAMA_7B, 16) == LLAMA_7B
+    assert padded(LLAMA_GQA, 16).kv_heads == 8
+    of_33, of_32 = (ulysses_step(model, 16, 1 << 18) for model in (LLAMA_33H, LLAMA_7B))
+    assert 1.4 < of_33 / of_32 < 48 / 32
+    assert step(LLAMA_33H, 16, 1 << 18) / step(LLAMA_7B, 16, 1 << 18) < 1.04
+
+
+def test_a_kept_attention_saves_a_forward_pass_of_ulysses() -> None:
+    again, once = (ulysses_step(LLAMA_7B, 16, 1 << 18, again=each) for each in (True, False))
+    flops = 32 * 2 * (1 << 18) ** 2 * 4096 / 16  # of all layers' forward attention on one of 16 ranks
+    assert again - once > flops / (0.6 * 312e12)
+    assert again - once < 1.2 * flops / (0.6 * 312e12)
+
+
+def test_fewer_heads_than_gpus() -> None:
+    model = few_heads(2)
+    assert (model.layers, model.hidden, model.ffn, model.heads) == (512, 256, 11008, 2)
+    assert pipelined(8.0, 1) == 8.0 and pipelined(8.0, 4) == 3.5
+    found, alone = table_2(), megatron_step(model, 2, 128 * 1024)
+    assert value(found, ("LLaMA-2H", "128K"), 4) == pytest.approx(alone / 8)
+    assert value(found, ("LLaMA-2H", "128K"), 5) == pytest.approx(alone * 15 / 64)
+    assert [value(found, (f"LLaMA-{heads}H",), 8) for heads in (16, 8, 4, 2)] == [1, 2, 4, 8]
+    assert [value(table_3(), (gpus,), 6) for gpus in ("8", "16")] == [8, 16]
+
+
+def test_first_tokens_from_data_sheets() -> None:
+    found = prefill(LLAMA3_8B, 2, 1024, "A100")
+    assert found.sums == pytest.approx(64 * 1024 * 4096 * 2 / 300e9)
+    assert found.linear == pytest.approx(2 * 1024 * 32 * 218_103_808 / (2 * 0.7 * 312e12))
+    assert found.attention == pytest.approx(32 * 4 * 4096 * 1024 * 1025 / 2 / (2 * 0.7 * 312e12))
+    assert found.share == pytest.approx(100 * found.sums / (found.linear + found.attention + found.sums))
+
+
+@pytest.mark.parametrize(("bits", "per_value"), [(None, 2), (8, 1 + 4 / 128), (6, 0.75 + 4 / 128), (4, 0.5 + 4 / 128)])
+def test_sums_are_sent_with_their_ranges(bits: int | None, per_value: float) -> None:
+    values = 1024 * 8192
+    assert sent(values, 4, bits) == 2 * 3 / 4 * values * per_value
+    low, exact = (prefill(LLAMA3_70B, 4, 1024, "L40", each) for each in (bits, None))
+    assert low.sums / exact.sums == pytest.approx(per_value / 2)
+    assert bits is None or (low.share < exact.share and low.seconds < exact.seconds)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
