@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 
@@ -15,13 +15,15 @@ from torch import Tensor
 from megatron_longctx.calibrate.timing import row_seconds, step_seconds
 from megatron_longctx.comm import from_all
 from megatron_longctx.comm.hosts import find_hosts
+from megatron_longctx.comm.peer_memory import MOST_BLOCKS, peer_memory
 from megatron_longctx.comm.symmetric import symmetric_memory
 from megatron_longctx.errors import refuse
 from megatron_longctx.lowbit.crossover import Crossover
-from megatron_longctx.lowbit.peer_reduce import peer_reduction
+from megatron_longctx.lowbit.peer_reduce import ROOM, PeerReduction, peer_reduction
 from megatron_longctx.lowbit.quantized import all_reduce
 from megatron_longctx.training.ranks import Where, start, world
 
+from .inference_ranks import numbers
 from .recorded import Report, table
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -43,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--smallest-kib", type=int, default=64, help="smallest tensor of a rank (default: %(default)s)")
     parser.add_argument("--largest-mib", type=int, help="largest tensor of a rank (default: 512 on GPUs, 4 on CPU)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument(
+        "--blocks",
+        help="over peers, also with so many blocks of the kernel, like 16,32,48 (Flash Communication, figure 11)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -56,11 +62,14 @@ def run(arguments: argparse.Namespace) -> None:
     smallest = arguments.smallest_kib * 1024
     if not 0 < smallest <= largest:
         raise refuse("--smallest-kib", arguments.smallest_kib, "1 or more, and not above the largest", "Correct it.")
+    blocks = tuple(map(int, numbers("--blocks", arguments.blocks, 1))) if arguments.blocks else ()
+    if max(blocks, default=1) > MOST_BLOCKS:
+        raise refuse("--blocks", max(blocks), f"1 to {MOST_BLOCKS}", "A kernel has no more.")
     sizes = tuple(takewhile(lambda size: size <= largest, (smallest << i for i in range(64))))
     what, about = "seconds of the slowest rank, by bytes of a rank's tensor", f"all-reduce of {arguments.dtype}"
     unit = f"{where.ranks} ranks; µs, of the slowest rank; calls {_ISSUED[where.device]}"
     keep = partial(record, Report(arguments.out, where.device, what, about, unit), where.ranks, arguments.dtype)
-    print(keep(start(where, measure, where, sizes, arguments.dtype, keep)))
+    print(keep(start(where, measure, where, sizes, arguments.dtype, keep, blocks)))
 
 
 @dataclass
@@ -106,10 +115,19 @@ def record(report: Report, ranks: int, dtype: str, found: Found) -> str:
     return report.write(data, tables(found))
 
 
-def measure(rank: int, where: Where, sizes: Sequence[int], dtype: str, keep: Callable[[Found], object]) -> Found:
+def measure(
+    rank: int,
+    where: Where,
+    sizes: Sequence[int],
+    dtype: str,
+    keep: Callable[[Found], object],
+    blocks: Sequence[int] = (),
+) -> Found:
     """Every way at every size; all ranks call it. keep: told by rank 0 after every size."""
     group, device, found = world(), where.here, Found()
     makers = ways(group, device, DTYPES[dtype], max(sizes), found.left_out)
+    if "over peers" not in found.left_out:
+        makers |= _with_blocks(group, device, blocks, found.left_out)
     for size in sizes:
         x = _values(size // DTYPES[dtype].itemsize, DTYPES[dtype], device, rank)
         exact = x.to(torch.float32, copy=True) if size <= _LARGEST_CHECKED else None
@@ -144,6 +162,24 @@ def ways(
             makers[f"{name} over peers"] = partial(_ours, partial(peers.all_reduce, bits=bits_or_none))
     elif reason is None:
         left_out["over peers"] = "it could not be set up; the log says why"
+    return makers
+
+
+def _with_blocks(
+    group: dist.ProcessGroup, device: torch.device, blocks: Sequence[int], left_out: dict[str, str]
+) -> dict[str, Maker]:
+    """Over peers, with so many blocks of the kernel instead of as many as a GPU runs at once."""
+    makers: dict[str, Maker] = {}
+    if not blocks:
+        return makers
+    memory = peer_memory(group, device, ROOM, "Leave --blocks out.")
+    for count in blocks:
+        if count > memory.blocks:
+            left_out[f"{count} blocks"] = f"a GPU here runs {memory.blocks} at once"
+            continue
+        reduction = PeerReduction(replace(memory, blocks=count))
+        for bits in (8, 4):
+            makers[f"int{bits} over peers, {count} blocks"] = partial(_ours, partial(reduction.all_reduce, bits=bits))
     return makers
 
 

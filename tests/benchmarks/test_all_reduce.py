@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import all_reduce
 from benchmarks.__main__ import main
 from benchmarks.all_reduce import Found, Measured, crossovers, measure
+from megatron_longctx.comm.peer_memory import PeerMemory
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.ranks import Where
 
@@ -46,7 +49,12 @@ def test_every_size_is_kept_at_once(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in ((["--largest-mib", "0"], "not above the largest"), (["--ranks", "1"], "ranks=1: expected 2")):
+    for words, said in (
+        (["--largest-mib", "0"], "not above the largest"),
+        (["--ranks", "1"], "ranks=1: expected 2"),
+        (["--blocks", "16,129", "--largest-mib", "16"], "--blocks=129: expected 1 to 128"),
+        (["--blocks", "many", "--largest-mib", "16"], "--blocks=many: expected"),
+    ):
         assert main(["all_reduce", "--device", "cpu", "--out", "here.json", "--smallest-kib", "8192", *words]) == 2
         assert said in capsys.readouterr().err
 
@@ -56,3 +64,26 @@ def test_crossovers_are_against_the_library() -> None:
     measured += [Measured("int8", size, seconds, None) for size, seconds in ((1, 2.0), (2, 0.5), (4, 0.4))]
     measured += [Measured("int4", size, seconds, None) for size, seconds in ((1, 0.5), (2, 0.5), (4, 0.99))]
     assert crossovers(Found(measured)) == {"int8": 2, "int4": None}
+
+
+def test_kernels_with_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    memory = PeerMemory(0, 2, none, none, none, 1024, blocks=48)
+    left_out: dict[str, str] = {}
+    used: list[tuple[int, int]] = []
+
+    class Reduction:
+        def __init__(self, memory: PeerMemory) -> None:
+            self.memory = memory
+
+        def all_reduce(self, x: torch.Tensor, bits: int, **_: object) -> torch.Tensor:
+            used.append((self.memory.blocks, bits))
+            return x
+
+    monkeypatch.setattr(all_reduce, "peer_memory", lambda *_: memory)
+    monkeypatch.setattr(all_reduce, "PeerReduction", Reduction)
+    makers = all_reduce._with_blocks(None, torch.device("cpu"), (16, 48, 64), left_out)  # type: ignore[arg-type]
+    for make in makers.values():
+        make(torch.zeros(4))()
+    assert list(makers) == [f"int{bits} over peers, {count} blocks" for count in (16, 48) for bits in (8, 4)]
+    assert used == [(16, 8), (16, 4), (48, 8), (48, 4)] and left_out == {"64 blocks": "a GPU here runs 48 at once"}
