@@ -29,7 +29,7 @@ from .recorded import Report, table
 
 @dataclass(frozen=True)
 class Ask:
-    """What was asked for. keep_received, transport, kernel, deterministic: as in the configuration's `attention`."""
+    """What was asked for. keep_received, transport, kernel, deterministic, overlap: as in `attention.*` of recipes."""
 
     cases: tuple[Case, ...]
     modes: tuple[str, ...]
@@ -37,6 +37,7 @@ class Ask:
     transport: str = "auto"
     keep_received: str = "auto"
     deterministic: bool = False
+    overlap: bool = True
     iterations: int = 10
     peers: bool = False
     check: bool = False
@@ -59,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how blocks travel")
     parser.add_argument("--keep-received", choices=KEEP_RECEIVED, default="auto", help="as attention.keep_received")
     parser.add_argument("--deterministic", action="store_true", help="as attention.deterministic, for the modes")
+    parser.add_argument(
+        "--no-overlap", dest="overlap", action="store_false", help="as attention.overlap=false, for the modes"
+    )
     parser.add_argument(
         "--iterations", type=int, default=10, help="steps of each of three measurements (default: %(default)s)"
     )
@@ -85,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
     asked = cases(arguments.masks, lengths, arguments.heads, arguments.head_dim, arguments.dtype)
     said = {
         name: getattr(arguments, name)
-        for name in ("kernel", "transport", "keep_received", "deterministic", "iterations")
+        for name in ("kernel", "transport", "keep_received", "deterministic", "overlap", "iterations")
     }
     ask = Ask(tuple(asked), names, **said, peers=arguments.peers, check=arguments.check)
     what = "context-parallel attention: seconds of a whole step, forward and backward, of the slowest rank"
@@ -144,7 +148,7 @@ def modes(group: dist.ProcessGroup, case: Case, ask: Ask) -> list[Contender]:
 def _ours(group: dist.ProcessGroup, mode: Mode, ask: Ask, case: Case) -> Made:
     attention = ContextParallelAttention(
         group, schedule=mode, kernel=ask.kernel, transport=ask.transport, keep_received=ask.keep_received,
-        deterministic=ask.deterministic,
+        deterministic=ask.deterministic, overlap=ask.overlap,
     )  # fmt: skip
     tokens = list(attention.layout(case.mask).tokens(dist.get_rank(group)))
     return Made(partial(attention, mask=case.mask), tokens)

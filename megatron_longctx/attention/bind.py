@@ -28,6 +28,7 @@ class Engine:
     """What programs run on.
 
     transport: None for a group of one rank. waits, passes: measure the waiting for messages, and whole passes.
+    overlap: False waits for each step's messages as soon as they have started, for ablations.
     """
 
     kernel: AttentionKernel
@@ -35,6 +36,7 @@ class Engine:
     pool: BufferPool
     waits: StreamClock | None = None
     passes: StreamClock | None = None
+    overlap: bool = True
 
 
 @dataclass

@@ -65,6 +65,7 @@ class ContextParallelAttention:
             that backward does not exchange it again (see `schedules.save_remote`).
         sum_in_node: auto, true or false: whether partial gradients are summed within a node of `options.cluster` before
             they cross to another one (see `schedules.relay`).
+        overlap: False waits for each step's messages before anything is computed beside them, for ablations.
 
     Raises:
         ValueError: an unknown schedule, keep_received or sum_in_node, or options or a layout that are refused (a kernel
@@ -85,6 +86,7 @@ class ContextParallelAttention:
         kv_format: MakeFormat | None = None,
         keep_received: str = "auto",
         sum_in_node: str = "auto",
+        overlap: bool = True,
     ) -> None:
         check_value("attention.keep_received", keep_received)
         check_value("attention.sum_in_node", sum_in_node)
@@ -96,6 +98,7 @@ class ContextParallelAttention:
         self.deterministic = deterministic
         self._kernel, self._unit, self._layout, self._transport = kernel, unit, layout, transport
         self._kv_format, self._keep_received = kv_format, keep_received
+        self._overlap = overlap
         self._sum_in_node, self._summed = sum_in_node, ranks_to_sum(sum_in_node, options.cluster, self.world)
         self._measures_times = False
         self._links: dict[torch.device, _Links] = {}
@@ -294,7 +297,9 @@ class ContextParallelAttention:
                 waits.running = passes.running = self._measures_times
                 self._links[device] = _Links(transport, BufferPool(device), waits, passes, self._ranks_to_sum())
             links = self._links[device]
-            self._engines[request] = Engine(kernel, links.transport, links.pool, links.waits, links.passes)
+            self._engines[request] = Engine(
+                kernel, links.transport, links.pool, links.waits, links.passes, self._overlap
+            )
         return self._engines[request]
 
     def _ranks_to_sum(self) -> int:

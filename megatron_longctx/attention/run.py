@@ -81,11 +81,18 @@ class Run:
         receives = self._bound.received(op.step, self._buffers)
         mark = self._marks[op.after]
         self._exchange = self._bound.channel.start(op.step, passed, receives, () if mark is None else (mark,))
+        if not self._bound.engine.overlap:
+            self._finish()
 
     def _wait(self, op: Wait, _: int) -> None:
+        if self._exchange is not None:
+            self._finish()
+
+    def _finish(self) -> None:
         assert self._bound.channel is not None and self._exchange is not None
         with measured(self._bound.engine.waits):
             self._bound.channel.wait(self._exchange)
+        self._exchange = None
 
     def _acquire(self, op: Acquire, _: int) -> None:
         channel = cast(SymmetricExchange, self._bound.channel)

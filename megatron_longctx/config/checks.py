@@ -168,6 +168,7 @@ def _validate_baseline(config: Config) -> None:
     unserved = (
         ("recompute.mode", config.recompute.mode, config.recompute.mode in ("none", "layer"), "none or layer"),
         ("attention.deterministic", True, not config.attention.deterministic, "false"),
+        ("attention.overlap", False, config.attention.overlap, "true"),
         ("model.sinks", config.model.sinks, config.model.sinks == "none", "none"),
         ("model.window", config.model.window, config.model.window is None or baseline != "te_p2p", "null"),
         ("train.device", "cpu", config.train.device != "cpu", "auto or cuda"),

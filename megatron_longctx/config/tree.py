@@ -107,6 +107,8 @@ class AttentionConfig:
     # and sent as one message: auto (if parallelism.cluster has several nodes whose ranks have faster links to
     # each other than their share of the network) | true | false.
     sum_in_node: str = choice("auto", SUM_IN_NODE)
+    # For ablations, in training: false waits for each step's messages before anything is computed beside them.
+    overlap: bool = True
     # For comparison, in training: TransformerEngine's context parallelism instead of this project's; schedule,
     # layout, kernel and transport then have no effect. Document lengths must be multiples of 2 x
     # context_parallel_size. null: none.

@@ -189,6 +189,7 @@ def build_sequence(config: Config, group: dist.ProcessGroup) -> ShardedSequence:
         transport=config.attention.transport,
         kv_format=int8_kv if config.attention.kv_int8 else None,
         keep_received=config.attention.keep_received,
+        overlap=config.attention.overlap,
         sum_in_node=config.attention.sum_in_node,
     )
     return ShardedSequence(attention, config.data.seq_length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -300,6 +301,22 @@ def test_the_next_messages_start_before_what_came_is_computed() -> None:
     layer.backward(run)
     events = [event for event in layer.transport.events if event != "mark"]
     assert events == ["start", "kernel", *["wait", "start", "kernel"] * 3, "wait", "start", "wait"]
+
+
+@pytest.mark.parametrize("peers", [False, True])
+@pytest.mark.parametrize("schedule", ["ring", "zigzag", "helper", "ulysses"])
+def test_without_overlap_messages_are_waited_for_before_anything_is_computed(schedule: str, peers: bool) -> None:
+    """The same operations otherwise."""
+    plan, events = build_plan(schedule, 4, 256), []
+    for overlap in (True, False):
+        transport = Silent(plan.n, peers)
+        kernel = NoAttention(transport.events)
+        Layer(plan, 1, engine=Engine(kernel, transport, BufferPool(CPU), overlap=overlap)).both()  # type: ignore[arg-type]
+        events.append(transport.events)
+    on, off = events
+    assert Counter(on) == Counter(off) and ("start" in off) == (not peers or schedule != "ulysses")
+    assert all(after == "wait" for each, after in pairwise(off) if each == "start")
+    assert on != off or schedule == "ulysses"  # where nothing is computed beside messages
 
 
 def test_what_is_waited_for_is_measured_and_every_exchange_is_waited_for_once() -> None:

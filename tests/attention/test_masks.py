@@ -247,3 +247,16 @@ def test_plans_in_which_queries_and_results_travel(plan: Plan, peers: bool) -> N
         found = attend(each, inputs, 8**-0.5, lambda: Literal(PACKED), hosts)
         assert found.keys() == expected.keys()
         assert all(relative_error(found[key], truth) < 1e-11 for key, truth in expected.items())
+
+
+@pytest.mark.parametrize("peers", [False, True])
+@pytest.mark.parametrize("name", MODES)
+def test_results_are_the_same_without_overlap(name: str, peers: bool) -> None:
+    plan = build_plan(name, 4, documents([41, 23], window=(30, 0)), ModeOptions(inner_size=2))
+    whole = random_qkv(64, 1, 8, 4, 8, torch.float32)
+    inputs = Inputs(*(x.requires_grad_() for x in whole[:3]), whole[3])
+    hosts = [list(range(plan.n))] * plan.n if peers else None
+    found, other = (
+        attend(plan, inputs, 8**-0.5, lambda: Literal(PACKED), hosts, overlap=overlap) for overlap in (True, False)
+    )
+    assert all(torch.equal(found[key], other[key]) for key in ("out", "dq", "dk", "dv"))

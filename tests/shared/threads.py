@@ -46,18 +46,21 @@ def attend(
     kernel: Callable[[], AttentionKernel],
     hosts: Sequence[Sequence[int]] | None = None,
     kv: KVFormat | None = None,
+    overlap: bool = True,
 ) -> dict[str, Tensor]:
     """out, dq, dk, dv (and dsink) of a plan, of the whole sequence; without gradients where no input wants any.
 
     Args:
         kernel: makes every rank's. hosts: as of `ThreadedRanks`. kv: how keys and values travel; None for as they are.
+        overlap: see `Engine`.
     """
     ranks = ThreadedRanks(plan.n, hosts)
 
     def of_rank(rank: int) -> dict[str, Tensor]:
         q, k, v, grad_out = (shard(x, plan.queries, rank) for x in inputs[:4])
         sink = None if inputs.sink is None else inputs.sink.detach().requires_grad_(inputs.sink.requires_grad)
-        engine = Engine(kernel(), ranks.transport(rank) if plan.n > 1 else None, BufferPool(q.device))
+        transport = ranks.transport(rank) if plan.n > 1 else None
+        engine = Engine(kernel(), transport, BufferPool(q.device), overlap=overlap)
         shapes = shapes_of(q, k, v, kv)
         target = Target(shapes.workload, engine.kernel.takes, ranks.hosts if plan.n > 1 else None)
         passes = Passes(plan, target, rank, shapes, engine)
