@@ -2,7 +2,8 @@
 
 Writes `network_emulated.json`, `.md` (a table) and `.png` (a picture); with `--case ratios` `network_ratios.*`: `tasp`
 beside `zigzag` where there is more to compute, for which the machine must be idle; with `--case sums` `network_sums.*`:
-modes on two nodes with partial gradients summed inside a node before they cross, and without.
+modes on two nodes with partial gradients summed inside a node before they cross, and without; with `--case overlap`
+`network_overlap.*`: modes whose messages travel while they compute, and the same where these are waited for first.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_longctx.topology import Cluster, Mesh, Network
 
 from .job import Found, Job, Mode
 from .report import draw, speedups, table
+from .report import overlaps as overlap_table
 from .report import ratios as ratio_table
 from .report import sums as sum_table
 from .run import run
@@ -73,16 +75,26 @@ def sums() -> list[Job]:
     return found
 
 
+def overlaps() -> list[Job]:
+    """Meshes of `ratios`, with the schedule that DistFlashAttn prints and two others."""
+    modes = [Mode(name, overlap=overlap) for name in ("ring", "helper", "zigzag") for overlap in (False, True)]
+    return [replace(job, modes=tuple(modes), others=()) for job in ratios()[2:]]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     cases = jobs()
     parser = argparse.ArgumentParser(prog="python -m analysis.network", description=__doc__)
-    parser.add_argument("--case", default="all", choices=("all", *cases, "ratios", "sums"), help="which network")
+    parser.add_argument(
+        "--case", default="all", choices=("all", *cases, "ratios", "sums", "overlap"), help="which network"
+    )
     parser.add_argument("--out", type=Path, default=Path("analysis/results"), help="folder of the results")
     args = parser.parse_args(arguments)
     if not args.out.is_dir():
         parser.error(f"--out {args.out}: expected a folder that exists")
     if args.case == "ratios":
         chosen, tables = ratios(), (table, ratio_table)
+    elif args.case == "overlap":
+        chosen, tables = overlaps(), (table, overlap_table)
     elif args.case == "sums":
         chosen, tables = sums(), (table, sum_table)
     else:

@@ -13,17 +13,18 @@ from megatron_longctx.topology import Cluster
 
 @dataclass(frozen=True)
 class Mode:
-    """sum_in_node: as `attention.sum_in_node`."""
+    """sum_in_node, overlap: as in `attention.*`."""
 
     schedule: str
     options: ModeOptions = field(default_factory=ModeOptions)
     sum_in_node: str = "false"
+    overlap: bool = True
 
     @property
     def name(self) -> str:
         inner = self.options.inner_size
         name = f"{self.schedule} ({inner})" if inner is not None else self.schedule
-        return f"{name}, summed" if self.sum_in_node == "true" else name
+        return name + ", summed" * (self.sum_in_node == "true") + ", no overlap" * (not self.overlap)
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,21 @@ def sums(found: Sequence[Found]) -> str:
     return markdown(["network", "mode", "backward, times as fast", "simulated", "forward and backward"], rows)
 
 
+def overlaps(found: Sequence[Found]) -> str:
+    """Modes against the same without overlap: Markdown."""
+    rows = []
+    for (network, causal), group in cases(found).items():
+        of = {each.mode: each for each in group}
+        for each in group:
+            apart = of.get(f"{each.mode}, no overlap")
+            if apart is not None:
+                ways = (("forward_s", "predicted_forward_s"), ("backward_s", "predicted_backward_s"))
+                gains = [getattr(apart, key) / getattr(each, key) for way in ways for key in way]
+                rows.append([title(network, causal), each.mode, *(f"{gain:.2f}" for gain in gains)])
+    head = ("network", "mode", "forward, times as fast", "simulated", "backward", "simulated")
+    return markdown(head, rows)
+
+
 def draw(found: Sequence[Found], path: Path) -> None:
     """Bars of measured times, with what was predicted marked, one panel a case."""
     import matplotlib

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.papers.simulated import not_overlapped
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.calibrate.kernels import Effort, Place, kernel_costs
 from megatron_longctx.comm import P2PTransport
@@ -143,14 +144,20 @@ class _Rank:
         for span in priced.forward.spans:
             messages[span.rank] += (span.lane == "transfer") * (span.stop - span.start)
         computing = max(priced.forward.compute_s) / max(messages)
-        return Found(job.cluster.name, mode.name, job.causal, *measured, *priced.predicted, error, computing)
+        predicted = priced.predicted
+        if not mode.overlap:
+            assert priced.backward is not None
+            predicted = not_overlapped(priced.forward), not_overlapped(priced.backward)
+        return Found(job.cluster.name, mode.name, job.causal, *measured, *predicted, error, computing)
 
     def _passes(self, mode: Mode, length: int, costs: Costs) -> tuple[tuple[float, float], Candidate, float]:
         """Forward and backward over so many tokens: median seconds, what is predicted, and, of the job's length, the
         error."""
         job, workload = self.job, self.job.workload
         options, summed = mode.options, mode.sum_in_node
-        attention = ContextParallelAttention(self.group, schedule=mode.schedule, options=options, sum_in_node=summed)
+        attention = ContextParallelAttention(
+            self.group, schedule=mode.schedule, options=options, sum_in_node=summed, overlap=mode.overlap
+        )
         mask = masks.causal(length) if job.causal else masks.full(length)
         layout = attention.layout(mask)
         q, k, v, grad_out = (shard(x, layout, self.rank) for x in _whole(length, workload))

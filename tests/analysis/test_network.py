@@ -28,13 +28,13 @@ def permitted() -> None:
     ids=lambda cluster: cluster.name,
 )
 def test_links_are_limited_and_modes_are_right(permitted: None, cluster: Cluster) -> None:
-    modes = (job.Mode("zigzag"), job.Mode("tasp"))
+    modes = (job.Mode("zigzag"), job.Mode("tasp"), job.Mode("zigzag", overlap=False))
     outcome = run.run(
         job.Job(cluster, modes, length=64, workload=Workload(8, 8, 64, element_bytes=4), repeats=1), timeout=PATIENCE_S
     )
     low, high = outcome.links
     assert 0.5 < low <= high < 1.6  # of the described rate, of which flows get unequal shares; loopback is 100 times it
-    assert [found.mode for found in outcome.found] == ["zigzag", "tasp"]
+    assert [found.mode for found in outcome.found] == ["zigzag", "tasp", "zigzag, no overlap"]
     for found in outcome.found:
         assert found.error < 1e-5 and found.forward_s > 0 and found.predicted_backward_s > 0 and found.computing > 0
 
@@ -62,5 +62,7 @@ def test_reports_mark_what_was_predicted_badly(tmp_path: Path) -> None:
     assert "| mesh | 0.50 | 4.00 + 4.00 | 1.00 + 1.00 | 4.00 | 4.00 | 4.00 |" in report.ratios(found[:2])
     less = job.Found("mesh", "zigzag, summed", True, 4.0, 2.0, 4.0, 1.0, 1e-7)
     assert "| mesh, causal | zigzag | 2.00 | 4.00 | 1.33 |" in report.sums([*found, less])
+    apart = job.Found("mesh", "zigzag, no overlap", True, 6.0, 2.0, 5.0, 4.0, 1e-7)
+    assert "| mesh, causal | zigzag | 1.50 | 1.25 | 0.50 | 1.00 |" in report.overlaps([*found, apart])
     report.draw(found, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
