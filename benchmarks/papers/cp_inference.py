@@ -1,36 +1,23 @@
 """Context Parallelism for Scalable Million-Token Inference (2024): first tokens of Llama 3 405B by nodes, networks and
-what travels; the rules that choose it."""
+what travels, beside tensor parallelism; the rules that choose what travels; decode's attention."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 
 from benchmarks.fit import Coefficients, Prompt, fit, prompts, score, slower
-from megatron_longctx.inference.batch import Batch
-from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.choice import Figures, algorithm_1, algorithm_5
-from megatron_longctx.schedules import Workload
-from megatron_longctx.schedules.cost import GIB, Costs
+from megatron_longctx.schedules.cost import GIB
 from megatron_longctx.schedules.plan import ALL_HEADS
-from megatron_longctx.schedules.simulate import simulate
-from megatron_longctx.topology import Cluster, Network
 
+from . import decoding, tensor_parallel
+from .nodes import ATTENTION_TFLOPS, HEADS, LAYERS, RDMA, TCP, TP, WEIGHTS, batch, cluster, costs, first_token
 from .page import Cell, Made, Table, cell, paper, value
+from .proofs import Proof, proofs
 from .simulated import RESULTS
 
-_K, _TP = 1024, 8
-_LAYERS, _WEIGHTS = 126, 405e9
-_HEADS = Workload(16, 1, 128)
-"""Of one GPU of a node."""
-_ATTENTION_TFLOPS = 540.0
-"""The paper's own measurement of its kernel (appendix A)."""
-_ONE_NODE_S = 42.01
-"""The paper's first token after 128K tokens on one node, of which what all but attention takes is inferred."""
-RDMA, TCP = 24.3, 2.8
-"""GiB/s a GPU that the paper reached: a hop of pass-KV in table 5 (627 µs), and 3 GB/s over TCP (section 4.2.1)."""
 PRINTED: Coefficients = (-1.059, 1.145, 12.112)
 TABLE_4 = (
     (126720, 1280, 1023.39, 898.71), (124800, 3200, 1110.18, 1046.43), (123840, 4160, 1298.92, 1280.1),
@@ -44,36 +31,11 @@ TABLE_4 = (
 
 def make(arguments: argparse.Namespace) -> Made:
     del arguments
-    tables = (table_4(), table_5(), nodes(), long_contexts(), rules(), thresholds(), fits())
+    tables = (
+        *(table_4(), table_5(), nodes(), tensor_parallel.table_7(), decoding.table_8(), decoding.forms()),
+        *(long_contexts(), rules(), thresholds(), fits(), proofs(proved())),
+    )
     return Made(tables, facts(tables))
-
-
-def cluster(n: int, gibps: float) -> Cluster:
-    """One GPU of each of `n` nodes: those that share key/value heads."""
-    return Cluster(f"{n} nodes", n, 1, network=Network(1, gibps, 3e-5))
-
-
-def costs() -> Costs:
-    return Costs(_ATTENTION_TFLOPS, _ATTENTION_TFLOPS)
-
-
-@cache
-def attention(n: int, new: int, cached: int, mode: str, gibps: float) -> float:
-    """Seconds of a layer's attention."""
-    manager = CacheManager(n, (new + cached) // n // 64 + 8, 64)
-    session = manager.open()
-    if cached:
-        manager.append({session: cached})
-    batch = Batch(n, manager.slots_per_rank, manager.append({session: new}))
-    if n == 1:
-        return _HEADS.flops(new * (new / 2 + cached), ALL_HEADS, False) / (_ATTENTION_TFLOPS * 1e12)
-    return simulate(batch.plan(mode), cluster(n, gibps), _HEADS, costs()).seconds
-
-
-def first_token(n: int, new: int, cached: int = 0, mode: str = "pass_kv", gibps: float = RDMA) -> float:
-    """Seconds. What all but attention takes is in proportion to the new tokens of a node."""
-    rest = (_ONE_NODE_S - _LAYERS * attention(1, 128 * 1000, 0, "pass_kv", RDMA)) / 128000
-    return _LAYERS * attention(n, new, cached, mode, gibps) + rest * new / n
 
 
 def table_4() -> Table:
@@ -93,7 +55,7 @@ def table_5() -> Table:
     rows: list[list[Cell]] = []
     for new in theirs:
         local, keys = new / 4, 128000 / 4
-        work = _HEADS.flops(local * keys, ALL_HEADS, False) / (_ATTENTION_TFLOPS * 1e12)
+        work = HEADS.flops(local * keys, ALL_HEADS, False) / (ATTENTION_TFLOPS * 1e12)
         query, kv = local * 16 * 128 * 2, keys * 2 * 128 * 2
         sent = {"pass_kv": (kv, None), "pass_q": (query, 3 * (query + local * 16 * 4))}
         for mode, (size, results), (send, attend, exchange) in zip(sent, sent.values(), theirs[new], strict=True):
@@ -129,10 +91,8 @@ def long_contexts() -> Table:
     for length in (128, 256, 512, 1000):
         for n in (8, 16):
             ours = [first_token(n, length * 1000, gibps=rate) for rate in (RDMA, TCP)]
-            flops = (
-                2 * _WEIGHTS * length * 1e3 + _LAYERS * _HEADS.flops((length * 1e3) ** 2 / 2, ALL_HEADS, False) * _TP
-            )
-            rate = flops / (n * _TP) / ours[0] / 1e12
+            flops = 2 * WEIGHTS * length * 1e3 + LAYERS * HEADS.flops((length * 1e3) ** 2 / 2, ALL_HEADS, False) * TP
+            rate = flops / (n * TP) / ours[0] / 1e12
             them = 502 if (length, n) == (1000, 16) else None
             figures = (cell(ours[0], "d", 1), paper(theirs.get((length, n)), 1), cell(ours[1], "d", 1))
             rows.append([f"{length}K", str(n), *figures, cell(rate, "d", 0), paper(them, 0)])
@@ -141,7 +101,7 @@ def long_contexts() -> Table:
 
 
 def rules() -> Table:
-    figures = Figures(_HEADS, cluster(4, RDMA), costs())
+    figures = Figures(HEADS, cluster(4, RDMA), costs())
     ours = fit([Prompt(new, cached, kv, q) for cached, new, kv, q in TABLE_4])
     rows: list[list[Cell]] = []
     for cached, new, kv, q in TABLE_4:
@@ -164,7 +124,7 @@ def thresholds() -> Table:
     rows: list[list[Cell]] = []
     for name, gibps in (("RDMA", RDMA), ("TCP", TCP)):
         for n in (2, 4, 8, 16):
-            rate = _ATTENTION_TFLOPS * 1e12 / (gibps * GIB)
+            rate = ATTENTION_TFLOPS * 1e12 / (gibps * GIB)
             rows.append([name, str(n), cell(n * rate * 2 / 2 / 16, "f", 0), cell(n * rate * 2 / 4, "f", 0)])
     columns = ["network", "nodes", "new tokens from which keys hide (2)", "tokens from which queries hide (3)"]
     return Table("thresholds", "equations 2 and 3", columns, rows, ["equation 2", "equation 3"])
@@ -187,6 +147,19 @@ def fits() -> Table:
     return Table("fits", "the empirical rule fitted on H200s", columns, rows)
 
 
+def proved() -> Iterator[Proof]:
+    """Plans of tables 4 and 8 and of figure 8."""
+    for new, cached in ((1280, 126720), (12800, 115200), (128000, 0)):
+        for mode in ("pass_kv", "pass_q", "one_hop"):
+            yield Proof(mode, f"{new:,} new" + f", {cached:,} cached" * (cached > 0), batch(4, new, cached).plan(mode))
+    for n, new in ((8, 128000), (16, 128000), (16, 1000000)):
+        yield Proof("pass_kv", f"{new:,} new", batch(n, new, 0).plan("pass_kv"))
+    for n, sequences in ((4, 1), (4, 4), (8, 4)):
+        for mode in ("pass_q", "one_hop"):
+            plan = batch(n, 1, 127999, sequences).plan(mode)
+            yield Proof(mode, f"1 new, 127,999 cached; {sequences} sequence{'s' * (sequences > 1)}", plan)
+
+
 def facts(tables: Sequence[Table]) -> dict[str, float]:
     """What the claims quote."""
     of = {table.key: table for table in tables}
@@ -207,6 +180,14 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
         "tcp_four": value(of["nodes"], ("128K", "4"), 5),
         "rdma_four": value(of["nodes"], ("128K", "4"), 2),
         **dict(zip(("right_1", "right_5", "right_printed", "right_fitted", "right_simulated"), numbers, strict=True)),
+        **{f"tp_{n}": value(of["tensor"], (str(n),), 3) for n in (2, 4, 8)},
+        **{f"tp_{n}_cp": value(of["tensor"], (str(n),), 6) for n in (2, 4, 8)},
+        **{
+            f"tp_{n}_off": 100 * abs(value(of["tensor"], (str(n),), 3) / value(of["tensor"], (str(n),), 4) - 1)
+            for n in (2, 4)
+        },
+        "tp_sums": 100 * value(of["tensor"], ("4",), 5) / value(of["tensor"], ("4",), 3),
+        **decoding.facts(of["decode"], of["forms"]),
         "lost": max(value(of["fits"], (str(row[0]),), 5) for row in of["fits"].rows),
         "lost_printed": max(value(of["fits"], (str(row[0]),), 6) for row in of["fits"].rows),
     }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_longctx.schedules import Mode, Workload, backward_plan, build_plan
 from megatron_longctx.schedules.modes.helper import Helper
 
 from .page import Cell, Made, Table, cell, paper, value
+from .proofs import Proof, proofs
 from .simulated import LLAMA_7B, RESULTS, Machine, moved, not_overlapped, one_rank, passes
 from .steps import PRINTED, a100s, step, table_1, table_2, table_3, table_4
 
@@ -24,6 +25,7 @@ def make(arguments: argparse.Namespace) -> Made:
     tables = (
         *(table_1(), table_2(), table_3(), table_4(), table_5()),
         *(figure_4_left(), figure_4_right(), appendix_d(), helpers(), where_helpers_win()),
+        proofs(proved()),
     )
     return Made(tables, facts(tables))
 
@@ -192,6 +194,14 @@ def where_helpers_win() -> Table:
             row.append(cell(1e3 * passes(mode, machine, workload, 128 * _K, layout).seconds, "s", 1))
         rows.append(row)
     return Table("wins", "where helpers win", ["case", *modes], rows)
+
+
+def proved() -> Iterator[Proof]:
+    """Plans of 32K tokens a rank, of every mode of appendix D."""
+    for n in (8, 16):
+        for mode in MODES:
+            plan = build_plan(mode, n, 32 * _K * n)
+            yield Proof(str(mode), f"{32 * n}K", plan, backward_plan(plan))
 
 
 def facts(tables: Sequence[Table]) -> dict[str, float]:

@@ -30,6 +30,7 @@ from megatron_longctx.schedules.simulate import Simulation, simulate
 from megatron_longctx.topology import Cluster, choose, decompositions, load_cluster
 
 from .page import Cell, Made, Table, cell, paper, value
+from .proofs import Proof, proofs
 from .simulated import RESULTS
 
 _K = 1024
@@ -67,7 +68,10 @@ def clusters() -> dict[str, Cluster]:
 
 def make(arguments: argparse.Namespace) -> Made:
     del arguments
-    tables = (table_1(), figures_5_and_6(), choices(), sums(), sums_emulated(), planning(), emulated(), by_ratio())
+    tables = (
+        *(table_1(), figures_5_and_6(), choices(), sums(), sums_emulated(), planning(), emulated(), by_ratio()),
+        proofs(proved()),
+    )
     return Made(tables, facts(tables))
 
 
@@ -228,6 +232,20 @@ def sums_emulated() -> Table:
             rows.append([plain["network"], mode, *_gains(plain, less, "backward_s")])
     columns = ["network", "mode", "backward, times as fast", "simulated"]
     return Table("sums_emulated", "the same, measured where links are all that counts", columns, rows)
+
+
+def proved() -> Iterator[Proof]:
+    """Plans of the longest sequences of figures 5 and 6, and of backward passes with sums."""
+    for name, cluster in clusters().items():
+        rings = Tasp(choose(cluster)[0].rings)
+        for mask, shown in (("full", full), ("causal", causal)):
+            for mode in (_baseline(mask), rings):
+                plan = build_plan(mode, cluster.n, shown(LENGTHS[-1] * _K))
+                yield Proof(f"{mode}, {name}", f"{LENGTHS[-1]}K, {mask}", plan, backward_plan(plan))
+    h100 = clusters()["H100-2"]
+    for each in ("zigzag", "ring", "double_ring", "tasp"):
+        plan = summing_in_nodes(build_plan(each, h100.n, 512 * _K, ModeOptions(cluster=h100)), h100.ranks_per_node)
+        yield Proof(f"{each}, H100-2, with sums", "512K, causal", plan, backward_plan(plan))
 
 
 _PASSES = ("forward_s", "backward_s", "both_s")

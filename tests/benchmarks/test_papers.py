@@ -4,14 +4,17 @@ steps and first tokens."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks.fit import Prompt, fit, prompts, score, slower
+from benchmarks.papers import decoding, tensor_parallel
 from benchmarks.papers.__main__ import main
 from benchmarks.papers.latencies import LLAMA3_8B, LLAMA3_70B, prefill, sent
 from benchmarks.papers.page import value
+from benchmarks.papers.proofs import Proof, proofs
 from benchmarks.papers.rounding import TOKEN, Rounding, hadamard, rounded
 from benchmarks.papers.simulated import LLAMA_7B, LLAMA_33H, LLAMA_GQA, moved
 from benchmarks.papers.steps import (
@@ -27,6 +30,7 @@ from benchmarks.papers.steps import (
 )
 from megatron_longctx.lowbit.quantize import QuantFormat, dequantize, quantize
 from megatron_longctx.schedules import Workload, backward_plan, build_plan
+from megatron_longctx.schedules.verify import PlanError
 
 
 @pytest.mark.parametrize("n", [3, 4, 5])
@@ -145,3 +149,46 @@ def test_a_group_may_be_a_token() -> None:
     whole = rounded(x, "int4", Rounding("int4", TOKEN))
     assert torch.equal(whole, rounded(x, "int4", Rounding("int4", 48)))
     assert torch.equal(whole[1:2], rounded(x[1:2], "int4", Rounding("int4", TOKEN)))
+
+
+def test_tensor_parallelism_over_nodes_by_hand() -> None:
+    size = 128000 * 16384 * 2  # bytes of one sum's values
+    inside, between = 1.75 * size / (315 * 2**30), size / 8 / (24.3 * 2**30)
+    one, two = 252 * inside, 252 * (inside + between)
+    assert value(tensor_parallel.table_7(), ("2",), 5) == pytest.approx(two)
+    assert value(tensor_parallel.table_7(), ("2",), 3) == pytest.approx((42.01 - one) / 2 + two)
+    assert tensor_parallel.tensor_parallel(1) == pytest.approx(42.01)
+
+
+def test_decode_in_fewer_rounds_than_a_ring() -> None:
+    assert [decoding.rounds(mode, 4) for mode in ("pass_q", "one_hop")] == [4, 2]
+    assert decoding.rounds("pass_q", 2) == decoding.rounds("one_hop", 2) == 2
+    ring, hop = (decoding.simulated(mode, 4, 128, 1).seconds for mode in ("pass_q", "one_hop"))
+    assert decoding.one_exchange(4, 128, 1) < hop < ring
+
+
+def test_decode_reads_its_keys() -> None:
+    call = 2e-5 + 32000 * 2 * 128 * 2 / 2.4e12
+    assert max(decoding.simulated("one_hop", 4, 128, 1).compute_s) == pytest.approx(call, rel=0.01)
+    assert decoding.one_exchange(1, 32, 4) == pytest.approx(2e-5 + 128000 * 512 / 2.4e12)
+    sent = 3 * 16 * (128 * 2 + 4) / (24.3 * 2**30)  # and a rank's 6 messages, a step of them and the network
+    assert decoding.one_exchange(4, 128, 1) == pytest.approx(call + 1.4e-4 + sent, rel=0.001)
+    assert decoding.papers_exchange(4, 128, 1) == pytest.approx(14.7 + 79.9)
+    assert decoding.papers_exchange(8, 128, 1) is None
+    assert decoding.one_exchange(4, round(decoding.break_even(4)), 1) == pytest.approx(
+        decoding.one_exchange(1, round(decoding.break_even(4)), 1), rel=0.01
+    )
+
+
+def test_plans_are_proved() -> None:
+    plan = build_plan("zigzag", 4, 256)
+    found = proofs([Proof("zigzag", "256", plan, backward_plan(plan))])
+    assert value(found, ("zigzag", "4"), 4) == 2 * 256 * 257 / 2 / 1e6
+    assert value(found, ("zigzag", "4"), 5) == sum(
+        len(step.moves) for each in (plan, backward_plan(plan)) for step in each.steps
+    )
+    with pytest.raises(PlanError, match="visible pairs"):
+        proofs([Proof("zigzag", "256", replace(plan, steps=plan.steps[:-1]))])
+    late = replace(plan, steps=(plan.steps[0]._replace(moves=()), *plan.steps[1:]))
+    with pytest.raises(PlanError, match="the source does not hold it yet"):
+        proofs([Proof("zigzag", "256", plan, backward_plan(plan)), Proof("zigzag", "256", late)])

@@ -1,0 +1,52 @@
+"""Tensor parallelism over several nodes beside context parallelism between them: first tokens of Llama 3 405B."""
+
+from __future__ import annotations
+
+from megatron_longctx.schedules.cost import GIB
+from megatron_longctx.topology import Switch, load_cluster
+
+from .nodes import HIDDEN, LAYERS, ONE_NODE_S, RDMA, TP, first_token
+from .page import Cell, Table, cell, paper
+
+_TOKENS, _VALUE_BYTES = 128 * 1000, 2
+_SUMS = 2
+"""All-reduces of a layer: of the output projection and of the down projection."""
+PAPERS = {1: (42.010, 42.010), 2: (21.042, 29.917), 4: (10.950, 19.841), 8: (5.85, None)}
+"""Seconds of context and of tensor parallelism, by nodes (table 7; 8 nodes in section 4.2.1)."""
+_TWICE = 2.0
+"""On 8 nodes the paper only says that tensor parallelism takes 100% longer (section 4.2.2)."""
+
+
+def all_reduces(n: int) -> float:
+    """Seconds of a prompt's, over all GPUs of n nodes: a ring inside each node at the data sheet's rate of NVLink, and
+    a ring of n GPUs for the eighth that each GPU of a node then has, over a NIC of its own at the paper's rate."""
+    inside = load_cluster("dgx_h100_x4").intra
+    assert isinstance(inside, Switch)
+    size = _TOKENS * HIDDEN * _VALUE_BYTES
+    near = 2 * (TP - 1) / TP * size / (inside.egress_gibps * GIB)
+    far = 2 * (n - 1) / n * size / TP / (RDMA * GIB)
+    return _SUMS * LAYERS * (near + far)
+
+
+def tensor_parallel(n: int) -> float:
+    """Seconds to the first token. What is no all-reduce in the paper's time of one node is divided by the nodes."""
+    return (ONE_NODE_S - all_reduces(1)) / n + all_reduces(n)
+
+
+def table_7() -> Table:
+    rows: list[list[Cell]] = []
+    for n, (context, tensor) in PAPERS.items():
+        ours, sums = tensor_parallel(n), all_reduces(n)
+        between = first_token(n, _TOKENS)
+        ratio = tensor / context if tensor else _TWICE
+        rows.append([
+            str(n), cell(between, "d"), paper(context), cell(ours, "d"), paper(tensor), cell(sums, "d"),
+            cell(ours / between, "d"), paper(ratio), cell(tensor_parallel(1) / ours, "d"),
+            paper(PAPERS[1][0] / tensor if tensor else None),
+        ])  # fmt: skip
+    columns = [
+        "nodes", "CP, s", "paper", "TP, s", "paper", "of it all-reduces, s", "TP / CP", "paper", "TP, times one node",
+        "paper",
+    ]  # fmt: skip
+    title = "tensor parallelism over nodes beside context parallelism, 128K tokens"
+    return Table("tensor", title, columns, rows, ["table 7", "figure 7"])
