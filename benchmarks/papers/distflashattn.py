@@ -24,7 +24,7 @@ def make(arguments: argparse.Namespace) -> Made:
     del arguments
     tables = (
         *(table_1(), table_2(), table_3(), table_4(), table_5()),
-        *(figure_4_left(), figure_4_right(), appendix_d(), helpers(), where_helpers_win()),
+        *(figure_4_left(), figure_4_right(), overlap_measured(), appendix_d(), helpers(), where_helpers_win()),
         proofs(proved()),
     )
     return Made(tables, facts(tables))
@@ -145,6 +145,26 @@ def figure_4_right() -> Table:
     return Table("overlap", "overlap on and off", columns, rows, ["figure 4 right"])
 
 
+def overlap_measured() -> Table:
+    """Passes with and without `attention.overlap`, of the last run of `python -m analysis.network --case overlap`."""
+    found = json.loads((RESULTS / "network_overlap.json").read_text())["measurements"]
+    of = {(each["network"], each["mode"]): each for each in found}
+    rows: list[list[Cell]] = []
+    for (network, mode), on in of.items():
+        if (off := of.get((network, f"{mode}, no overlap"))) is None:
+            continue
+        row: list[Cell] = [network, mode]
+        for way in ("forward_s", "backward_s"):
+            row += [cell(each[way], "e") for each in (off, on)] + [cell(off[way] / on[way], "e")]
+        rows.append(row)
+    ways = [
+        f"{way}, {what}"
+        for way in ("forward", "backward")
+        for what in ("not overlapped, s", "overlapped, s", "times as fast")
+    ]
+    return Table("overlap_measured", "overlap on and off, measured", ["network", "mode", *ways], rows)
+
+
 def table_5() -> Table:
     theirs = {
         1: (0.84, 0.84),
@@ -213,6 +233,8 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
     shares = [("64K", "32:8"), ("64K", "32:32"), ("128K", "32:8"), ("128K", "32:32")]
     ours = [value(of["helpers"], (*each, "helper"), 5) for each in shares]
     theirs = [value(of["helpers"], (*each, printed), 5) for each in shares]
+    gains = of["overlap_measured"].rows
+    measured_gains = [float(each["value"]) for row in gains for each in (row[4], row[7]) if isinstance(each, dict)]
     tied, apart = "one sequence, any layout, 32:8", "tokens must stay contiguous, 33:33"
     return {
         "ring": value(of["balance"], ("8", "ring"), 2),
@@ -233,6 +255,8 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
         "both_all_gather_gqa": value(of["volumes"], ("all_gather",), 6),
         "overlap_off": value(of["overlap"], ("128K",), 1),
         "overlap_on": value(of["overlap"], ("128K",), 2),
+        "overlap_least": min(measured_gains),
+        "overlap_most": max(measured_gains),
         "kept": value(of["checkpoints"], ("32K",), 5),
         "kept_measured": value(of["checkpoints"], ("32K",), 7),
         "steps_off": 100 * max(abs(row[0] / row[1] - 1) for row in steps),
