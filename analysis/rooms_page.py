@@ -25,6 +25,7 @@ _TESTS = {
     "names": ("tests/metrics", "tests/training"),
     "errors": ("tests/config",),
     "files": ("tests/test_files.py",),
+    "gpus": ("tests/comm/test_gpus.py",),
     "compose": ("tests/config",),
     "sweep": ("tests/config", "tests/jobs"),
     "serving": ("tests/inference",),

@@ -33,6 +33,7 @@ from megatron_longctx.comm.local_ranks import run_ranks
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config, data_parallel_size
 from megatron_longctx.errors import refuse
+from megatron_longctx.gpus import gpu_ranks
 from megatron_longctx.mcore.model import padded_vocab_size
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.training.preflight import check
@@ -143,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         cases = read_cases(arguments.cases)
-        gpus = torch.cuda.device_count()
+        gpus = gpu_ranks()
         ranks = arguments.ranks or gpus or max(c.parallelism.model_parallel_size for c in cases.configs)
         for prefix, asked in cases.documents.items():
             if not Path(f"{prefix}.bin").exists():

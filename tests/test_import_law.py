@@ -17,11 +17,11 @@ MOST_LINES = 400
 
 # In the order data flows: a room imports itself and what stands before it.
 ROOMS = (
-    *("names", "errors", "files", "layout", "topology", "schedules", "config", "compose", "sweep"),
+    *("names", "errors", "files", "gpus", "layout", "topology", "schedules", "config", "compose", "sweep"),
     *("models", "memory", "kernels", "comm", "attention", "lowbit", "recompute", "metrics", "compare", "evaluation"),
     *("inference", "mcore", "training", "calibrate", "serving", "verbs", "__main__", "testing"),
 )
-NEEDED_BY_METRICS = ("names", "errors", "files", "config")
+NEEDED_BY_METRICS = ("names", "errors", "files", "gpus", "config")
 # The package's own __init__ is loaded by every import of any room, so it may know none.
 INIT = "__init__"
 

@@ -11,6 +11,7 @@ from ..comm import choose_transport, transport_name
 from ..compose import compose_config
 from ..config import Config, workload_of
 from ..errors import refuse
+from ..gpus import RANKS_PER_GPU, ranks_per_gpu
 from ..metrics.environment import environment
 from ..schedules.calibration import Calibration, calibration_path, save_calibration
 from ..topology import Cluster, save_cluster
@@ -37,6 +38,8 @@ def run(settings: Sequence[str], max_tokens: int | None = None, links: Path | No
         raise refuse("--max-tokens", max_tokens, f"{_FEWEST_TOKENS} or more", "Raise it, or leave it out.")
     if links is not None and (links.suffix not in (".yaml", ".yml") or not links.parent.is_dir()):
         raise refuse("--links", links, "a .yaml file in a folder that exists", "Give another file name.")
+    if ranks_per_gpu() > 1:
+        raise refuse(RANKS_PER_GPU, ranks_per_gpu(), "a GPU for each rank where times are measured", "Unset it.")
     config = compose_config(settings)
     n = config.parallelism.context_parallel_size
     where = Where.of(n if n > 1 else None, config.train.device)

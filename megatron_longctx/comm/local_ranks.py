@@ -36,7 +36,7 @@ def run_ranks(
         fn: a picklable (module-level) function.
         world_size: number of ranks.
         timeout: seconds a collective, and the whole run, may take.
-        backend: `gloo` or `nccl` (rank r then uses CUDA device r).
+        backend: `gloo`, or `nccl` with a CUDA device for each rank (or for several, see `gpus.RANKS_PER_GPU`).
         threads: of each rank's CPU operators; None for its share of the cores.
         start_method: `spawn`, or `forkserver` for ranks that begin with what the server has imported.
 

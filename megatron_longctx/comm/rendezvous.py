@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from ..errors import refuse
+from ..gpus import use_gpu
 
 LOOPBACK = "127.0.0.1"
 
@@ -174,7 +175,7 @@ def join(place: Placement, store: Store | None, timeout_s: float, cuda: bool) ->
         meeting = place.meeting[0] if place.meeting else os.environ.get("MASTER_ADDR", "")
         os.environ["GLOO_SOCKET_IFNAME"] = interface_to(meeting)
     if cuda:
-        torch.cuda.set_device(place.local_rank)
+        use_gpu(place.local_rank)
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.ranks_here))
     # Groups join lazily: binding them to a device here made eight ranks hang when they left (torch 2.11, NCCL 2.28).

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatron_longctx import files
+from megatron_longctx import files, gpus
 
 _FILE = "environment.json"
 _PACKAGES = (
@@ -41,9 +41,9 @@ def environment() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         nccl_version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        nccl = ".".join(map(str, nccl_version))
+        nccl, sharing = ".".join(map(str, nccl_version)), gpus.ranks_per_gpu()
         facts |= {
-            "device": torch.cuda.get_device_name(),
+            "device": torch.cuda.get_device_name() + (f" shared by {sharing} ranks" if sharing > 1 else ""),
             "devices_per_host": torch.cuda.device_count(),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]

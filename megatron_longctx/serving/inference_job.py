@@ -24,6 +24,7 @@ from ..comm.rendezvous import Placement, host_store, join, join_store, listen, m
 from ..compose import RESOLVED, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed, refuse
+from ..gpus import gpu_ranks, ranks_per_gpu
 from ..inference.engine import LongContextEngine
 from ..inference.figures import calibration_file
 from ..mcore import groups
@@ -129,9 +130,9 @@ def job_of(
     if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
         load_cluster(cluster).resized(n)  # what attention is to be priced by can be read
     alone = Placement.of_environment(os.environ) is None
-    if device == "cuda" and job.world_size > torch.cuda.device_count() and alone:
+    if device == "cuda" and job.world_size > gpu_ranks() and alone:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"
-        raise refuse(sizes, job.world_size, f"at most {torch.cuda.device_count()}, the GPUs here", "Set them lower.")
+        raise refuse(sizes, job.world_size, f"at most {gpu_ranks()}, the GPUs here", "Set them lower.")
     return job
 
 
@@ -173,7 +174,7 @@ def check_memory(job: InferenceJob) -> None:
     on_gpus = device_type(job.config) == "cuda"
     check_cache(
         job.config,
-        torch.cuda.get_device_properties(0).total_memory if on_gpus else host_bytes(job.world_size),
+        torch.cuda.get_device_properties(0).total_memory // ranks_per_gpu() if on_gpus else host_bytes(job.world_size),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from .. import memory
 from ..config import Config, configured_mode, data_parallel_size, token_unit
 from ..errors import refuse
+from ..gpus import gpu_ranks, ranks_per_gpu
 from ..kernels import KernelRequest, auto_order, available
 from ..mcore import checkpoint
 from ..mcore.corpus import check_corpus, check_tokenizer
@@ -50,13 +51,13 @@ def local_world_size(config: Config) -> int:
         ValueError: more are asked for than there are GPUs.
     """
     count, on_gpus = config.train.num_processes, device_type(config) == "cuda"
-    if on_gpus and count is not None and count > torch.cuda.device_count():
+    if on_gpus and count is not None and count > gpu_ranks():
         remedy = "Leave it null for one rank per GPU."
-        raise refuse("train.num_processes", count, f"at most {torch.cuda.device_count()}, the GPUs here", remedy)
+        raise refuse("train.num_processes", count, f"at most {gpu_ranks()}, the GPUs here", remedy)
     if count is not None:
         return count
     if on_gpus:
-        return torch.cuda.device_count()
+        return gpu_ranks()
     return config.parallelism.model_parallel_size * (config.parallelism.data_parallel_size or 1)
 
 
@@ -153,9 +154,9 @@ def _check_memory(config: Config, world_size: int, vocab_size: int, device: str)
     on_gpus = device == "cuda"
     job = memory.Job(config, vocab_size, data_parallel_size(config, world_size), fused=on_gpus)
     if on_gpus:
-        host = host_bytes(min(world_size, torch.cuda.device_count()))
+        host = host_bytes(min(world_size, gpu_ranks()))
         logger.info(memory.summary(job))
-        warning = memory.check(job, torch.cuda.get_device_properties(0).total_memory, host)
+        warning = memory.check(job, torch.cuda.get_device_properties(0).total_memory // ranks_per_gpu(), host)
     else:
         warning = memory.check(job, host_bytes(world_size))
     if warning:

@@ -15,6 +15,7 @@ from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 from ..comm.local_ranks import run_ranks
 from ..comm.rendezvous import Placement, join
 from ..errors import JobFailed, refuse
+from ..gpus import gpu_ranks
 
 _TIMEOUT_S = 1800.0
 
@@ -37,7 +38,7 @@ class Where:
         cuda = torch.cuda.is_available() and device != "cpu"
         if device == "cuda" and not cuda:
             raise refuse("device", device, "a CUDA device here; torch sees none", "Use CPUs.")
-        gpus = torch.cuda.device_count() if cuda else 0
+        gpus = gpu_ranks() if cuda else 0
         started = Placement.of_torchrun(os.environ)
         count = started.world_size if started else ranks or gpus or 2
         if count < least:

@@ -19,6 +19,7 @@ from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.attention.bind import Engine
 from megatron_longctx.attention.function import AttentionFunction, Passes, shapes_of
 from megatron_longctx.comm import BufferPool, P2PTransport
+from megatron_longctx.gpus import gpu_ranks
 from megatron_longctx.kernels import PROVIDERS, KernelRequest, choose
 from megatron_longctx.layout import Layout
 from megatron_longctx.schedules import MODES, Mask, ModeOptions, Target
@@ -186,8 +187,8 @@ def _many_iterations(rank: int, attention: ContextParallelAttention, schedule: s
 @pytest.mark.parametrize("transport", ["p2p", "peer"])
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 def test_as_good_as_one_gpu_and_the_same_every_time(n, transport):
-    if torch.cuda.device_count() < n:
-        pytest.skip(f"needs {n} CUDA devices, found {torch.cuda.device_count()}")
+    if gpu_ranks() < n:
+        pytest.skip(f"needs {n} CUDA devices, found {gpu_ranks()}")
     reasons = {name: PROVIDERS[name]().why_not(request("GQA")) for name in ("cudnn", "flash")}
     kernels = [name for name, reason in reasons.items() if reason is None]
     if not kernels:
@@ -205,7 +206,7 @@ STEPS = 1000
 
 def _a_thousand_steps(rank: int) -> list[str]:
     """Lengths take turns; deterministic, so that equal inputs give equal bits."""
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     wrong = []
     cases = (CASES[0], Case((8 * LENGTH,), True, "GQA"))
     for schedule in ("all_gather", "zigzag", "ulysses"):
@@ -236,7 +237,7 @@ def _a_thousand_steps(rank: int) -> list[str]:
 
 @pytest.mark.gpu(2)
 def test_a_thousand_deterministic_steps_are_equal_and_hold_no_more_memory() -> None:
-    n = min(4, torch.cuda.device_count())
+    n = min(4, gpu_ranks())
     wrong = [line for lines in run_distributed(_a_thousand_steps, n, backend="nccl", timeout=240) for line in lines]
     assert not wrong, "\n".join(wrong)
 
@@ -244,7 +245,7 @@ def test_a_thousand_deterministic_steps_are_equal_and_hold_no_more_memory() -> N
 def _kept(rank: int, transport: str) -> list[str]:
     """Three layers in flight whose calls keep what they have received, beside calls that fetch it again: what one has
     kept may not be another's."""
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     wrong = []
     modes = [(name, ModeOptions()) for name in ("ulysses", "usp", "all_gather", "zigzag")]
     modes += [("ulysses", ModeOptions(head_chunks=2))] if 8 % (2 * dist.get_world_size()) == 0 else []
@@ -288,7 +289,7 @@ def _kept(rank: int, transport: str) -> list[str]:
 @pytest.mark.parametrize("transport", ["p2p", "peer"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_what_is_kept_is_what_would_be_fetched_again(n, transport):
-    if torch.cuda.device_count() < n:
-        pytest.skip(f"needs {n} CUDA devices, found {torch.cuda.device_count()}")
+    if gpu_ranks() < n:
+        pytest.skip(f"needs {n} CUDA devices, found {gpu_ranks()}")
     wrong = [line for lines in run_distributed(_kept, n, transport, backend="nccl", timeout=240) for line in lines]
     assert not wrong, "\n".join(wrong)

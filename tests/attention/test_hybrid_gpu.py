@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_longctx.attention import context_parallel
 from megatron_longctx.comm import HybridTransport, PeerTransport, choose_transport, transport_name
 from megatron_longctx.comm.hosts import RANKS_PER_HOST, find_hosts
+from megatron_longctx.gpus import gpu_ranks
 from megatron_longctx.kernels import PROVIDERS
 from megatron_longctx.testing.distributed import run_distributed
 from tests.attention.test_attention_gpu import _every_case, request
@@ -26,7 +27,7 @@ def _forced(name: str, group: dist.ProcessGroup, device: torch.device) -> Hybrid
 
 def _hybrid(rank: int, n: int, per_host: int, kernels: list[str]) -> dict[str, Any]:
     os.environ[RANKS_PER_HOST] = str(per_host)
-    group, device = dist.group.WORLD, torch.device("cuda", rank)
+    group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
     assert group is not None
     found: dict[str, Any] = {"auto": transport_name(choose_transport("auto", group, device))}
     try:
@@ -40,8 +41,8 @@ def _hybrid(rank: int, n: int, per_host: int, kernels: list[str]) -> dict[str, A
 
 @pytest.mark.parametrize(("n", "per_host"), [(2, 1), (4, 2), (4, 3), (8, 4)])
 def test_as_good_as_one_gpu_over_two_kinds_of_links(n: int, per_host: int) -> None:
-    if torch.cuda.device_count() < n:
-        pytest.skip(f"needs {n} CUDA devices, found {torch.cuda.device_count()}")
+    if gpu_ranks() < n:
+        pytest.skip(f"needs {n} CUDA devices, found {gpu_ranks()}")
     kernels = [name for name in ("cudnn", "flash") if PROVIDERS[name]().why_not(request("GQA")) is None][:1]
     if not kernels:
         pytest.skip("no kernel")

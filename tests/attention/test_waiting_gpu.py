@@ -31,7 +31,7 @@ class Measured(NamedTuple):
 
 class _Rank:
     def __init__(self, rank: int, schedule: str) -> None:
-        device, self._mask = torch.device("cuda", rank), CASES[0].mask
+        device, self._mask = torch.device("cuda", torch.cuda.current_device()), CASES[0].mask
         # A kernel that prepares nothing for a shape.
         self.attention = ContextParallelAttention(dist.group.WORLD, schedule=schedule, transport="peer", kernel="flash")
         layout = self.attention.layout(self._mask)

@@ -23,7 +23,7 @@ def _busy(device: torch.device, times: int = 20) -> torch.Tensor:
 
 def _beside_computation(rank: int) -> list[str]:
     """Data made late, sent after its mark; a buffer read late, overwritten after its mark; two exchanges under way."""
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     transport = P2PTransport(dist.group.WORLD, device)
     peer = 1 - rank
     outgoing = [torch.empty(SIZE, device=device) for _ in range(2)]
@@ -53,7 +53,7 @@ def _beside_computation(rank: int) -> list[str]:
 
 def _several_messages(rank: int) -> list[str]:
     """Messages of different sizes between two ranks arrive in order; a rank may have nothing to send."""
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     transport = P2PTransport(dist.group.WORLD, device)
     sizes = (5, 1, 70_000, 3)
     if rank == 0:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.comm import PeerMemoryError, PeerTransport, symmetric
 from megatron_longctx.comm.hosts import Hosts
+from megatron_longctx.gpus import gpu_ranks
 from megatron_longctx.kernels import AttentionKernel
 from megatron_longctx.testing.distributed import run_distributed
 
@@ -34,7 +35,7 @@ class _Full:
 
 def _too_much(rank: int) -> list[str]:
     """More than any GPU has; then a rank that alone has none left."""
-    group, device = dist.group.WORLD, torch.device("cuda", rank)
+    group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
     assert group is not None
     transport = PeerTransport(group, device)
     transport.provide(2**24, 1)
@@ -54,7 +55,7 @@ def _too_much(rank: int) -> list[str]:
 
 
 def test_memory_that_one_rank_cannot_have_is_refused_by_all() -> None:
-    n = 3 if torch.cuda.device_count() >= 3 else 2
+    n = 3 if gpu_ranks() >= 3 else 2
     ranks = run_distributed(_too_much, n, backend="nccl", timeout=120)
     assert all(found == ranks[0] for found in ranks), ranks
     refused, again, begun, new, alone, divided = ranks[0]
@@ -67,7 +68,7 @@ def test_memory_that_one_rank_cannot_have_is_refused_by_all() -> None:
 
 def _broken(rank: int) -> list[Any]:
     """A kernel fails on all ranks in the middle of a pass, and somebody catches that."""
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     attention = ContextParallelAttention(dist.group.WORLD, schedule="ring", transport="peer")
     layout = attention.layout(2048)
     q = torch.randn(layout.num_tokens(rank), 1, 8, 128, device=device, dtype=torch.bfloat16)

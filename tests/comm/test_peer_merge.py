@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_longctx.comm import PeerMerge, gather_over
 from megatron_longctx.comm.peer_memory import PeerMemory
+from megatron_longctx.gpus import gpu_ranks
 from megatron_longctx.kernels.paged import PackedPartials, merge_ranks, merge_ranks_torch
 from megatron_longctx.testing.distributed import run_distributed
 from tests.kernels.interpreter import run_forked, run_interpreted
@@ -108,13 +109,14 @@ def test_what_fits() -> None:
 
 def _on_gpus(rank: int) -> None:
     """Eager and replayed with other numbers, beside NCCL's gather; ranks come late in turns."""
-    group, device = dist.group.WORLD, torch.device("cuda", rank)
+    group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
     assert group is not None
     merge = PeerMerge.of(group, device, 448, 32, 128)
     assert not merge.fits(449, 32, 128)
     for rows, splits in ((1, 33), (2, 17), (16, 3), (16, 66), (80, 13), (128, 1), (448, 2)):
         shape = (rows, 32, 128)
-        shares, out = shares_of(shape, splits, rank, f"cuda:{rank}"), torch.empty(shape, device=device).bfloat16()
+        shares = shares_of(shape, splits, rank, "cuda")
+        out = torch.empty(shape, device=device, dtype=torch.bfloat16)
         assert merge.fits(*shape)
 
         def expected(shares: PackedPartials = shares, shape: tuple[int, int, int] = shape) -> torch.Tensor:
@@ -136,7 +138,7 @@ def _on_gpus(rank: int) -> None:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("world", sorted({2, torch.cuda.device_count()}))
+@pytest.mark.parametrize("world", sorted({2, gpu_ranks()}))
 def test_calls_in_cuda_graphs(world: int) -> None:
     run_distributed(_on_gpus, world, backend="nccl")
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.comm.peer_memory import peer_memory
+from megatron_longctx.gpus import gpu_ranks
 from megatron_longctx.lowbit.peer_reduce import PeerReduction, peer_reduction
 from megatron_longctx.lowbit.quantize import quantize, sum_quantized
 from megatron_longctx.lowbit.quantized import all_reduce, formats, reduce_scatter
@@ -25,7 +26,7 @@ VARIANTS = (
     ("scatter", 4, 128, torch.bfloat16),
     ("scatter", None, 128, torch.bfloat16),
 )
-WORLDS = sorted({2, torch.cuda.device_count()})
+WORLDS = sorted({2, gpu_ranks()})
 
 
 def _draw(numel: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
@@ -64,7 +65,7 @@ def _reduced(reduction: PeerReduction, x: torch.Tensor, kind: str, bits: int | N
 
 
 def _same_bits(rank: int, room: int) -> list[str]:
-    device, wrong = torch.device("cuda", rank), []
+    device, wrong = torch.device("cuda", torch.cuda.current_device()), []
     n = dist.get_world_size()
     reduction = PeerReduction(peer_memory(dist.group.WORLD, device, room, ""))
     same, results = random.Random(0), []
@@ -94,7 +95,7 @@ def test_calls_of_all_kinds_have_the_collectives_bits(world: int, room: int) -> 
 
 def _in_a_graph(rank: int) -> list[str]:
     """Two calls (and so both halves of the memory), and three, replayed with new data, eager calls between."""
-    device, wrong = torch.device("cuda", rank), []
+    device, wrong = torch.device("cuda", torch.cuda.current_device()), []
     reduction = peer_reduction("peer", dist.group.WORLD, device)
     for calls in (2, 3):
         inputs = [torch.empty(2**20, dtype=torch.bfloat16, device=device) for _ in range(calls)]
@@ -126,7 +127,7 @@ def test_calls_in_cuda_graphs() -> None:
 
 def _beside_computation(rank: int) -> list[str]:
     """Matrix products fill the GPU on another stream, on some ranks longer than on others."""
-    device, wrong = torch.device("cuda", rank), []
+    device, wrong = torch.device("cuda", torch.cuda.current_device()), []
     reduction = peer_reduction("auto", dist.group.WORLD, device)
     assert reduction is not None
     side, work = torch.cuda.Stream(device), torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
