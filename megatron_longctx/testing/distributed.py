@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 from ..comm.local_ranks import run_ranks
+from ..gpus import ranks_per_gpu
 
 PATIENCE_S = 1800.0  # for what takes seconds on an idle machine: what is not there by then hangs
 # What ranks import at their start, which otherwise is most of what they do.
@@ -40,8 +41,9 @@ def run_distributed(
 ) -> list[Any]:
     """`run_quickly` with one thread a rank: what every rank's `fn(rank, *args)` returned.
 
-    Ranks on gloo see no CUDA device, so that a test checks the same thing on every machine.
+    Ranks on gloo see no CUDA device, so that a test checks the same thing on every machine. Ranks that share GPUs have
+    as many times as long.
     """
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
     with mock.patch.dict(os.environ, hidden):
-        return run_quickly(fn, world_size, *args, timeout=timeout, backend=backend, threads=1)
+        return run_quickly(fn, world_size, *args, timeout=timeout * ranks_per_gpu(), backend=backend, threads=1)

@@ -13,7 +13,7 @@ from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import shard
 from tests.attention.test_attention_gpu import CASES
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(2, shared=False)
 
 MODES = ("zigzag", "ulysses")  # messages beside computing; messages that are read where they lie
 PASSES = ("forward", "backward")
