@@ -94,7 +94,9 @@ def compare(
 
 def _every_case(rank: int, n: int, kernels: list[str], transport: str, device_type: str = "cuda") -> list[str]:
     """What is wrong, in words. Every rank computes the references itself, from the same seeds."""
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+    device = (
+        torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+    )
     wrong = []
     attentions = {
         (schedule, kernel): ContextParallelAttention(

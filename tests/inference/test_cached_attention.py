@@ -76,8 +76,8 @@ def slots_of(n: int) -> CacheManager:
 
 
 def attention_of(case: Case, group: dist.ProcessGroup | None, transport: str) -> CachedAttention:
-    n, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    device = torch.device(case.device, rank) if case.device == "cuda" else CPU
+    n = 1 if group is None else dist.get_world_size(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if case.device == "cuda" else CPU
     return CachedAttention(group, case.shape, slots_of(n).slots_per_rank, device, transport=transport)
 
 
