@@ -233,7 +233,7 @@ def test_a_sweep_goes_on_after_a_job_that_cannot_run(capsys: pytest.CaptureFixtu
 
 
 def test_what_may_follow_a_word_for_the_shell() -> None:
-    from megatron_longctx.verbs.habits import complete_settings
+    from megatron_longctx.verbs.hydra_options import complete_settings
 
     assert {"experiment=", "train.steps=", "parallelism.schedule="} <= set(complete_settings("tr"))
     assert {"experiment=demo", "experiment=compare_modes"} <= set(complete_settings("experiment=d"))

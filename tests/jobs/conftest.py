@@ -10,8 +10,7 @@ import pytest
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with `tiny.bin`, `tiny.idx` and `tiny.json`."""
-    from megatron_longctx.training.sources import Source
-    from megatron_longctx.training.text import prepare
+    from megatron_longctx.training.text import Source, prepare
 
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "text").mkdir()

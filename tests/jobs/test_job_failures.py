@@ -15,7 +15,7 @@ import torch
 from megatron_longctx import names
 from megatron_longctx.compose import load_config
 from megatron_longctx.metrics.sinks import decode
-from megatron_longctx.training.run_lock import RunLock
+from megatron_longctx.training.run_folder import RunLock
 from megatron_longctx.verbs import cli
 from tests.shared.jobs import (
     CLI,

@@ -16,7 +16,7 @@ import pytest
 from megatron_longctx import names
 from megatron_longctx.compose import compose_config, load_config
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.training import saved_run
+from megatron_longctx.training import preflight
 from megatron_longctx.verbs import cli
 from tests.shared.jobs import CLI, TINY, Job, finished, latest_checkpoint, started, steps_recorded
 
@@ -189,7 +189,7 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(
         tokenizer.path = "resolved.yaml"
         return tokenizer
 
-    monkeypatch.setattr(saved_run, "build_tokenizer", another)
+    monkeypatch.setattr(preflight, "build_tokenizer", another)
     shutil.copy("runs/first/resolved.yaml", "resolved.yaml")
     prompt = ["prompt=a"] if verb == "generate" else []
     assert cli.main([verb, "checkpoint=runs/first", *prompt]) == 2

@@ -171,7 +171,7 @@ class RecordingTrainer(RecordedTrainer):
         dist.barrier()
         self.job = job
         super().__init__(job.config, folder)
-        self.record = Record(self.step, losses=self.figures.losses, grad_norms=self.figures.grad_norms)
+        self.record = Record(self.step, losses=self.curves.losses, grad_norms=self.curves.grad_norms)
         self._exports: list[int] = []
         self._set_weights()
 

@@ -13,8 +13,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from megatron_longctx.testing.distributed import start_context
 from megatron_longctx.training import launcher
-from megatron_longctx.training.disk import DiskFull, disk_full
-from megatron_longctx.training.run_folder import RunFolder
+from megatron_longctx.training.run_folder import DiskFull, RunFolder, disk_full
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def test_torch_is_understood(tmp_path: Path, as_stream: bool) -> None:
 
 def test_a_note_that_cannot_be_written_hides_no_failure(run: RunFolder) -> None:
     run.errors.write_text("in the way")
-    run.note_error(1, DiskFull("no room"))
+    run.record_error(1, DiskFull("no room"))
     traceback = "Traceback (most recent call last):\n  …\nmegatron_longctx.training.disk.DiskFull: no room: 0 MiB\n"
     died = ProcessRaisedException(f"\n\n-- Process 1 terminated with the following error:\n{traceback}", 1, 77)
     assert launcher._reason(died, run, {}) == "rank 1 failed: DiskFull: no room: 0 MiB"

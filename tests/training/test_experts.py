@@ -16,7 +16,7 @@ from megatron_longctx.mcore.experts import SummedLossRouter, numbered
 from megatron_longctx.mcore.model import transformer_config
 from megatron_longctx.metrics.flops import Work, training_flops
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.recorded import Figures, gradient_errors, record
+from megatron_longctx.training.recorded import Curves, gradient_errors, record
 from tests.shared.training import tiny_config, tiny_corpus
 
 CP, TP, PP, EP, ETP = (
@@ -64,7 +64,7 @@ def _config(root: Path, name: str, settings: dict[str, Any]) -> Config:
     return tiny_config(root, name.replace(" ", "-"), {**EXPERTS, **settings})
 
 
-def _train(rank: int, configs: list[Config], steps: list[tuple[int, ...]]) -> list[Figures]:
+def _train(rank: int, configs: list[Config], steps: list[tuple[int, ...]]) -> list[Curves]:
     found = []
     for config, at in zip(configs, steps, strict=True):
         found.append(record(rank, config, at))
@@ -73,7 +73,7 @@ def _train(rank: int, configs: list[Config], steps: list[tuple[int, ...]]) -> li
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Figures]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Curves]]:
     root, found = tmp_path_factory.mktemp("experts"), {}
     tiny_corpus(root / "corpus")
     for world in sorted({world for world, _, _ in RUNS.values()}):
@@ -85,7 +85,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, F
 
 
 @pytest.mark.parametrize("name", [name for name, run in RUNS.items() if name != run[1]])
-def test_losses_norms_and_gradients_are_those_of_one_rank(trained: tuple[Path, dict[str, Figures]], name: str) -> None:
+def test_losses_norms_and_gradients_are_those_of_one_rank(trained: tuple[Path, dict[str, Curves]], name: str) -> None:
     root, found = trained
     reference = RUNS[name][1]
     assert found[name].losses == pytest.approx(found[reference].losses, rel=1e-5)
@@ -97,7 +97,7 @@ def test_losses_norms_and_gradients_are_those_of_one_rank(trained: tuple[Path, d
         assert {each: error for each, error in errors.items() if not error <= 1e-5} == {}
 
 
-def test_checkpoints_go_on_at_other_sizes(trained: tuple[Path, dict[str, Figures]]) -> None:
+def test_checkpoints_go_on_at_other_sizes(trained: tuple[Path, dict[str, Curves]]) -> None:
     """With the moments and steps of Adam, by which the second step after it is right."""
     root, found = trained
     for world, runs in LATER.items():

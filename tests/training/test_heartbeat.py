@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_longctx.config import Config
 from megatron_longctx.training import heartbeat
-from megatron_longctx.training.heartbeat import Doing, Heartbeat, last_operations, suspects
+from megatron_longctx.training.heartbeat import Heartbeat, Operation, last_operations, suspects
 from megatron_longctx.training.run_folder import RunFolder
 
 HANGS = """
@@ -20,7 +20,7 @@ from megatron_longctx.training import heartbeat
 from megatron_longctx.training.run_folder import RunFolder
 heartbeat._PERIOD_S = 0.05
 heartbeat.Heartbeat(RunFolder(Path(sys.argv[1])), 3)
-heartbeat.at("step 7, waiting for data", 0.3)
+heartbeat.begin("step 7, waiting for data", 0.3)
 time.sleep(600)
 """
 
@@ -28,9 +28,9 @@ time.sleep(600)
 def test_the_last_operation_is_in_the_folder(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     beats = [Heartbeat(folder, rank) for rank in (0, 1)]
-    heartbeat.at("step 2, a longer name of an operation")
+    heartbeat.begin("step 2, a longer name of an operation")
     beats[0].close()
-    heartbeat.at("step 3")
+    heartbeat.begin("step 3")
     beats[1].close()
     (folder.ranks / "rank_2.json").write_text('{"torn')
     found = last_operations(folder)
@@ -59,7 +59,7 @@ def test_signs_of_an_earlier_start_are_not_taken_for_this_ones(tmp_path: Path) -
 
 
 def test_who_was_waited_for() -> None:
-    ranks = [Doing(rank, "step 5, optimizer", 20, 100.0, 160.0) for rank in range(4)]
+    ranks = [Operation(rank, "step 5, optimizer", 20, 100.0, 160.0) for rank in range(4)]
     assert suspects(ranks) is None and suspects([]) is None
     ranks[2] = replace(ranks[2], alive=130.0)
     assert str(suspects(ranks)).startswith("rank 2 gave no sign after ")

@@ -15,11 +15,9 @@ from megatron_longctx.config import Config
 from megatron_longctx.mcore import checkpoint_folder, checkpoint_weights
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import preflight
-from megatron_longctx.training.sources import Source
-from megatron_longctx.training.text import prepare
+from megatron_longctx.training.text import Source, prepare
 from megatron_longctx.verbs import cli
-from megatron_longctx.verbs.exporting import export_model
-from megatron_longctx.verbs.importing import import_model
+from megatron_longctx.verbs.conversion import export_model, import_model
 from tests.shared.published import TEXTS, write_model
 from tests.shared.training import Job, run_jobs, tiny_config, tiny_corpus
 from tests.verbs.test_importing import same, tensors_of

@@ -13,7 +13,7 @@ from megatron_longctx.config import ModelConfig
 from megatron_longctx.mcore.step import LossSum
 from megatron_longctx.metrics.flops import Work
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.interval import Interval
+from megatron_longctx.training.monitoring import Interval
 from megatron_longctx.training.run_folder import RunFolder
 from tests.shared.training import Job, RecordingTrainer, tiny_config, tiny_corpus
 

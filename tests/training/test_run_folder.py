@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.training.run_folder import STATES, RunFolder, RunStatus
-from megatron_longctx.training.run_lock import RunLock
+from megatron_longctx.training.run_folder import RunFolder, RunLock, RunStatus
 from tests.shared.jobs import clean_environment
 
 HOLD = """
 import sys
 from pathlib import Path
-from megatron_longctx.training.run_lock import RunLock
+from megatron_longctx.training.run_folder import RunLock
 
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
@@ -105,11 +104,11 @@ def test_a_job_of_another_host_that_did_not_say_its_end(path: Path, caplog: pyte
 def test_it_tells_a_start_from_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     status = RunStatus(tmp_path / "status.json")
-    status.begin(0, 20)
+    status.start(0, 20)
     assert (status.read()["job"], status.read()["restart"]) == ("7", None)
     status.fail("of the first start")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    status.begin(12, 20)
+    status.start(12, 20)
     found = status.read()
     assert (found["state"], found["step"], found["began"], found["saved"], found["steps"]) == (
         "starting",
@@ -123,28 +122,27 @@ def test_it_tells_a_start_from_the_one_before(tmp_path: Path, monkeypatch: pytes
 
 def test_running_is_told_now_and_then_and_everything_else_at_once(tmp_path: Path) -> None:
     status = RunStatus(tmp_path / "status.json")
-    status.begin(0, 20)
+    status.start(0, 20)
     for step in range(1, 10):
-        status.tell("running", step)
+        status.update("running", step)
     assert status.read()["step"] == 1
-    status.tell("running", 10, saved=10)
+    status.update("running", 10, saved=10)
     assert (status.read()["step"], status.read()["saved"]) == (10, 10)
-    status.tell("stopped", 11, signal="SIGTERM")
+    status.update("stopped", 11, signal="SIGTERM")
     assert (status.read()["state"], status.read()["signal"]) == ("stopped", "SIGTERM")
-    assert status.read()["state"] in STATES
 
 
 def test_the_first_failing_rank_is_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.status.begin(0, 20)
-    folder.note_error(3, ValueError("no such thing"))
-    folder.note_error(1, RuntimeError("connection closed by peer"))
+    folder.status.start(0, 20)
+    folder.record_error(3, ValueError("no such thing"))
+    folder.record_error(1, RuntimeError("connection closed by peer"))
     assert folder.status.read()["state"] == "failed"
     assert folder.status.read()["message"] == "rank 3 failed: ValueError: no such thing"
 
 
 def test_what_cannot_be_read_or_written_is_left(tmp_path: Path) -> None:
     assert RunStatus(tmp_path / "gone" / "status.json").read() == {}
-    RunStatus(tmp_path / "gone" / "status.json").begin(0, 20)
+    RunStatus(tmp_path / "gone" / "status.json").start(0, 20)
     (tmp_path / "status.json").write_text("[1, 2")
     assert RunStatus(tmp_path / "status.json").read() == {}

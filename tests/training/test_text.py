@@ -15,8 +15,7 @@ from megatron_longctx.config import DataConfig
 from megatron_longctx.models.chat import Chat
 from megatron_longctx.models.chat_template import ChatTemplate
 from megatron_longctx.training import text
-from megatron_longctx.training.sources import Source
-from megatron_longctx.training.text import conversations
+from megatron_longctx.training.text import Source, conversations
 from tests.shared.training import tiny_corpus
 
 TALK = [
@@ -117,7 +116,7 @@ def test_what_cannot_be_learned_is_named_by_its_line(tmp_path: Path, template: s
 
 def test_a_tokenizer_that_begins_anew_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"chats\.jsonl:1: expected a tokenizer that gives first turns the same tokens"
+        ValueError, match=r"chats\.jsonl:1: expected a tokenizer that whose tokens of the first turns do not depend"
     ):
         learned(tmp_path, CHATML, {"messages": TALK}, lambda text: [f"{len(text)}{letter}" for letter in text])
 

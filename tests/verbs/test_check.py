@@ -54,7 +54,7 @@ def _own_positions(pack: Pack, device: torch.device) -> Tensor:
     return torch.arange(pack.num_local_tokens, device=device)
 
 
-def _with_own_positions(rank: int, config: Config, *args: Any) -> recorded.Figures:
+def _with_own_positions(rank: int, config: Config, *args: Any) -> recorded.Curves:
     """Ranks that count their own tokens, as a model does that knows nothing of the others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pack, "positions", _own_positions)
@@ -89,7 +89,7 @@ def test_ranks_that_are_wrong_fail_and_parameters_are_named(
     assert float(named[0].split()[1]) > 0.01
 
 
-def _diverging(rank: int, config: Config, *args: Any) -> recorded.Figures:
+def _diverging(rank: int, config: Config, *args: Any) -> recorded.Curves:
     """Runs whose second step has no finite loss; the first leaves its gradients."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorded.RecordedTrainer, "_require_finite", _require_first)

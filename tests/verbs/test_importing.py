@@ -22,8 +22,7 @@ from megatron_longctx.models.huggingface import HuggingFaceFolder
 from megatron_longctx.serving.inference_job import job_of
 from megatron_longctx.testing.distributed import run_distributed, start_context
 from megatron_longctx.verbs import cli
-from megatron_longctx.verbs.exporting import export_model
-from megatron_longctx.verbs.importing import import_model, new_folder
+from megatron_longctx.verbs.conversion import export_model, import_model, new_folder
 from tests.shared.published import VOCAB, ours, same, tensors_of, theirs, write_model
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -230,7 +229,7 @@ def test_folders_that_are_there_are_kept(
         lambda: import_model(str(published["llama"][0]), [f"out={tmp_path / 'out'}"]),
         lambda: export_model([f"checkpoint={runs['llama']}", f"out={tmp_path / 'out'}"]),
     ):
-        with pytest.raises(ValueError, match=r"out=.*: expected a new folder; this is there already"):
+        with pytest.raises(ValueError, match=r"out=.*: expected a new folder; this one already exists"):
             refused()
     with pytest.raises(ValueError, match=r"out=: expected out=FOLDER"):
         import_model(str(published["llama"][0]), [])

@@ -1,21 +1,22 @@
-"""Hydra's options of the verbs that compose: a sweep, what is composed and of what, one's own recipes, completion."""
+"""Hydra's options of the verbs that compose a configuration: sweeps, printing, own recipes, and shell completion."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
 
 from ..errors import JobFailed, refuse
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+Verb = Callable[[argparse.Namespace], int | None]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `hydra.main` that make sense here, by its names."""
+    """Add the options of `hydra.main` that apply here, under the same names."""
     parser.add_argument(
         "-m", "--multirun", action="store_true",
         help="run jobs one by one for key=a,b and for the recipe's sweep; run.name gets the values",
@@ -27,53 +28,49 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="your own recipes, laid out as recipes/")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """The verb, or what one of these options asks for in its place.
-
-    Returns:
-        the exit code.
+def run(arguments: argparse.Namespace, verb: Verb) -> int:
+    """Run the verb, or the option that replaces it. Return the exit code.
 
     Raises:
         JobFailed: jobs of a sweep failed; the others have run.
     """
-    if "multirun" not in arguments:
-        return int(arguments.run(arguments) or 0)
-    from ..compose import compose_config, config_yaml, use_recipes
-    from ..sweep import show_info, sweep
+    if "multirun" in arguments:
+        from ..compose import compose_config, config_yaml, use_recipes
+        from ..sweep import show_info, sweep
 
-    use_recipes(arguments.config_dir)
-    if arguments.cfg:
-        print(config_yaml(compose_config(arguments.settings)), end="")
-    elif arguments.info:
-        show_info(arguments.info, arguments.settings)
-    elif arguments.multirun:
-        if "WORLD_SIZE" in os.environ:
-            remedy = "Sweep on one host, or submit a job for each: see launch/README.md."
-            raise refuse("--multirun", "under torchrun", "to start the ranks itself", remedy)
-        return _sweep(arguments, sweep(arguments.settings).jobs)
-    else:
-        return int(arguments.run(arguments) or 0)
-    return 0
+        use_recipes(arguments.config_dir)
+        if arguments.cfg:
+            print(config_yaml(compose_config(arguments.settings)), end="")
+            return 0
+        if arguments.info:
+            show_info(arguments.info, arguments.settings)
+            return 0
+        if arguments.multirun:
+            if "WORLD_SIZE" in os.environ:
+                remedy = "Sweep on one host, or submit a job for each: see launch/README.md."
+                raise refuse("--multirun", "under torchrun", "to start the ranks itself", remedy)
+            return _sweep(arguments, verb, sweep(arguments.settings).jobs)
+    return verb(arguments) or 0
 
 
-def _sweep(arguments: argparse.Namespace, jobs: list[list[str]]) -> int:
+def _sweep(arguments: argparse.Namespace, verb: Verb, jobs: list[list[str]]) -> int:
     failed, worst = [], 0
-    for number, words in enumerate(jobs, start=1):
-        print(f"\n== job {number} of {len(jobs)}: {' '.join(words)} ==", flush=True)
-        one = copy(arguments)
-        one.settings = words
+    for number, settings in enumerate(jobs, start=1):
+        print(f"\n== job {number} of {len(jobs)}: {' '.join(settings)} ==", flush=True)
+        job = copy(arguments)
+        job.settings = settings
         try:
-            worst = max(worst, int(arguments.run(one) or 0))
+            worst = max(worst, verb(job) or 0)
         except (JobFailed, ValueError) as error:
             print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
-            failed.append(words[-1].removeprefix("run.name="))
+            failed.append(settings[-1].removeprefix("run.name="))
     if failed:
         raise JobFailed(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}. Each said why above.")
     return worst
 
 
 def complete_settings(prefix: str, **_: object) -> Iterator[str]:
-    """What may stand where a setting begins with `prefix`: groups, keys and, behind `=`, their recipes and values."""
+    """Yield the completions of a setting: groups and keys, and after `=` their recipes and values."""
     from ..compose import recipes
     from ..config import Config, keys_of
     from ..config.bounds import Choice
