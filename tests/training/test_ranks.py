@@ -1,4 +1,4 @@
-"""Ranks that measure together: how many, and what is told of those that fail."""
+"""Functions on several ranks: the number of ranks, errors, and the result under torchrun."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _fails(rank: int) -> None:
     raise RuntimeError("out of luck")
 
 
-def test_what_a_rank_refuses_is_told_from_what_fails_it() -> None:
+def test_a_refusal_of_a_rank_differs_from_a_failure() -> None:
     with pytest.raises(ValueError, match=r"^size=0: expected 1 or more. Raise it.$"):
         start(Where(2, "cpu"), _refuses)
     with pytest.raises(JobFailed, match=r"^rank \d failed: RuntimeError: out of luck$"):
         start(Where(2, "cpu"), _fails)
 
 
-def test_ranks_are_as_many_as_asked_for_or_as_torchrun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_or_the_argument_sets_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Where.of(None, "cpu") == Where(2, "cpu") and Where.of(3, "cpu") == Where(3, "cpu")
     assert Where.of(1, "cpu", least=1) == Where(1, "cpu")
     with pytest.raises(ValueError, match="ranks=1: expected 2 or more"):
@@ -37,7 +37,7 @@ def test_ranks_are_as_many_as_asked_for_or_as_torchrun_has_started(monkeypatch: 
     assert Where.of(3, "cpu") == Where(16, "cpu")
 
 
-def test_torchrun_gives_one_result(tmp_path: Path) -> None:
+def test_under_torchrun_rank_0_returns_the_result(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(
         "from megatron_longctx.training.ranks import Where, start\n"
