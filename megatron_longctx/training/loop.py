@@ -85,7 +85,9 @@ class Trainer:
             micro_batch_size=train.micro_batch_size,
             num_micro_batches=train.global_batch_size // train.micro_batch_size // dp_size,
         )
-        self.validation = Validation.of(config, tokenizer, self.vocab_size, self.train_step)
+        self.validation = None
+        if train.eval_interval is not None:
+            self.validation = Validation(config, tokenizer, self.vocab_size, self.train_step)
         heartbeat.begin("loading a checkpoint")
         self.step, self.tokens = self._resume()
         self.interval = Interval()
@@ -185,11 +187,15 @@ class Trainer:
         lr = optimizer.learning_rate(self.optimizer)
         heartbeat.begin(f"step {self.step + 1}, optimizer")
         self.saver.wait_staged()
+        self._before_optimizer_step()
         _, grad_norm, _ = self.optimizer.step()
         if grad_norm is not None:
             self._require_finite("gradient norm", float(grad_norm), batches)
         self.scheduler.step(increment=train.global_batch_size)
         return StepResult(loss, None if grad_norm is None else float(grad_norm), lr)
+
+    def _before_optimizer_step(self) -> None:
+        """Hook for subclasses, which every rank calls when gradients are complete."""
 
     def _first_step_parts(self, begin: float) -> str:
         """Describe the parts of the first step, which began at `begin` and has just ended."""
@@ -256,7 +262,7 @@ class Trainer:
 
     def _validation_loss(self) -> float | None:
         """Return the validation loss if this step has one."""
-        if self.validation is None or self.step % self.validation.interval:
+        if self.validation is None or self.step % (self.config.train.eval_interval or 1):
             return None
         heartbeat.begin(f"step {self.step}, validation")
         loss = self.validation.loss()

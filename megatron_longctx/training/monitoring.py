@@ -98,42 +98,27 @@ class TensorBoardSink:
         self._writer.close()
 
 
-@dataclass(frozen=True)
 class Validation:
-    """The validation loss, always over the same first samples of the second part of `data.split`.
+    """The loss of the model that `step` trains, on the first samples of the second part of `data.split`."""
 
-    Attributes:
-        interval: steps between two evaluations.
-        total: micro-batches of all data-parallel ranks.
-    """
-
-    interval: int
-    total: int
-    step: EvalStep
-    data: TrainingData
-    length: int
-
-    @classmethod
-    def of(cls, config: Config, tokenizer: Any, vocab_size: int, step: TrainStep) -> Validation | None:
-        """Return the configured validation of the model that `step` trains; None if `train.eval_interval` is null."""
-        train = config.train
-        if train.eval_interval is None:
-            return None
-        data = TrainingData(config, tokenizer, vocab_size, part=1)
-        forward = EvalStep(step.models, step.sequence, step.groups, step.micro_batch_size)
-        total = train.eval_samples // step.micro_batch_size
-        return cls(train.eval_interval, total, forward, data, config.data.seq_length)
+    def __init__(self, config: Config, tokenizer: Any, vocab_size: int, step: TrainStep) -> None:
+        self._data = TrainingData(config, tokenizer, vocab_size, part=1)
+        self._step = EvalStep(step.models, step.sequence, step.groups, step.micro_batch_size)
+        self._num_batches = config.train.eval_samples // step.micro_batch_size
+        self._edges = (0, config.data.seq_length)
 
     def loss(self) -> float:
         """Return the mean loss per token, the same on every rank.
 
         It does not depend, bit for bit, on the data- and pipeline-parallel sizes.
         """
-        group, rows = self.step.groups.dp, self.step.micro_batch_size
-        numbers = range(group.rank(), self.total, group.size())
-        table = self.step.run(
-            lambda number: self.data[range(number * rows, (number + 1) * rows)], numbers, self.total, (0, self.length)
-        )
+        group, rows = self._step.groups.dp, self._step.micro_batch_size
+
+        def batch(number: int) -> Batch:
+            return self._data[range(number * rows, (number + 1) * rows)]
+
+        numbers = range(group.rank(), self._num_batches, group.size())
+        table = self._step.run(batch, numbers, self._num_batches, self._edges)
         loss_sum, num_tokens = table.sum((0, 1)).tolist()
         return loss_sum / num_tokens if num_tokens > 0 else 0.0
 

@@ -114,15 +114,10 @@ def check(config: Config, world_size: int) -> int | None:
 
 
 def check_mode(config: Config, length: int, key: str, needs_tokens: bool = True) -> None:
-    """Refuse a mode that cannot divide the heads, and sequences that leave a context-parallel rank without tokens.
+    """Refuse a mode that cannot divide the heads or plan sequences of `length` tokens, the value of the setting `key`.
 
     Args:
-        length: tokens of a sequence.
-        key: the setting that `length` comes from.
-        needs_tokens: whether to check that every rank has tokens; packs have lengths of their own.
-
-    Raises:
-        ValueError: see above, or a plan that cannot be built.
+        needs_tokens: also refuse a length that leaves a context-parallel rank without tokens. Packs have other lengths.
     """
     par, workload = config.parallelism, workload_of(config)
     n, unit, mode = par.context_parallel_size, token_unit(par), configured_mode(par)
@@ -175,7 +170,7 @@ def check_kernel(config: Config, device: str) -> None:
     """Refuse `attention.kernel` if it, or every provider for `auto`, cannot be used on such a device.
 
     Raises:
-        ValueError: gives the reason, and the kernels that can be used.
+        ValueError: the message has the reason and the usable kernels.
     """
     model, tp, name = config.model, config.parallelism.tensor_parallel_size, config.attention.kernel
     request = KernelRequest(
@@ -211,9 +206,6 @@ def check_saved_weights(
         key: the setting that names the run.
         iteration: the checkpoint; None for the latest.
         free: prefixes of fingerprint keys that may differ.
-
-    Returns:
-        the description of the checkpoint.
 
     Raises:
         ValueError: no checkpoint, or one that is damaged or of another model or tokenizer.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,21 +27,11 @@ class Curves:
 
 
 class RecordedTrainer(Trainer):
-    """The trainer with a hook between backward and the optimizer, and a record of each step."""
+    """The trainer with a record of losses and gradient norms."""
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
         super().__init__(config, folder, StopRequest())
         self.curves = Curves([], [])
-        optimizer_step = self.optimizer.step
-
-        def observed_step() -> Any:
-            self.observe()
-            return optimizer_step()
-
-        self.optimizer.step = observed_step
-
-    def observe(self) -> None:
-        """Hook that every rank calls in every step between backward and the optimizer."""
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients, keyed by parameter; see `mcore.optimizer.whole_gradients`."""
@@ -63,7 +52,7 @@ class _ExportingTrainer(RecordedTrainer):
         super().__init__(config, folder)
         self._steps = steps
 
-    def observe(self) -> None:
+    def _before_optimizer_step(self) -> None:
         if self.step in self._steps:
             gradients, groups = self.gradients(), self.groups
             stage = self.folder.path / f"gradients_step_{self.step}_pp_{groups.pp.rank()}"

@@ -175,7 +175,7 @@ class RunLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # no file object: nothing else may close it
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # no file object: nothing else may close it
         host = os.uname().nodename
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,27 +203,24 @@ class RunLock:
 
     def release(self) -> None:
         """Release it in this process; processes that were started with it still hold it."""
-        if self._fd is not None:
+        if self._fd >= 0:
             self._write_holder("")
             self._close()
 
     def _read_holder(self) -> str:
-        assert self._fd is not None
         return os.pread(self._fd, 1000, 0).decode(errors="replace").strip()
 
     def _write_holder(self, text: str) -> None:
-        assert self._fd is not None
         os.ftruncate(self._fd, 0)
         with contextlib.suppress(OSError):  # on a full disk, the lock does not name its holder
             os.pwrite(self._fd, text.encode(), 0)
 
     def _close(self) -> None:
-        assert self._fd is not None
         os.close(self._fd)
-        self._fd = None
+        self._fd = -1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        assert self._fd is not None, "released"
+        assert self._fd >= 0, "released"
         return _inherited_lock, (reduction.DupFd(self._fd),)
 
 

@@ -1,5 +1,6 @@
-"""The command `megatron-longctx`: one module per verb, and `cli`, which parses the command line.
+"""The command `megatron-longctx`: `cli` parses the command line and runs a verb.
 
-`plan`, `doctor`, `check`, `demo`, `evaluate`, `importing`, `exporting`, `submit` and `wandb_runs` are here. `train`,
-`generate`, `serve`, `calibrate` and `compare` are in their own rooms. `habits` has Hydra's options.
+The verbs `plan`, `doctor`, `check` and `demo`, `evaluate`, `import` and `export` (`conversion`), `submit` and `wandb`
+are here. `train`, `generate`, `serve`, `calibrate` and `compare` are in their own rooms. `hydra_options` has the
+options of all verbs that compose a configuration.
 """

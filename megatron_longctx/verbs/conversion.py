@@ -102,7 +102,7 @@ def import_model(source: str, words: Sequence[str]) -> None:
         journal.remove()
     rounded = {each.dtype for each in published.tensors.values()} - {dtype, torch.float16}
     if dtype == torch.bfloat16 and rounded:
-        logger.info("fp32 weights were rounded to bf16, as train.precision=bf16 says")
+        logger.info("fp32 weights were rounded to bf16, because of train.precision=bf16")
     seconds = time.perf_counter() - begin
     logger.info("imported %s (%s, %s) into %s in %.1f s", source, family.name, config.train.precision, final, seconds)
 

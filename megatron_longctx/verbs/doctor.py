@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-_HEAD_DIM, _HEADS, _KV_HEADS = 128, 32, 8  # llama3_8b's: kernels are asked whether they support these
+_HEAD_DIM, _HEADS, _KV_HEADS = 128, 32, 8  # of llama3_8b: the report has the kernels that support these
 
 
 class Finding(NamedTuple):
@@ -180,12 +180,10 @@ def _packages() -> Iterator[Finding]:
     yield _transformer_engine()
     yield _flash_attention()
     yield _apex()
-    yield _package("triton", "triton", "triton")
-    yield _package("wandb", "wandb", "wandb")
+    for name in ("triton", "wandb", "starlette", "uvicorn"):
+        yield _package(name, name, name)
     yield _package("TensorBoard", "tensorboard", "tensorboard")
     yield _package("hydra", "hydra", "hydra-core")
-    yield _package("starlette", "starlette", "starlette")
-    yield _package("uvicorn", "uvicorn", "uvicorn")
 
 
 def _training() -> Iterator[Finding]:

@@ -81,15 +81,15 @@ def evaluate(words: Sequence[str]) -> None:
     check_positions(job.config, lengths)
     (samples,) = _numbers(own, "samples", (8,), int, 1, _MOST_COUNT, most_values=1)
     out = _folder(own.get("out"), run)
-    evaluation = _Evaluation(lengths, samples, out, Results(_title(run, job), _about(run, job, own, lengths, samples)))
+    evaluation = _Evaluation(lengths, samples, out, _no_results(run, job, own, lengths, samples))
     if LOSSES in tasks:
         training = job if not with_questions else job_of(own, settings, adapted=for_losses)
         evaluation = _with_losses(evaluation, training.config, own.get("data"))
     elif "data" in own:
         raise refuse("data", own["data"], f"{LOSSES} among the tasks", "Add it to tasks, or leave data out.")
     if with_questions:
-        asked = _questions(with_questions, evaluation, own, job.config)
-        evaluation = replace(evaluation, questions=asked, chat=_boolean(own, "chat"))
+        prompts = _questions(with_questions, evaluation, own, job.config)
+        evaluation = replace(evaluation, questions=prompts, chat=_boolean(own, "chat"))
         inference = replace(job.config.inference, cache_tokens=job.config.inference.cache_tokens or max(lengths))
         job = replace(job, config=replace(job.config, inference=inference))
         check_memory(job)
@@ -156,16 +156,10 @@ def _folder(value: str | None, run: Path) -> Path:
     return out
 
 
-def _title(run: Path, job: InferenceJob) -> str:
+def _no_results(run: Path, job: InferenceJob, own: Mapping[str, str], lengths: Sequence[int], samples: int) -> Results:
     par = job.config.parallelism
     sizes = f"CP={par.context_parallel_size}, TP={par.tensor_parallel_size}, {job.config.train.precision}"
-    return f"{run.resolve().name}, iteration {job.iteration} ({sizes})"
-
-
-def _about(
-    run: Path, job: InferenceJob, own: Mapping[str, str], lengths: Sequence[int], samples: int
-) -> dict[str, Any]:
-    return {
+    about = {
         "run": str(run),
         "iteration": job.iteration,
         "words": dict(own),
@@ -174,6 +168,7 @@ def _about(
         "config": job.config.as_dict(),
         "environment": environment(),
     }
+    return Results(f"{run.resolve().name}, iteration {job.iteration} ({sizes})", about)
 
 
 def _with_losses(evaluation: _Evaluation, config: Config, prefix: str | None) -> _Evaluation:

@@ -65,7 +65,7 @@ def _sweep(arguments: argparse.Namespace, verb: Verb, jobs: list[list[str]]) -> 
             print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
             failed.append(settings[-1].removeprefix("run.name="))
     if failed:
-        raise JobFailed(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}. Each said why above.")
+        raise JobFailed(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}. Their errors are above.")
     return worst
 
 

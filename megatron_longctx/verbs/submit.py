@@ -58,7 +58,7 @@ def submit(kind: str, words: Sequence[str], dry_run: bool) -> None:
     """
     options = [word for word in words if word.startswith("-")]
     settings = [word for word in words if not word.startswith("-")]
-    job = {"train": _train, "serve": _serve, "sweep": _sweep}[kind](settings)
+    job = _job(kind, settings)
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     folder = (job.run / "submitted" / stamp).absolute()
     variables = _variables(folder / "code")
@@ -81,25 +81,21 @@ def submit(kind: str, words: Sequence[str], dry_run: bool) -> None:
     print(f"{output.strip()}\ncode, configuration and command: {folder}\nlog and status.json: {job.run}")
 
 
-def _train(settings: Sequence[str]) -> _Job:
-    config = compose_config(settings)
-    return _Job("train", RunFolder.of(config).path, {RESOLVED: config})
-
-
-def _serve(settings: Sequence[str]) -> _Job:
-    run = dict(word.split("=", 1) for word in settings if "=" in word).get("checkpoint")
-    if not run:
-        raise refuse("checkpoint", "", "checkpoint=RUN, the folder of a run", "Give runs/NAME of a training run.")
-    load_config(Path(run, RESOLVED))
-    return _Job("serve", Path(run), {}, tuple(settings))
-
-
-def _sweep(settings: Sequence[str]) -> _Job:
+def _job(kind: str, settings: Sequence[str]) -> _Job:
+    if kind == "train":
+        config = compose_config(settings)
+        return _Job(kind, RunFolder.of(config).path, {RESOLVED: config})
+    if kind == "serve":
+        run = dict(word.split("=", 1) for word in settings if "=" in word).get("checkpoint")
+        if not run:
+            raise refuse("checkpoint", "", "checkpoint=RUN, the folder of a run", "Give runs/NAME of a training run.")
+        load_config(Path(run, RESOLVED))
+        return _Job(kind, Path(run), {}, tuple(settings))
     jobs = sweep(settings)
     if len(jobs.jobs) == 1:
         raise ValueError("sweep: expected a setting with several values, such as parallelism.schedule=ring,zigzag.")
     configs = {f"{number}.yaml": compose_config(words) for number, words in enumerate(jobs.jobs, start=1)}
-    return _Job("sweep", Path(configs["1.yaml"].run.root, jobs.name), configs)
+    return _Job(kind, Path(configs["1.yaml"].run.root, jobs.name), configs)
 
 
 def _variables(code: Path) -> dict[str, str]:

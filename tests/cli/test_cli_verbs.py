@@ -229,7 +229,7 @@ def test_a_sweep_goes_on_after_a_job_that_cannot_run(capsys: pytest.CaptureFixtu
     assert code == 1 and "ring forward: 3 ranks" in out
     refused, last = err.splitlines()[0], err.splitlines()[-1]
     assert refused.startswith("megatron-longctx plan: 3 context-parallel ranks that share the heads")
-    assert last == "megatron-longctx plan: 1 of 2 jobs failed: default-ulysses. Each said why above."
+    assert last == "megatron-longctx plan: 1 of 2 jobs failed: default-ulysses. Their errors are above."
 
 
 def test_what_may_follow_a_word_for_the_shell() -> None:

@@ -34,71 +34,72 @@ def test_a_text_has_the_given_length_and_no_more_filler_would_fit(
     name: str, length: int, seed: int, data: st.DataObject
 ) -> None:
     counts, haystack = data.draw(st.sampled_from(sorted(COUNTS))), data.draw(st.sampled_from(sorted(HAYSTACKS)))
-    asked = ask(name, length, seed, counts, haystack)
-    total = asked.prompt_tokens + asked.answer_tokens
-    assert asked.prompt_tokens == COUNTS[counts](asked.prompt) and asked.length == length
+    question = ask(name, length, seed, counts, haystack)
+    total = question.prompt_tokens + question.answer_tokens
+    assert question.prompt_tokens == COUNTS[counts](question.prompt) and question.length == length
     # One more unit is a word of the haystack, three words of a numbered list, or all words whose counts round up.
     most = {"common_words": 3 * 45, "frequent_words": 7 * 40}.get(name, 12)
     assert length - most <= total <= length
-    assert asked.answer_tokens >= 2 * COUNTS[counts](", ".join(asked.answers))
-    assert ask(name, length, seed, counts, haystack) == asked
-    assert ask(name, length, seed + 1, counts, haystack).answers != asked.answers
+    assert question.answer_tokens >= 2 * COUNTS[counts](", ".join(question.answers))
+    assert ask(name, length, seed, counts, haystack) == question
+    assert ask(name, length, seed + 1, counts, haystack).answers != question.answers
 
 
 @settings(max_examples=40)
 @given(st.sampled_from([name for name in TASKS if "n" in name[:1]]), st.integers(2_000, 9_000), st.integers(0, 99))
 def test_needles_are_hidden_once_and_asked_for(name: str, length: int, seed: int) -> None:
-    asked = ask(name, length, seed)
-    text, question = asked.prompt.rsplit("What", 1)
+    question = ask(name, length, seed)
+    text, query = question.prompt.rsplit("What", 1)
     needles = re.findall(r"One of the special magic numbers for (\S+) is: (\d{7})\.", text)
     count = {"niah_multikey": 4, "niah_multivalue": 4, "niah_multiquery": 4}.get(name, 1)
     assert len(needles) == len({number for _, number in needles}) == count
     assert len({key for key, _ in needles}) == (count if name != "niah_multivalue" else 1)
-    assert {number for key, number in needles if key in question} == set(asked.answers)
-    assert (asked.depth is not None) == (len(asked.answers) == 1)
-    assert ("A special magic number is" if len(asked.answers) == 1 else "Some special magic numbers are") in text
-    assert asked.prompt.endswith(" is" if len(asked.answers) == 1 else " are")
+    assert {number for key, number in needles if key in query} == set(question.answers)
+    assert (question.depth is not None) == (len(question.answers) == 1)
+    assert ("A special magic number is" if len(question.answers) == 1 else "Some special magic numbers are") in text
+    assert question.prompt.endswith(" is" if len(question.answers) == 1 else " are")
 
 
 @given(st.sampled_from(DEPTHS), st.sampled_from(sorted(HAYSTACKS)))
 def test_a_needle_is_at_its_depth_and_before_a_sentence(depth: float, haystack: str) -> None:
-    (asked,) = make_questions(["needle"], [6_000], 1, HAYSTACKS[haystack], Format(COUNTS["bytes"]), [depth])
-    text = asked.prompt.split("afterwards.\n")[1].rsplit("\nWhat", 1)[0]
+    (question,) = make_questions(["needle"], [6_000], 1, HAYSTACKS[haystack], Format(COUNTS["bytes"]), [depth])
+    text = question.prompt.split("afterwards.\n")[1].rsplit("\nWhat", 1)[0]
     before = text.partition("One of")[0]
-    assert asked.depth == depth and abs(len(before) / len(text) - depth) < 0.03
+    assert question.depth == depth and abs(len(before) / len(text) - depth) < 0.03
     assert not before or before.rstrip()[-1] in ".!?"
 
 
 def test_a_chain_of_variables_is_assigned_in_order() -> None:
-    asked = ask("variable_tracking", 6_000, 3)
-    assert score(asked, " ".join(asked.answers).lower()).share == 1.0
-    example, _, text = asked.prompt.partition("\n\nMemorize")
+    question = ask("variable_tracking", 6_000, 3)
+    assert score(question, " ".join(question.answers).lower()).share == 1.0
+    example, _, text = question.prompt.partition("\n\nMemorize")
     assert example.count("VAR") == 9 and all(example.endswith(name) for name in [example[-3:]])
-    value = re.search(r"assigned the value (\d{5}), they are: $", asked.prompt)
+    value = re.search(r"assigned the value (\d{5}), they are: $", question.prompt)
     assert value is not None
-    said = re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", text)
-    assert [name for name, _ in said] == list(asked.answers)
-    assert [before for _, before in said] == [value[1], *asked.answers[:-1]]
+    assignments = re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", text)
+    assert [name for name, _ in assignments] == list(question.answers)
+    assert [before for _, before in assignments] == [value[1], *question.answers[:-1]]
 
 
 @given(st.integers(3_000, 30_000), st.integers(0, 99))
 def test_common_words_are_the_most_common(length: int, seed: int) -> None:
     if 4096 <= length < 9_400:
         return
-    asked = ask("common_words", length, seed)
-    listed = re.findall(r"\d+\. (\S+)", asked.prompt.rpartition("Below is")[2])
+    question = ask("common_words", length, seed)
+    listed = re.findall(r"\d+\. (\S+)", question.prompt.rpartition("Below is")[2])
     times = Counter(listed)
     common, other = (6, 1) if length < 4096 else (30, 3)
-    assert {word for word, count in times.items() if count == common} == set(asked.answers) and len(asked.answers) == 10
-    assert all(count == other for word, count in times.items() if word not in asked.answers)
+    assert len(question.answers) == 10
+    assert {word for word, count in times.items() if count == common} == set(question.answers)
+    assert all(count == other for word, count in times.items() if word not in question.answers)
 
 
 @given(st.integers(2_000, 30_000), st.integers(0, 99))
 def test_frequent_words_are_the_three_most_frequent(length: int, seed: int) -> None:
-    asked = ask("frequent_words", length, seed)
-    coded = asked.prompt.split("coded words. ")[1].split("\nQuestion")[0].split(" ")
+    question = ask("frequent_words", length, seed)
+    coded = question.prompt.split("coded words. ")[1].split("\nQuestion")[0].split(" ")
     ranked = [word for word, _ in Counter(coded).most_common(5)]
-    assert ranked[0] == "..." and tuple(ranked[1:4]) == asked.answers
+    assert ranked[0] == "..." and tuple(ranked[1:4]) == question.answers
     assert Counter(coded)[ranked[3]] > Counter(coded)[ranked[4]]
 
 
@@ -116,9 +117,9 @@ def test_lengths_without_room_are_refused_with_the_limit() -> None:
 
 def test_a_chat_format_counts_towards_the_length() -> None:
     form = Format(COUNTS["bytes"], lambda text, opening: f"<user>{text}<model>{opening.lstrip()}")
-    (asked,) = make_questions(["needle"], [2_000], 1, Haystack.noise(), form, [0.0])
-    assert asked.prompt.startswith("<user>A special") and "?<model>The special magic" in asked.prompt
-    assert 1_990 < asked.prompt_tokens + asked.answer_tokens <= 2_000
+    (question,) = make_questions(["needle"], [2_000], 1, Haystack.noise(), form, [0.0])
+    assert question.prompt.startswith("<user>A special") and "?<model>The special magic" in question.prompt
+    assert 1_990 < question.prompt_tokens + question.answer_tokens <= 2_000
 
 
 def test_essays_are_the_texts_of_a_folder(tmp_path: Path) -> None:
@@ -126,8 +127,8 @@ def test_essays_are_the_texts_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("A  beginning. ")
     assert Haystack.essays(tmp_path).text(6) == "A beginning. The end. A beginning."
     (tmp_path / "c.txt").write_bytes(b"\xff")
-    for folder, said in ((tmp_path, "UTF-8 text"), (tmp_path / "none", "a folder with .txt files")):
-        with pytest.raises(ValueError, match=f"haystack=.*: expected {said}"):
+    for folder, message in ((tmp_path, "UTF-8 text"), (tmp_path / "none", "a folder with .txt files")):
+        with pytest.raises(ValueError, match=f"haystack=.*: expected {message}"):
             Haystack.essays(folder)
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.txt").write_text(" ")

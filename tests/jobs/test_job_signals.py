@@ -50,8 +50,8 @@ def checked_stop(job: Job, run: Path, start: int) -> int:
     assert start < last < STEPS, "the signal came too late to test anything" if last == STEPS else job.said()
     assert first_step(job) == start + 1, "it did not resume at the step where it stopped"
     assert steps_recorded(run) == list(range(1, last + 1))
-    said = job.out.read_text()
-    assert f"stopped at step {last} of {STEPS}: the same command goes on from here" in said
+    out = job.out.read_text()
+    assert f"stopped at step {last} of {STEPS}: the same command goes on from here" in out
     assert job.err.read_text() == ""
     assert job.left_over() == []
     return last
@@ -85,9 +85,9 @@ def test_a_closed_terminal_stops_the_job_with_a_checkpoint(workplace: Path) -> N
     ours, theirs = pty.openpty()
     process = Quick(command()[len(CLI) :], workplace, (os.ttyname(theirs),) * 3, clean_environment())
     try:
-        said = b""
-        while line(2).encode() not in said:
-            said += os.read(ours, 1000)
+        out = b""
+        while line(2).encode() not in out:
+            out += os.read(ours, 1000)
         os.close(theirs)
         os.close(ours)
         assert process.wait(PATIENCE_S) == 0

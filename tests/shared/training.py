@@ -175,7 +175,7 @@ class RecordingTrainer(RecordedTrainer):
         self._exports: list[int] = []
         self._set_weights()
 
-    def observe(self) -> None:
+    def _before_optimizer_step(self) -> None:
         job = self.job
         if self.step in job.gradients_at:
             self._keep_gradients()

@@ -172,7 +172,7 @@ def test_flops_count_only_active_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"model.num_moe_experts": None}, "model.moe_ffn_hidden_size=48: expected null with"),
         ({"model.moe_router_topk": 5}, "model.moe_router_topk=5: expected at most model.num_moe_experts=4"),
@@ -194,10 +194,10 @@ def test_flops_count_only_active_experts() -> None:
         ({"reduction.down_projection": "int8"}, "reduction.down_projection=int8: expected none with experts"),
     ],
 )  # fmt: skip
-def test_impossible_settings_of_experts_are_refused(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_impossible_settings_of_experts_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         _config(tmp_path, "refused", settings)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_ranks_that_cannot_divide_experts_are_refused(tmp_path: Path) -> None:

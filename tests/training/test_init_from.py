@@ -106,7 +106,7 @@ def test_model_and_tokenizer_are_the_runs_by_default(imported: tuple[Path, Any])
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["model.num_layers=1"], r"is of another model \(num_layers: checkpoint 2, model 1\)"),
         (
@@ -117,9 +117,9 @@ def test_model_and_tokenizer_are_the_runs_by_default(imported: tuple[Path, Any])
     ],
 )
 def test_weights_of_another_model_are_refused_before_a_rank_starts(
-    imported: tuple[Path, Any], words: list[str], said: str
+    imported: tuple[Path, Any], words: list[str], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         preflight.check(config_of(imported[0], "new", *words), 1)
 
 

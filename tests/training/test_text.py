@@ -87,7 +87,7 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "line", "said"),
+    ("template", "line", "message"),
     [
         (CHATML, "not json", r'expected \{"messages": .*\} or \{"prompt": .*\}, in UTF-8\. Fix or remove the line'),
         (CHATML, b"\xff", "in UTF-8"),
@@ -103,14 +103,14 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
         (FORGETFUL, {"messages": TALK}, "begins with that of its first turns; it does not at message 2"),
     ],
 )
-def test_an_error_has_the_file_and_line(tmp_path: Path, template: str, line: Any, said: str) -> None:
+def test_an_error_has_the_file_and_line(tmp_path: Path, template: str, line: Any, message: str) -> None:
     good = json.dumps({"messages": TALK[3:]}).encode()
     bad = line if isinstance(line, bytes) else line.encode() if isinstance(line, str) else json.dumps(line).encode()
     path = tmp_path / "chats.jsonl"
     path.write_bytes(good + b"\n" + bad + b"\n")
     chat = Chat(ChatTemplate(template, 60.0))
     at = 1 if "1 // 0" in template or template == FORGETFUL else 2  # the good line fails as well
-    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}:{at}: .*{said}"):
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}:{at}: .*{message}"):
         list(conversations(path, chat, characters))
 
 
