@@ -21,14 +21,14 @@ _TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
-class Where:
+class Ranks:
     """The ranks that a function runs on: their number, and `cpu` or `cuda`."""
 
-    ranks: int
+    count: int
     device: str
 
     @classmethod
-    def of(cls, ranks: int | None, device: str, least: int = 2) -> Where:
+    def of(cls, ranks: int | None, device: str, least: int = 2) -> Ranks:
         """Check the ranks against this machine. Under torchrun, the number of ranks is torchrun's.
 
         Args:
@@ -52,19 +52,19 @@ class Where:
         return cls(count, "cuda" if cuda else "cpu")
 
     @property
-    def here(self) -> torch.device:
+    def local_device(self) -> torch.device:
         """The device of the calling rank."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
 
 
-def world() -> dist.ProcessGroup:
+def world_group() -> dist.ProcessGroup:
     """Return the group of all ranks."""
     group = dist.group.WORLD
     assert group is not None
     return group
 
 
-def start(where: Where, fn: Callable[..., Any], *args: Any) -> Any:
+def run_on_ranks(ranks: Ranks, fn: Callable[..., Any], *args: Any) -> Any:
     """Run `fn(rank, *args)` on every rank and return rank 0's result. Torchrun's other ranks exit here.
 
     Raises:
@@ -73,18 +73,18 @@ def start(where: Where, fn: Callable[..., Any], *args: Any) -> Any:
     """
     place = Placement.of_torchrun(os.environ)
     if place is not None:
-        join(place, None, _TIMEOUT_S, cuda=where.device == "cuda")
+        join(place, None, _TIMEOUT_S, cuda=ranks.device == "cuda")
         result = fn(place.rank, *args)
         dist.barrier()
         dist.destroy_process_group()
         if place.rank:
             sys.exit(0)
         return result
-    backend = "nccl" if where.device == "cuda" else "gloo"
-    if where.device == "cpu":
+    backend = "nccl" if ranks.device == "cuda" else "gloo"
+    if ranks.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        return run_ranks(fn, where.ranks, *args, timeout=_TIMEOUT_S, backend=backend)[0]
+        return run_ranks(fn, ranks.count, *args, timeout=_TIMEOUT_S, backend=backend)[0]
     except ProcessRaisedException as error:
         message = str(error).strip().splitlines()[-1]
         if message.startswith("ValueError: "):

@@ -151,12 +151,12 @@ def _train(config: Config, comparison: _Comparison, steps: int) -> Curves:
     if comparison.device == "cuda" and config.train.precision == "fp32":
         os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # Transformer Engine multiplies fp32 with 10 bits otherwise
     cp = config.parallelism.context_parallel_size
-    where = ranks.Where(comparison.world // comparison.cp * cp, comparison.device)
+    parallel = ranks.Ranks(comparison.world // comparison.cp * cp, comparison.device)
     begin = time.perf_counter()
-    curves: Curves = ranks.start(where, recorded.record, config, sorted({0, steps - 1}))
-    seconds, plural = time.perf_counter() - begin, "s" * (where.ranks > 1)
+    curves: Curves = ranks.run_on_ranks(parallel, recorded.record, config, sorted({0, steps - 1}))
+    seconds, plural = time.perf_counter() - begin, "s" * (parallel.count > 1)
     logger.info(
-        "CP=%d: trained %d steps on %d %s rank%s in %.0f s", cp, steps, where.ranks, where.device, plural, seconds
+        "CP=%d: trained %d steps on %d %s rank%s in %.0f s", cp, steps, parallel.count, parallel.device, plural, seconds
     )
     return curves
 
