@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,7 +25,7 @@ from ..compose import compose_config, config_of, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed
 from . import worker
-from .heartbeat import Operation, enable_flight_recorder, last_operations, suspects
+from .heartbeat import enable_flight_recorder, last_operations, suspects
 from .run_folder import RunFolder, RunLock
 from .signals import STOP_SIGNALS, SignalForwarder, blocked
 
@@ -123,10 +123,7 @@ def _run_ranks(config: Config, world_size: int, folder: RunFolder, lock: RunLock
                 stopped = stopped_ranks(context.pids())  # before `join` kills the remaining ranks
                 ended = context.join(timeout=0.0, grace_period=_KILL_AFTER_S)
         except ProcessException as error:
-            operations = last_operations(folder)
-            reason = _reason(error, folder, operations)
-            limit = config.parallelism.timeout_s
-            message = with_cause(reason, stopped, limit, operations, suspects(operations.values()))
+            message = _with_cause(_reason(error, folder), folder, stopped, config)
             folder.status.fail(message)
             raise JobFailed(message) from None
 
@@ -138,7 +135,12 @@ def _kill(processes: Sequence[BaseProcess]) -> None:
             process.join()  # it holds the run's lock
 
 
-def _reason(error: ProcessException, folder: RunFolder, operations: Mapping[int, Operation]) -> str:
+def _with_cause(reason: str, folder: RunFolder, stopped: Sequence[int], config: Config) -> str:
+    operations = last_operations(folder)
+    return with_cause(reason, stopped, config.parallelism.timeout_s, operations, suspects(operations.values()))
+
+
+def _reason(error: ProcessException, folder: RunFolder) -> str:
     """Return why the job failed: the first error that a rank recorded, or the signal that killed a rank."""
     recorded = folder.first_error()
     name = getattr(error, "signal_name", None)
@@ -148,7 +150,8 @@ def _reason(error: ProcessException, folder: RunFolder, operations: Mapping[int,
         return recorded or f"rank {error.error_index} failed: {kind.rpartition('.')[2]}{colon}{message}"
     # NCCL's watchdog aborts a rank whose collective times out.
     hints = {"SIGKILL": "; out of memory? (see dmesg)", "SIGABRT": "; a collective's timeout? (see above)"}
-    last = f", in {operations[error.error_index]}" if error.error_index in operations else ""
+    operation = last_operations(folder).get(error.error_index)
+    last = f", in {operation}" if operation else ""
     killed = f"rank {error.error_index} was killed by {name}{last}{hints.get(name, '')}"
     return killed if recorded is None else f"{killed}\n{recorded}"
 
@@ -184,9 +187,8 @@ def _join(config: Config, place: Placement) -> None:
         worker.run(config)
     except Exception as error:
         folder = RunFolder.of(config)
-        recorded = folder.error_of(place.rank) or f"rank {place.rank} failed: {error}"
-        operations = last_operations(folder)
-        raise JobFailed(with_cause(recorded, [], limit, operations, suspects(operations.values()))) from None
+        reason = folder.error_of(place.rank) or f"rank {place.rank} failed: {error}"
+        raise JobFailed(_with_cause(reason, folder, [], config)) from None
 
 
 def _exit_after_rank_0() -> NoReturn:

@@ -1,4 +1,7 @@
-"""Checks of a job before its ranks start: sizes, kernels, data, memory, and the checkpoint that it resumes from."""
+"""Checks of a job before its ranks start: sizes, kernels, data, memory, and the checkpoint that it resumes from.
+
+All raise `ValueError` with the value, what was expected and what to do (`errors.refuse`).
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,7 @@ _SAMPLE_BYTES = 28  # host memory of a batch's token: its id, label, mask and po
 
 
 def device_type(config: Config) -> str:
-    """Return `cuda` or `cpu`, as `train.device` and the machine allow.
-
-    Raises:
-        ValueError: `train.device=cuda` without a CUDA device.
-    """
+    """Return `cuda` or `cpu`, as `train.device` and the machine allow. Refuse `cuda` without a CUDA device."""
     cuda = uses_cuda(config)
     if config.train.device == "cuda" and not cuda:
         remedy = "Set train.device=cpu, or see doctor."
@@ -46,12 +45,9 @@ def device_type(config: Config) -> str:
 
 
 def local_world_size(config: Config) -> int:
-    """Return the number of ranks to start on this host if no launcher sets it.
+    """Return the number of ranks to start on this host if no launcher sets it. Refuse more ranks than GPUs.
 
     It is `train.num_processes`, by default one per GPU, or on CPUs as many as the parallel sizes need.
-
-    Raises:
-        ValueError: more ranks than GPUs.
     """
     count, on_gpus = config.train.num_processes, device_type(config) == "cuda"
     if on_gpus and count is not None and count > gpu_ranks():
@@ -65,14 +61,7 @@ def local_world_size(config: Config) -> int:
 
 
 def check(config: Config, world_size: int) -> int | None:
-    """Refuse a job that cannot run.
-
-    Returns:
-        the step that the run resumes from; None for a new run.
-
-    Raises:
-        ValueError: names the value, what was expected and what to do.
-    """
+    """Refuse a job that cannot run. Return the step that the run resumes from; None for a new run."""
     device = device_type(config)
     data_parallel_size(config, world_size)
     _check_host(config, world_size)
@@ -167,11 +156,7 @@ def _check_memory(config: Config, world_size: int, vocab_size: int, device: str)
 
 
 def check_kernel(config: Config, device: str) -> None:
-    """Refuse `attention.kernel` if it, or every provider for `auto`, cannot be used on such a device.
-
-    Raises:
-        ValueError: the message has the reason and the usable kernels.
-    """
+    """Refuse `attention.kernel` if it, or every provider for `auto`, cannot be used on such a device."""
     model, tp, name = config.model, config.parallelism.tensor_parallel_size, config.attention.kernel
     request = KernelRequest(
         device_type=device,
@@ -206,9 +191,6 @@ def check_saved_weights(
         key: the setting that names the run.
         iteration: the checkpoint; None for the latest.
         free: prefixes of fingerprint keys that may differ.
-
-    Raises:
-        ValueError: no checkpoint, or one that is damaged or of another model or tokenizer.
     """
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
@@ -226,16 +208,13 @@ def check_saved_weights(
 
 
 def check_resumed(config: Config, run: Path, saved: Saved, now: Identity) -> str | None:
-    """Refuse to resume a run with samples in another order than before.
+    """Refuse to resume a run with another batch size, dataset, tokenizer, length, split or seed than before.
 
     Args:
         now: the identity of the data that training would continue with.
 
     Returns:
         a warning if something was not compared, or differs and `train.check_data=false` allows it.
-
-    Raises:
-        ValueError: another batch size, dataset, tokenizer, length, split or seed than the run's own.
     """
     batch, samples = config.train.global_batch_size, saved.extra["consumed_samples"]
     if samples != saved.iteration * batch:

@@ -86,11 +86,6 @@ def record(rank: int, config: Config, steps: Collection[int]) -> Curves:
     return trainer.curves
 
 
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    """Return the norm of the difference divided by the norm of `reference`."""
-    return _error(*_squares(value, reference))
-
-
 def gradient_errors(run: Path, reference: Path, step: int) -> dict[str, float]:
     """Return the relative error of each parameter's gradient over all tensor-parallel shards, keyed by parameter.
 
@@ -103,14 +98,11 @@ def gradient_errors(run: Path, reference: Path, step: int) -> dict[str, float]:
         for name, gradient in expected.items():
             before, here = squares.get(name, (0.0, 0.0)), _squares(exported[shard][name], gradient)
             squares[name] = before[0] + here[0], before[1] + here[1]
-    return {name: _error(*both) for name, both in squares.items()}
+    tiny = torch.finfo(torch.float64).tiny
+    return {name: (error / max(norm, tiny)) ** 0.5 for name, (error, norm) in squares.items()}
 
 
 def _squares(value: Tensor, reference: Tensor) -> tuple[float, float]:
     """Return the squared norms of the difference and of the reference."""
     reference = reference.double()
     return float((value.double() - reference).square().sum()), float(reference.square().sum())
-
-
-def _error(difference: float, reference: float) -> float:
-    return float((difference / max(reference, torch.finfo(torch.float64).tiny)) ** 0.5)

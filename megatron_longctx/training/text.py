@@ -13,7 +13,7 @@ from functools import partial
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -24,6 +24,7 @@ from ..mcore.tokenizer import build_tokenizer
 from ..models.chat import Chat, chat_of
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _TEXT = (".md", ".py", ".rst", ".tex", ".txt")
 _SOURCES = f"`stdlib`, `pydoc`, a folder, or a file that ends in .jsonl, {', '.join(_TEXT)}"
@@ -79,7 +80,7 @@ class Source:
         if not (path.is_file() and path.suffix in (".jsonl", *_TEXT)):
             raise refuse("--source", self.name, _SOURCES, "Check the path, or name a folder and its files by --glob.")
         _refuse_empty(self.name, [path])
-        return _lines(path) if path.suffix == ".jsonl" else iter([[_read(path)]])
+        return _parsed(path, _line_text) if path.suffix == ".jsonl" else iter([[_read(path)]])
 
 
 def prepare(
@@ -177,24 +178,30 @@ def _by_package(root: Path, files: Sequence[Path]) -> Iterator[list[str]]:
         yield [text for path in paths if (text := _read(path))]
 
 
-def _lines(path: Path) -> Iterator[list[str]]:
+def _parsed(path: Path, parse: Callable[[bytes], T]) -> Iterator[T]:
+    """Yield the parsed lines of a file. Errors have the file and the line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            place = f"{path}:{number}: expected"
             try:
-                content = json.loads(line)
-                if isinstance(content, dict) and "text" not in content:
-                    keys = shown(", ".join(content) or "no key")
-                    others = "`messages`, or `prompt` and `completion`, from the first line on"
-                    raise KeyError(f"{place} `text` (or {others}); it has {keys}. Rename the key.")
-                content["text"].encode()  # refuses half of a surrogate pair
-            except KeyError as error:
-                raise ValueError(error.args[0]) from None
-            except (ValueError, TypeError, AttributeError, RecursionError):
-                raise ValueError(f'{place} {{"text": "…"}} in UTF-8. Fix or remove the line.') from None
-            if not content["text"]:
-                raise ValueError(f"{place} a text that is not empty. Fix or remove the line.")
-            yield [content["text"]]
+                yield parse(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+
+
+def _line_text(line: bytes) -> list[str]:
+    try:
+        content = json.loads(line)
+        if not isinstance(content, dict) or "text" in content:
+            content["text"].encode()  # refuses half of a surrogate pair
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise ValueError('expected {"text": "…"} in UTF-8. Fix or remove the line.') from None
+    if "text" not in content:
+        others = "`messages`, or `prompt` and `completion`, from the first line on"
+        keys = shown(", ".join(content) or "no key")
+        raise ValueError(f"expected `text` (or {others}); it has {keys}. Rename the key.")
+    if not content["text"]:
+        raise ValueError("expected a text that is not empty. Fix or remove the line.")
+    return [content["text"]]
 
 
 def _chat(template: str | None, tokenizer: Any) -> Chat:
@@ -206,7 +213,7 @@ def _chat(template: str | None, tokenizer: Any) -> Chat:
 
 
 def conversations(path: Path, chat: Chat, encode: Callable[[str], Sequence[int]]) -> Iterator[Document]:
-    """Yield the tokens of every line's conversation, with a mask of the tokens to learn: the assistant's.
+    """Return the tokens of every line's conversation, with a mask of the tokens to learn: the assistant's.
 
     A line has `messages`, or a `prompt` and its `completion`: texts, or lists of messages. Only answers in the
     completion are learned.
@@ -215,12 +222,7 @@ def conversations(path: Path, chat: Chat, encode: Callable[[str], Sequence[int]]
         ValueError: a line in another form or without an answer, or a template that does not lay it out turn by turn.
             The message has the file and the line.
     """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield _tokens(*_messages(line), chat, encode)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: {error}") from None
+    return _parsed(path, lambda line: _tokens(*_messages(line), chat, encode))
 
 
 def _messages(line: bytes) -> tuple[list[Mapping[str, Any]], int]:

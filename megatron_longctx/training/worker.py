@@ -32,12 +32,9 @@ def run_spawned(local_rank: int, world_size: int, listener: socket.socket, run_f
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         return  # it died while this rank was starting; from now on its death arrives as SIGINT
-    os.environ.update(
-        RANK=str(local_rank),
-        LOCAL_RANK=str(local_rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-    )
+    place = Placement.local(local_rank, world_size)
+    place.enter(os.environ)
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     folder = RunFolder(Path(run_folder))
     try:
         config = load_config(folder.resolved)
@@ -49,7 +46,7 @@ def run_spawned(local_rank: int, world_size: int, listener: socket.socket, run_f
             listener.close()  # otherwise connections would wait here once rank 0 has ended
             store = join_store(port, limit)
         enable_flight_recorder(folder.ranks)
-        join(Placement.local(local_rank, world_size), store, limit, uses_cuda(config))
+        join(place, store, limit, uses_cuda(config))
     except BaseException as error:
         folder.record_error(local_rank, error)
         raise

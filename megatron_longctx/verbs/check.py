@@ -55,10 +55,6 @@ def check(settings: Sequence[str], steps: int = 3, tolerance: float | None = Non
 
     Returns:
         the exit code: 0 if all differences are within the tolerance, otherwise 1.
-
-    Raises:
-        ValueError: a recipe that cannot be checked here.
-        JobFailed: a rank failed.
     """
     with _temporary_folder() as root:
         comparison = _prepare(settings, steps, tolerance, root)
@@ -217,10 +213,6 @@ def demo(overrides: Sequence[str] = ()) -> None:
 
     Args:
         overrides: settings for both runs, after those of the demo.
-
-    Raises:
-        ValueError: settings that cannot run.
-        JobFailed: a rank failed.
     """
     from ..compare import compare
     from ..training.launcher import train

@@ -51,10 +51,6 @@ def import_model(source: str, words: Sequence[str]) -> None:
     Args:
         source: a Hugging Face folder, or a GGUF file.
         words: `out=RUN`, and settings of the run.
-
-    Raises:
-        ValueError: a source or settings that cannot be used.
-        OSError: the run cannot be written.
     """
     begin = time.perf_counter()
     own, settings = split_words(words, ("out",))
@@ -112,10 +108,6 @@ def export_model(words: Sequence[str]) -> None:
 
     Args:
         words: `checkpoint=RUN`, `out=FOLDER`, `iteration=N`.
-
-    Raises:
-        ValueError: words or a checkpoint that cannot be used, or a model of no published family.
-        OSError: the folder cannot be written.
     """
     begin = time.perf_counter()
     own, others = split_words(words, ("checkpoint", "out", "iteration"))
@@ -200,11 +192,7 @@ def _write_weights(folder: Path, reader: checkpoint_weights.Reader, weights: Seq
 
 
 def _checked_tokenizer(config: Config, folder: Path, final: Path, vocab: int) -> Mapping[str, object]:
-    """Return the tokenizer's identity. An imported tokenizer is in `folder` until that is renamed `final`.
-
-    Raises:
-        ValueError: no tokenizer, one that cannot be read, or one with more tokens than the embedding.
-    """
+    """Return the tokenizer's identity. An imported tokenizer is in `folder` until that is renamed `final`."""
     data = config.data
     imported = data.tokenizer_path == str(final / _TOKENIZER)
     if data.tokenizer == "byte-level" and not (folder / _TOKENIZER).is_dir():
@@ -250,10 +238,6 @@ def new_folder(key: str, name: str | None) -> Iterator[tuple[Path, Path]]:
 
     Returns:
         the partial folder, and its final path.
-
-    Raises:
-        ValueError: no name, or one that exists.
-        OSError: the folder cannot be created.
     """
     if not name:
         raise refuse(key, name or "", f"{key}=FOLDER, a new one", "Give it a name.")

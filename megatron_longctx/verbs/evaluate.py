@@ -66,10 +66,6 @@ def evaluate(words: Sequence[str]) -> None:
 
     Args:
         words: `checkpoint=RUN`, the verb's own (see `docs/evaluation.md`), and settings that override the run's.
-
-    Raises:
-        ValueError: words, a checkpoint, text or sizes that cannot be used.
-        JobFailed: another rank ended.
     """
     own, settings = split_words(words, OWN_WORDS)
     tasks = _tasks(own.get("tasks"))
@@ -100,11 +96,7 @@ def evaluate(words: Sequence[str]) -> None:
 
 
 def check_positions(config: Config, lengths: Sequence[int]) -> None:
-    """Refuse lengths beyond the model's learned position embeddings.
-
-    Raises:
-        ValueError: see above.
-    """
+    """Refuse lengths beyond the model's learned position embeddings."""
     longest, most = max(lengths), config.data.seq_length
     if config.model.position_embedding == "learned" and longest > most:
         expected = f"at most the {most} positions that the model has learned"

@@ -29,11 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, verb: Verb) -> int:
-    """Run the verb, or the option that replaces it. Return the exit code.
-
-    Raises:
-        JobFailed: jobs of a sweep failed; the others have run.
-    """
+    """Run the verb, or the option that replaces it. Return the exit code. A sweep runs all jobs even if some fail."""
     if "multirun" in arguments:
         from ..compose import compose_config, config_yaml, use_recipes
         from ..sweep import show_info, sweep

@@ -69,9 +69,6 @@ def show(
         picture, timeline: files for the plan, and for what each rank does over time.
         documents: lengths of a pack's documents, for example `900,13600`; their placement is printed and drawn. None
             for the dataset's first pack if `data.packing` makes packs and there is a dataset.
-
-    Raises:
-        ValueError: a plan that cannot be built, a picture that cannot be drawn, or wrong lengths.
     """
     _check_picture("--draw", picture)
     _check_picture("--timeline", timeline)
@@ -106,11 +103,7 @@ def show(
 
 
 def compare(config: Config, picture: Path, *, causal: bool) -> None:
-    """Print all modes ranked by simulated time, and draw them side by side, unless the path is empty.
-
-    Raises:
-        ValueError: no cluster is named, or one without the figures of its devices.
-    """
+    """Print all modes ranked by simulated time, and draw them side by side, unless the path is empty."""
     drawn = picture if picture != Path() else None
     _check_picture("--compare", drawn)
     _check_size("--compare", drawn, config)
@@ -149,10 +142,6 @@ def show_memory(config: Config, picture: Path | None, longest: bool, device_gib:
 
     Returns:
         the exit code: 1 if a step does not fit.
-
-    Raises:
-        ValueError: a picture that cannot be drawn, no device's memory, no mode, heads that the mode cannot divide, or
-            a plan that cannot be built.
     """
     config = _with_mode(config)
     _check_heads(config)

@@ -51,10 +51,6 @@ def submit(kind: str, words: Sequence[str], dry_run: bool) -> None:
         kind: `train`, `serve` or `sweep`.
         words: options of `sbatch`, which begin with `-`, and settings.
         dry_run: only print the command.
-
-    Raises:
-        ValueError: settings that cannot be used, or a folder that cannot be written.
-        JobFailed: Slurm refused the job.
     """
     options = [word for word in words if word.startswith("-")]
     settings = [word for word in words if not word.startswith("-")]

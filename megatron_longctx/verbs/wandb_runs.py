@@ -30,12 +30,7 @@ def add_verb(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run an action of the verb.
-
-    Raises:
-        ValueError: a folder without a run or metrics, or what `views` refuses.
-        JobFailed: W&B refuses or cannot be reached.
-    """
+    """Run an action of the verb."""
     if arguments.action == "sync":
         _sync(arguments.runs)
         return

@@ -20,7 +20,7 @@ from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.tiles import TiledMLP, with_mlp_tiles
 from megatron_longctx.mcore.version import mlp_of
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.recorded import relative_error
+from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.training import GPT2, tiny_config
 
 TP, MODE, TILE = "parallelism.tensor_parallel_size", "recompute.mode", "recompute.mlp_tile_tokens"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_longctx.schedules import MODES
-from megatron_longctx.training.recorded import relative_error
+from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.training import GPT2, LATENTS, Job, Record, recorded, tiny_config, tiny_corpus
 
 FP32 = 1e-5

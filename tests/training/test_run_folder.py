@@ -211,4 +211,4 @@ def test_an_error_that_cannot_be_recorded_is_still_reported(run: RunFolder) -> N
         "Traceback (most recent call last):\n  …\nmegatron_longctx.training.run_folder.DiskFull: no room: 0 MiB\n"
     )
     died = ProcessRaisedException(f"\n\n-- Process 1 terminated with the following error:\n{traceback}", 1, 77)
-    assert launcher._reason(died, run, {}) == "rank 1 failed: DiskFull: no room: 0 MiB"
+    assert launcher._reason(died, run) == "rank 1 failed: DiskFull: no room: 0 MiB"
