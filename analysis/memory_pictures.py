@@ -15,7 +15,7 @@ from analysis.recorded_memory import EARLIER, RECORDED, recorded_peaks
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import RECOMPUTES
 from megatron_longctx.memory import Job, Prediction, predict
-from megatron_longctx.memory.draw import draw
+from megatron_longctx.memory.command import draw
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

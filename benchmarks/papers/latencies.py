@@ -10,7 +10,7 @@ import torch
 
 from megatron_longctx.lowbit.quantize import QuantFormat, Wire
 from megatron_longctx.lowbit.quantized import formats
-from megatron_longctx.metrics.hardware import peak_tflops
+from megatron_longctx.metrics.flops import peak_tflops
 from megatron_longctx.schedules.plan import ALL_HEADS
 
 from .page import Cell, Table, cell, paper, value

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 
 from .. import names
 from ..metrics import environment
-from ..metrics.facts import facts
 from ..metrics.sinks import Value, decode
 
 
@@ -37,7 +36,7 @@ class Run:
 
     def facts(self) -> dict[str, Any]:
         """What runs are told apart, grouped and filtered by."""
-        return facts(self.config, self.environment)
+        return environment.facts(self.config, self.environment)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""A prediction in words, and what `megatron-longctx plan` says of memory."""
+"""Reports and pictures of predictions, for `megatron-longctx plan`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,62 +10,57 @@ from ..config import RECOMPUTES, Config
 from ..errors import refuse
 from ..topology import load_cluster
 from ..topology.cluster import GIB
-from .draw import draw
-from .fit import COMFORT, max_length
-from .model import Prediction, predict, saved_bytes
+from .fit import SAFE_SHARE, max_length, with_length
+from .model import Prediction, checkpoint_bytes, predict
 from .shapes import Job
 
-_MOST_GIB = 10**6  # as of a cluster's devices
+_MOST_GIB = 10**6  # as for the devices of clusters
 _BYTE_LEVEL_ENTRIES = 512  # of Megatron's byte-level tokenizer
 
 
 def summary(job: Job) -> str:
-    """One line."""
-    found = predict(job)
-    fixed = sum(term.num_bytes for term in found.always if not term.per_token)
-    host = f", and {_size(found.host_bytes)} pinned on the host" if found.host_bytes else ""
+    """Return the peak of a job's step in one line."""
+    prediction = predict(job)
+    fixed = sum(term.num_bytes for term in prediction.resident if not term.per_token)
+    host = f", and {_size(prediction.host_bytes)} pinned on the host" if prediction.host_bytes else ""
     return (
-        f"memory of a training step: {_size(found.num_bytes)} a rank, most in {found.peak.name}{host} "
+        f"memory of a training step: {_size(prediction.num_bytes)} a rank, most in {prediction.peak.name}{host} "
         f"(recompute={job.config.recompute.mode}; {_size(fixed)} whatever the length)"
     )
 
 
 def report(job: Job) -> str:
-    """All terms, the other phases, and bytes per token."""
-    found = predict(job)
+    """Return a table of all terms, the other phases, and host memory."""
+    prediction = predict(job)
+    tokens = max(prediction.tokens, 1)
     rows = [
-        (term.name, term.num_bytes, _per_token(term.num_bytes, found) if term.per_token else "") for term in found.terms
+        (term.name, term.num_bytes, f"{term.num_bytes / 1024 / tokens:.1f} KiB a token" if term.per_token else "")
+        for term in prediction.terms
     ]
     width = max(len(name) for name, _, _ in rows)
-    lines = [f"{summary(job)}\nrank with the most tokens: {found.tokens:,}"]
+    lines = [f"{summary(job)}\nrank with the most tokens: {prediction.tokens:,}"]
     if job.config.parallelism.pipeline_parallel_size > 1:
-        lines[0] += f"; pipeline stage {found.stage}"
+        lines[0] += f"; pipeline stage {prediction.stage}"
     lines += [f"  {name:{width}}  {_size(size):>12}  {per_token:>16}".rstrip() for name, size, per_token in rows]
-    lines.append(f"  {'sum':{width}}  {_size(found.num_bytes):>12}")
-    others = [phase for phase in found.phases if phase is not found.peak]
-    lines += [f"in {phase.name}: {_size(found.always_bytes + phase.num_bytes)}" for phase in others]
-    if found.host_bytes:
-        lines.append(f"on the host, pinned: {_size(found.host_bytes)} a rank")
+    lines.append(f"  {'sum':{width}}  {_size(prediction.num_bytes):>12}")
+    others = [phase for phase in prediction.phases if phase is not prediction.peak]
+    lines += [f"in {phase.name}: {_size(prediction.resident_bytes + phase.num_bytes)}" for phase in others]
+    if prediction.host_bytes:
+        lines.append(f"on the host, pinned: {_size(prediction.host_bytes)} a rank")
     if job.config.train.save and job.config.train.async_save:
-        lines.append(f"on the host, while a checkpoint is written: {_size(saved_bytes(job))} a rank")
+        lines.append(f"on the host, while a checkpoint is written: {_size(checkpoint_bytes(job))} a rank")
     return "\n".join(lines)
 
 
-def _per_token(num_bytes: int, found: Prediction) -> str:
-    return f"{num_bytes / 1024 / max(found.tokens, 1):.1f} KiB a token"
-
-
 def _size(num_bytes: int) -> str:
-    if num_bytes >= GIB // 10:
-        return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / 2**20:.2f} MiB"
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def planned_job(config: Config) -> Job:
-    """The configured job, as far as the configuration alone says: one data-parallel rank where it does not.
+    """Return the job of a configuration, with one data-parallel rank if it does not set their number.
 
     Raises:
-        ValueError: a vocabulary that only the tokenizer knows.
+        ValueError: the size of the vocabulary is unknown without the tokenizer.
     """
     model = config.model
     if model.vocab_size is None and config.data.tokenizer != "byte-level":
@@ -75,7 +71,7 @@ def planned_job(config: Config) -> Job:
 
 
 def brief(config: Config) -> list[str]:
-    """The peak, and whether the cluster's devices hold it where they are known; or why it cannot be told."""
+    """Return lines with the peak and whether the cluster's devices can hold it, or why the peak is unknown."""
     try:
         job, capacity = planned_job(config), _capacity(config, None)
         return [summary(job), *([] if capacity is None else [_verdict(predict(job).num_bytes, capacity)])]
@@ -84,16 +80,16 @@ def brief(config: Config) -> list[str]:
 
 
 def show(config: Config, picture: Path | None, device_gib: float | None = None) -> bool:
-    """Print every term of the configured mode, and whether a device holds them; draw all modes into `picture`.
+    """Print every term of the configured mode and whether a device can hold a step; draw all modes into `picture`.
 
     Args:
-        device_gib: memory of a device; None for what `parallelism.cluster` says, if it does.
+        device_gib: memory of a device; None for that of `parallelism.cluster`, if it gives one.
 
     Returns:
-        whether a step fits, as far as that is known.
+        False if a step is known not to fit.
 
     Raises:
-        ValueError: a plan that cannot be built, a vocabulary that is not known.
+        ValueError: a plan that cannot be built, or an unknown vocabulary size.
     """
     job = planned_job(config)
     print(report(job))
@@ -101,8 +97,7 @@ def show(config: Config, picture: Path | None, device_gib: float | None = None) 
     if capacity is not None:
         print(_verdict(needed, capacity))
     if picture:
-        bars = [(mode, predict(_with_mode(job, mode))) for mode in RECOMPUTES]
-        draw(bars, picture, _title(job), capacity)
+        draw([(mode, predict(_with_mode(job, mode))) for mode in RECOMPUTES], picture, _title(job), capacity)
         print(f"\ndrawn to {picture}")
     return capacity is None or needed <= capacity
 
@@ -111,39 +106,27 @@ def show_max_length(config: Config, device_gib: float | None) -> None:
     """Print the longest sequence that fits, for every recompute mode.
 
     Args:
-        device_gib: memory of a device; None for what `parallelism.cluster` says.
+        device_gib: memory of a device; None for that of `parallelism.cluster`.
 
     Raises:
         ValueError: neither is given.
     """
-    job = planned_job(config)
-    whole = _capacity(config, device_gib)
-    if whole is None:
-        raise refuse(
-            "--max-length",
-            "given",
-            "--device-gib N, or a parallelism.cluster that says how much memory a device has, beside it",
-            "For example --device-gib 139 for an H200.",
-        )
-    capacity = int(COMFORT * whole)
+    job, device = planned_job(config), _capacity(config, device_gib)
+    if device is None:
+        expected = "--device-gib N, or a parallelism.cluster that says how much memory a device has, beside it"
+        raise refuse("--max-length", "given", expected, "For example --device-gib 139 for an H200.")
+    capacity = int(SAFE_SHARE * device)
     print(
-        f"longest sequences whose step takes at most {capacity / GIB:.1f} GiB a rank ({COMFORT:.0%} of a device), "
+        f"longest sequences whose step takes at most {capacity / GIB:.1f} GiB a rank ({SAFE_SHARE:.0%} of a device), "
         f"by recompute mode (*: {config.recompute.mode}, as configured)"
     )
     for mode in RECOMPUTES:
-        own = _with_mode(job, mode)
-        length = max_length(own, capacity)
+        of_mode = _with_mode(job, mode)
+        length = max_length(of_mode, capacity)
+        on_host = predict(with_length(of_mode, length)).host_bytes if length else 0
+        host = f", {on_host / GIB:.1f} GiB a rank pinned on the host" if on_host else ""
         mark = "*" if mode == config.recompute.mode else " "
-        print(
-            f" {mark} {mode:25}{length:>14,} tokens{_host(own, length)}" if length else f" {mark} {mode:25}{'none':>14}"
-        )
-
-
-def _host(job: Job, length: int) -> str:
-    """What a step of that length takes on the host."""
-    config = replace(job.config, data=replace(job.config.data, seq_length=length))
-    pinned = predict(replace(job, config=config)).host_bytes
-    return f", {pinned / GIB:.1f} GiB a rank pinned on the host" if pinned else ""
+        print(f" {mark} {mode:25}" + (f"{length:>14,} tokens{host}" if length else f"{'none':>14}"))
 
 
 def _with_mode(job: Job, mode: str) -> Job:
@@ -151,16 +134,16 @@ def _with_mode(job: Job, mode: str) -> Job:
 
 
 def _verdict(needed: int, capacity: int) -> str:
-    """Whether a device holds a step, by the bounds that `train` goes by."""
-    said = f"a device has {capacity / GIB:.1f} GiB: "
+    """Say whether a device can hold a step, by the same bounds as `train`."""
+    device = f"a device has {capacity / GIB:.1f} GiB: "
     if needed > capacity:
-        lacks = (needed - capacity) / GIB
-        return f"{said}a step does not fit, by {lacks:.2f} GiB (see --max-length, recompute and its head_chunk_tokens)"
-    return said + ("a step fits" if needed <= COMFORT * capacity else f"a step takes more than {COMFORT:.0%} of it")
+        missing = (needed - capacity) / GIB
+        return f"{device}a step does not fit, by {missing:.2f} GiB (see --max-length, recompute, head_chunk_tokens)"
+    return device + ("a step fits" if needed <= SAFE_SHARE * capacity else f"a step takes more than {SAFE_SHARE:.0%}")
 
 
 def _capacity(config: Config, device_gib: float | None) -> int | None:
-    """Bytes of a device; None where nobody says."""
+    """Return the bytes of a device; None if neither the argument nor the cluster gives them."""
     if device_gib is not None:
         if not 0 < device_gib <= _MOST_GIB:
             expected = f"a number of GiB above 0 and at most {_MOST_GIB:,}"
@@ -179,3 +162,47 @@ def _title(job: Job) -> str:
     ranks = par.model_parallel_size * job.data_parallel_size
     sizes = f"{ranks} ranks (CP {par.context_parallel_size}, TP {par.tensor_parallel_size})"
     return f"{config.model.name}, {config.data.seq_length:,} tokens over {sizes}, {config.train.precision}, {head}"
+
+
+def draw(bars: Sequence[tuple[str, Prediction]], path: Path, title: str, capacity: int | None = None) -> None:
+    """Write a picture with one stacked bar per prediction; a term has the same colour in all bars.
+
+    Args:
+        bars: names and predictions, from the top down.
+        capacity: bytes of a device, drawn as a line.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import colormaps, pyplot
+
+    figure, axes = pyplot.subplots(figsize=(11.5, 1.9 + 0.62 * len(bars)))
+    names = list(dict.fromkeys(term.name for _, prediction in bars for term in prediction.terms))
+    colours = dict(zip(names, colormaps["tab20"].colors, strict=False))  # type: ignore[attr-defined]
+    labelled = set()
+    for row, (_, prediction) in enumerate(bars):
+        left = 0.0
+        for term in prediction.terms:
+            size = term.num_bytes / GIB
+            label = None if term.name in labelled else term.name
+            labelled.add(term.name)
+            axes.barh(row, size, left=left, height=0.7, color=colours[term.name], edgecolor="white", label=label)
+            left += size
+        frame = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+        axes.text(left + axes.get_xlim()[1] * 0.008, row, f"{left:.1f}", va="center", fontsize=9, bbox=frame)
+    if capacity is not None:
+        axes.axvline(capacity / GIB, color="black", linestyle="--", linewidth=1)
+        axes.text(capacity / GIB, -0.6, f" device: {capacity / GIB:.0f} GiB", fontsize=8)
+    axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.75)
+    axes.set_xlim(right=axes.get_xlim()[1] * 1.05)
+    axes.set_xlabel("GiB a rank, at the peak of a training step")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7.5, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axes.set_title(title, fontsize=10.5, loc="left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

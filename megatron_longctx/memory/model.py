@@ -1,9 +1,9 @@
-"""Peak memory of a rank in a training step, term by term.
+"""The peak memory of a rank in a training step, term by term.
 
-A step's memory is what always lies there (weights, gradients, optimizer, buffers) and, beside it, what one of these
-phases needs: the loss, with all layers' activations kept; the backward of the last layer, which in the recomputing
-modes comes with all of that layer's activations; the optimizer's step. The largest phase is the peak. Bytes are those
-of live tensors and kernels' workspaces: the caching allocator reserves more. What peers read is outside of it.
+A step needs its resident memory (weights, gradients, optimizer, buffers) and, besides, that of one of these phases: the
+loss, with the kept activations of all layers; the backward pass of the last layer, which recomputing modes start by
+restoring all activations of that layer; the optimizer step. The largest phase is the peak. Bytes are those of live
+tensors and kernel workspaces. The caching allocator reserves more, and memory that peers read is outside it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .shapes import (
 READ_BY_PEERS = "what peers read"
 OFFLOAD = "attention_output+offload"
 STATES_PIECE = 2**26
-"""Parameters whose optimizer states come to the device together, and at least one, with `optim.states_on_host`. Of
-three such pieces states are there at a time: one is stepped, one comes, one leaves."""
+"""The number of parameters, rounded up to whole tensors, whose optimizer states come to the device together with
+`optim.states_on_host`. The device holds three such pieces: one that arrives, one that is updated, one that leaves."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """Something that takes `num_bytes`; `per_token` where it grows with the tokens of a rank."""
+    """One part of the memory; `per_token` if it grows with the tokens of a rank."""
 
     name: str
     num_bytes: int
@@ -40,7 +40,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the step, and what lies there in it besides what always does."""
+    """A phase of the step, with the memory that it needs besides the resident memory."""
 
     name: str
     terms: tuple[Term, ...]
@@ -52,12 +52,16 @@ class Phase:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of the pipeline stage that needs most. `host_bytes`: of pinned memory (CUDA) that a rank of the stage that needs
-    most of it holds on its host."""
+    """The memory of a rank of the pipeline stage that needs most.
+
+    Attributes:
+        tokens: tokens of a micro-batch on the rank that has most of them.
+        host_bytes: pinned host memory (CUDA) of a rank of the stage that needs most of that.
+    """
 
     stage: int
     tokens: int
-    always: tuple[Term, ...]
+    resident: tuple[Term, ...]
     phases: tuple[Phase, ...]
     host_bytes: int
 
@@ -67,103 +71,101 @@ class Prediction:
         return max(self.phases, key=lambda phase: phase.num_bytes)
 
     @property
-    def always_bytes(self) -> int:
-        return sum(term.num_bytes for term in self.always)
+    def resident_bytes(self) -> int:
+        return sum(term.num_bytes for term in self.resident)
 
     @property
     def num_bytes(self) -> int:
-        """Most bytes of live tensors on the device."""
-        return self.always_bytes + self.peak.num_bytes
+        """The peak of live tensors on the device."""
+        return self.resident_bytes + self.peak.num_bytes
 
     @property
     def allocated_bytes(self) -> int:
-        """Those of them that torch's caching allocator knows of, and `mem/peak_active_gib` of a run counts."""
-        return self.num_bytes - sum(term.num_bytes for term in self.always if term.name == READ_BY_PEERS)
+        """The part of the peak in torch's caching allocator, which `mem/peak_active_gib` of a run counts."""
+        return self.num_bytes - sum(term.num_bytes for term in self.resident if term.name == READ_BY_PEERS)
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """Everything that lies there at the peak."""
-        return (*self.always, *self.peak.terms)
+        """All terms of the peak."""
+        return (*self.resident, *self.peak.terms)
 
 
 def predict(job: Job) -> Prediction:
-    """The peak of the rank that needs most.
+    """Predict the peak of the rank that needs most.
 
     Raises:
         ValueError: `parallelism.schedule=auto`, or a plan that cannot be built.
     """
     attention = attention_bytes(job)
-    stages = range(job.config.parallelism.pipeline_parallel_size)
-    found = [_stage(job, stage, attention) for stage in stages]
-    most = max(found, key=lambda each: each.num_bytes)
-    return replace(most, host_bytes=max(each.host_bytes for each in found))
+    stages = [_stage(job, stage, attention) for stage in range(job.config.parallelism.pipeline_parallel_size)]
+    largest = max(stages, key=lambda each: each.num_bytes)
+    return replace(largest, host_bytes=max(each.host_bytes for each in stages))
 
 
-def saved_bytes(job: Job) -> int:
-    """Of host memory that a rank copies its share of a checkpoint to, where that is written beside training: weights,
-    and in fp32 a main copy of them and two moments, over all that have the same."""
+def checkpoint_bytes(job: Job) -> int:
+    """Return the host memory of a rank for its share of a checkpoint that is written while training continues.
+
+    It holds weights and, in fp32, a main copy of them and two moments. Ranks with the same parameters share them.
+    """
     par, shares = job.config.parallelism, 1
     if not job.config.optim.distributed:
         shares = job.data_parallel_size * par.context_parallel_size
-    most = max(_own_parameters(job, stage) for stage in range(par.pipeline_parallel_size))
-    return -(-most * (job.element_bytes + 12) // shares)
+    parameters = max(_own_parameters(job, stage) for stage in range(par.pipeline_parallel_size))
+    return -(-parameters * (job.element_bytes + 12) // shares)
 
 
 def _stage(job: Job, stage: int, attention: AttentionBytes) -> Prediction:
-    of_experts = job.expert_layers(stage)
-    kinds = {
-        experts: (layer_bytes(job, experts), count)
-        for experts, count in ((False, job.num_layers - of_experts), (True, of_experts))
-        if count
-    }
-    layer = max((found for found, _ in kinds.values()), key=lambda found: found.total)
-    mlps = sum(found.mlp * count for found, count in kinds.values())
-    kept = _kept(job, stage, layer, mlps)
+    num_experts = job.expert_layers(stage)
+    counts = ((False, job.num_layers - num_experts), (True, num_experts))
+    kinds = [(layer_bytes(job, experts), count) for experts, count in counts if count]
+    layer = max((each for each, _ in kinds), key=lambda each: each.total)
+    kept = _kept(job, stage, layer, mlps=sum(each.mlp * count for each, count in kinds))
     phases = [Phase("backward of a layer", (*kept, *_layer_backward(job, layer, attention)))]
     if stage == job.config.parallelism.pipeline_parallel_size - 1:
         loss = (*kept, *_loss(job, layer))
-        if job.config.recompute.mode == OFFLOAD and stage == 0:  # Megatron's forward holds them to its end
+        if job.config.recompute.mode == OFFLOAD and stage == 0:  # Megatron's forward refers to them until it returns
             loss = (*loss, Term("embeddings", layer.input, per_token=True))
         phases.append(Phase("loss", loss))
     phases.append(Phase("optimizer step", _optimizer_step(job, stage)))
-    return Prediction(stage, job.tokens, _always(job, stage, attention), tuple(phases), _host_bytes(job, stage, layer))
+    resident = _resident(job, stage, attention)
+    return Prediction(stage, job.tokens, resident, tuple(phases), _host_bytes(job, stage, layer))
 
 
 def _own_parameters(job: Job, stage: int) -> int:
-    """Parameters that this rank's optimizer updates."""
+    """Return the number of parameters that this rank's optimizer updates."""
     par = job.config.parallelism
     if not job.config.optim.distributed:
         return stage_parameters(job, stage)
     shards, experts = job.data_parallel_size * par.context_parallel_size, stage_experts(job, stage)
     own = -(-(stage_parameters(job, stage) - experts) // shards)
-    held = par.tensor_size_of_experts * par.expert_model_parallel_size
-    return own + -(-experts * held // (shards * par.tensor_parallel_size))
+    expert_ranks = par.tensor_size_of_experts * par.expert_model_parallel_size
+    return own + -(-experts * expert_ranks // (shards * par.tensor_parallel_size))
 
 
 def _optimizer_step(job: Job, stage: int) -> tuple[Term, ...]:
     own, terms = _own_parameters(job, stage), []
     if job.config.optim.states_on_host:
-        # Of three pieces in a row, each of which may end with a matrix, one may have the embedding.
+        # Each of three consecutive pieces may end with a whole matrix, and one of these may be the embedding.
         own = min(own, 3 * STATES_PIECE + embedding_weights(job) + 2 * mlp_weights(job)[0])
         terms.append(Term("optimizer states not on the host (fp32)", own * _state_bytes(job)))
     elif _makes_moments(job):
         terms.append(Term("Adam's moments (fp32)", 8 * own))
-    if job.config.model.implementation != "transformer_engine":  # whose Adam works in place; torch's does not
+    if job.config.model.implementation != "transformer_engine":  # its Adam works in place; torch's does not
         terms.append(Term("temporaries of Adam", 4 * own))
     return tuple(terms)
 
 
 def _state_bytes(job: Job) -> int:
-    """Of a parameter: Adam's two moments, and beside bf16 weights a main copy of them; all in fp32."""
+    """Return the bytes of Adam's two moments of a parameter and, for bf16 weights, of its main copy; all in fp32."""
     return 8 + (4 if job.element_bytes == 2 else 0)
 
 
 def _makes_moments(job: Job) -> bool:
-    """Whether the run's peak is that of its first step, at whose end Adam makes its moments."""
+    """Whether the run ends with its first step, at whose end Adam allocates its moments."""
     return job.config.train.steps == 1
 
 
-def _always(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ...]:
+def _resident(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ...]:
     parameters, model = stage_parameters(job, stage), job.config.model
     terms = [
         Term("weights", parameters * job.element_bytes),
@@ -185,33 +187,34 @@ def _always(job: Job, stage: int, attention: AttentionBytes) -> tuple[Term, ...]
 
 
 def _kept(job: Job, stage: int, layer: LayerBytes, mlps: int) -> tuple[Term, ...]:
-    """What lies there between forward and backward, of all layers and micro-batches in flight. mlps: of all layers."""
+    """Return what all layers keep from forward to backward, for all micro-batches in flight.
+
+    Args:
+        mlps: `LayerBytes.mlp` of all layers together.
+    """
     count, mode = job.num_layers * job.in_flight(stage), job.config.recompute.mode
     if mode == OFFLOAD:
-        # The run of a layer in use and the one fetched ahead. Pipelines hold what a stage was sent for its gradient.
-        here, sent = min(count, 2), job.in_flight(stage) if stage else 0
+        # The layer run in use and the next one, which is being fetched. Stages also hold the inputs that they received.
+        on_device, received = min(count, 2), job.in_flight(stage) if stage else 0
         return (
-            Term("layer inputs not on the host", (here + sent) * layer.input, per_token=True),
-            Term("attention results not on the host", here * layer.result, per_token=True),
+            Term("layer inputs not on the host", (on_device + received) * layer.input, per_token=True),
+            Term("attention results not on the host", on_device * layer.result, per_token=True),
         )
     terms = [Term("layer inputs", count * layer.input, per_token=True)]
-    if mode == "none":
-        terms += [
-            Term("attention results", count * layer.result, per_token=True),
-            Term("other activations of attention", count * layer.attention, per_token=True),
-            Term("activations of the MLP", job.in_flight(stage) * mlps, per_token=True),
-        ]
-    elif mode == "attention_output":
+    if mode in ("none", "attention_output"):
         terms.append(Term("attention results", count * layer.result, per_token=True))
+    if mode == "none":
+        terms.append(Term("other activations of attention", count * layer.attention, per_token=True))
+        terms.append(Term("activations of the MLP", job.in_flight(stage) * mlps, per_token=True))
     return tuple(terms)
 
 
 def _layer_backward(job: Job, layer: LayerBytes, attention: AttentionBytes) -> tuple[Term, ...]:
-    """What backward through one layer needs beside what `_kept` counts."""
+    """Return what the backward pass of one layer needs besides `_kept`."""
     mode = job.config.recompute.mode
     recomputed = layer.total - layer.input - (0 if mode == "layer" else layer.result)
     terms = (Term("activations of one layer, recomputed", recomputed, per_token=True),) if mode != "none" else ()
-    # In attention: the call's own tensors in the place of what forward kept of it, and nothing of the MLP.
+    # Within attention, the call's own tensors replace what forward kept for it, and the MLP's are freed.
     in_attention = Term("gradients inside attention", attention.backward - layer.mlp - layer.result - layer.qkv, True)
     inside = max(_mlp_backward(job, layer), (in_attention,), key=lambda parts: sum(term.num_bytes for term in parts))
     return (*terms, Term("gradients of hidden states", 2 * layer.input, per_token=True), *inside)
@@ -225,7 +228,7 @@ def _mlp_backward(job: Job, layer: LayerBytes) -> tuple[Term, ...]:
             Term("a tile of the MLP", layer.tile),
             Term("gradients of the MLP's weights", (first + second) * (4 + job.element_bytes)),
         )
-    # The gradient of the MLP's first output beside that output, whose activation is freed by then.
+    # The gradient of the first output, besides that output. The activation has been freed by then.
     return (
         Term("gradients inside the MLP", layer.fc1, per_token=True),
         Term("gradient of a weight", first * job.element_bytes),
@@ -233,16 +236,16 @@ def _mlp_backward(job: Job, layer: LayerBytes) -> tuple[Term, ...]:
 
 
 def _loss(job: Job, layer: LayerBytes) -> tuple[Term, ...]:
-    """The final norm, the LM head and its cross-entropy."""
+    """Return the memory of the final norm, the LM head and the cross-entropy."""
     model, e, tokens = job.config.model, job.element_bytes, job.tokens
     vocabulary = job.vocab_size // job.config.parallelism.tensor_parallel_size
     weight = vocabulary * model.hidden_size
-    # Of all tokens, and with sequence parallelism beside it of this rank's.
+    # Of all tokens, and with sequence parallelism also of this rank's.
     grad_hidden = e * tokens * model.hidden_size
     if job.config.parallelism.uses_sequence_parallel:
         grad_hidden += layer.input
     norm = Term("final norm", layer.input + layer.norm, per_token=True)
-    per_logit = 4 + (e if e < 4 else 0)  # softmax in fp32; beside it the logits, or their gradient, in bf16
+    per_logit = 4 + (e if e < 4 else 0)  # softmax in fp32 and, in bf16, the logits or their gradient
     chunk = job.config.recompute.head_chunk_tokens
     if chunk is None:
         fused = 4 if job.fused and e < 4 else 0  # Megatron's fused cross-entropy copies the logits to fp32 first
@@ -258,8 +261,10 @@ def _loss(job: Job, layer: LayerBytes) -> tuple[Term, ...]:
 
 
 def _host_bytes(job: Job, stage: int, layer: LayerBytes) -> int:
-    """Of optimizer states, and of layers' inputs and attention's results: buffers of `recompute.HostStore`, whose sizes
-    are powers of two."""
+    """Return the host memory of optimizer states and of offloaded layer inputs and attention results.
+
+    The latter are in buffers of `recompute.HostStore`, whose sizes are powers of two.
+    """
     states = _own_parameters(job, stage) * _state_bytes(job) if job.config.optim.states_on_host else 0
     if job.config.recompute.mode != OFFLOAD:
         return states

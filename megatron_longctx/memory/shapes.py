@@ -1,4 +1,4 @@
-"""Counts that the memory model is made of: parameters of a stage, elements that a layer keeps for backward."""
+"""Sizes that the memory model adds up: parameters of a pipeline stage, activations of a layer, memory of attention."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ from ..schedules.kernel_calls import of_gpus
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on how many ranks.
+    """A configured training job whose memory is predicted.
 
-    vocab_size: rows of the embedding. data_parallel_size: over which the distributed optimizer shards, besides the
-    context-parallel ranks. fused: RMSNorm and SwiGLU are one kernel each, as on GPUs; CPUs keep what is between.
+    Attributes:
+        vocab_size: rows of the embedding.
+        data_parallel_size: data-parallel ranks. The distributed optimizer shards over these and the context-parallel
+            ranks.
+        fused: RMSNorm and SwiGLU are one kernel each, as on GPUs. On CPUs their intermediate results are kept.
     """
 
     config: Config
@@ -43,21 +46,21 @@ class Job:
 
     @property
     def element_bytes(self) -> int:
-        """Of weights and activations."""
+        """The size of a weight or an activation."""
         return 2 if self.config.train.precision == "bf16" else 4
 
     @property
     def num_layers(self) -> int:
-        """Of one pipeline stage."""
+        """The number of layers of one pipeline stage."""
         return self.config.model.num_layers // self.config.parallelism.pipeline_parallel_size
 
     def expert_layers(self, stage: int) -> int:
-        """How many layers of a stage are of experts."""
+        """Return how many layers of a pipeline stage have experts."""
         return sum(self.config.model.expert_layers[stage * self.num_layers : (stage + 1) * self.num_layers])
 
     @cached_property
     def plan(self) -> Plan:
-        """The forward plan of one attention call, of a layer that sees most."""
+        """The forward plan of one attention call, for the layer with the largest mask."""
         par = self.config.parallelism
         if par.schedule == "auto":
             raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with plan --compare.")
@@ -72,7 +75,7 @@ class Job:
 
     @cached_property
     def target(self) -> Target:
-        """What attention is lowered for. Peers read each other's memory on GPUs, unless messages are asked for."""
+        """The target of lowering. On GPUs, ranks read each other's memory unless `attention.transport=p2p`."""
         n = self.config.parallelism.context_parallel_size
         over_peers = self.fused and n > 1 and self.config.attention.transport != "p2p"
         hosts = (tuple(range(n)),) * n if over_peers else None
@@ -80,7 +83,7 @@ class Job:
 
     @cached_property
     def programs(self) -> tuple[list[Program], list[Program]]:
-        """Forward and backward, of all ranks; of more than 16 some of each kind."""
+        """The forward and backward programs of all ranks, or of six typical ranks if there are more than 16."""
         n = self.plan.n
         ranks = range(n) if n <= 16 else sorted({0, 1, n // 2 - 1, n // 2, n - 2, n - 1})
         forward, backward = Lowering(self.plan, self.target), Lowering(self.backward, self.target)
@@ -88,37 +91,31 @@ class Job:
 
     @cached_property
     def footprints(self) -> tuple[Footprint, Footprint]:
-        """Forward and backward, of the rank with the most of each."""
-        found = []
-        for programs in self.programs:
-            each = [footprint(program, self.target.workload, self.fused) for program in programs]
-            most = {f.name: max(getattr(x, f.name) for x in each) for f in fields(Footprint)}
-            found.append(Footprint(**most))
-        return found[0], found[1]
+        """The forward and backward footprint; every field is the largest of all ranks."""
+
+        def largest(programs: list[Program]) -> Footprint:
+            of_ranks = [footprint(program, self.target.workload, self.fused) for program in programs]
+            return Footprint(**{f.name: max(getattr(each, f.name) for each in of_ranks) for f in fields(Footprint)})
+
+        return largest(self.programs[0]), largest(self.programs[1])
 
     @property
     def keeps_received(self) -> bool:
-        """Whether attention keeps what it has received from forward to backward."""
-        config, n = self.config, self.config.parallelism.context_parallel_size
-        return keeps_received(
-            config.keep_received,
-            config.parallelism.schedule,
-            n,
-            config.data.seq_length,
-            config.train.micro_batch_size,
-        )
+        """Whether attention keeps the blocks that it received in forward for backward."""
+        config, par = self.config, self.config.parallelism
+        length, batch = config.data.seq_length, config.train.micro_batch_size
+        return keeps_received(config.keep_received, par.schedule, par.context_parallel_size, length, batch)
 
     @cached_property
     def tokens(self) -> int:
-        """Of the rank with the most, over the sequences of a micro-batch."""
+        """The tokens of a micro-batch on the rank that has most of them."""
         longest = max(map(self.plan.queries.num_tokens, range(self.plan.n)))
         return longest * self.config.train.micro_batch_size
 
     @property
     def hidden_tokens(self) -> int:
-        """Tokens between the layers' tensor-parallel parts: sharded by sequence parallelism."""
-        par = self.config.parallelism
-        return -(-self.tokens // (token_unit(par)))
+        """The tokens of a hidden state between tensor-parallel layers, which sequence parallelism shards."""
+        return -(-self.tokens // token_unit(self.config.parallelism))
 
     @property
     def num_micro_batches(self) -> int:
@@ -126,38 +123,35 @@ class Job:
         return max(1, train.global_batch_size // (train.micro_batch_size * self.data_parallel_size))
 
     def in_flight(self, stage: int) -> int:
-        """Micro-batches whose activations a pipeline stage holds at once (1F1B)."""
+        """Return the number of micro-batches whose activations a pipeline stage holds at the same time (1F1B)."""
         return min(self.num_micro_batches, self.config.parallelism.pipeline_parallel_size - stage)
 
 
 def stage_parameters(job: Job, stage: int) -> int:
-    """Parameters of one tensor-parallel rank of a pipeline stage."""
-    model, par = job.config.model, job.config.parallelism
-    last = par.pipeline_parallel_size - 1
-    embedding = embedding_weights(job)
-    norm = model.hidden_size * (2 if model.normalization == "layernorm" else 1)
-    of_experts = job.expert_layers(stage)
-    total = (job.num_layers - of_experts) * layer_parameters(job)
-    total += of_experts * (layer_parameters(job, experts=True) if of_experts else 0)
+    """Return the number of parameters of one rank of a pipeline stage."""
+    model, expert_layers = job.config.model, job.expert_layers(stage)
+    last = job.config.parallelism.pipeline_parallel_size - 1
+    total = (job.num_layers - expert_layers) * layer_parameters(job)
+    total += expert_layers * layer_parameters(job, experts=True)
     if stage == 0:
-        total += embedding
+        total += embedding_weights(job)
         if model.position_embedding == "learned":
             total += job.config.data.seq_length * model.hidden_size
     if stage == last:
-        total += norm
+        total += model.hidden_size * (2 if model.normalization == "layernorm" else 1)
         if not (model.tie_embeddings and last == 0):
-            total += embedding
+            total += embedding_weights(job)
     return total
 
 
 def stage_experts(job: Job, stage: int) -> int:
-    """Parameters among them that expert-parallel ranks share, for which fewer ranks are data-parallel."""
-    count = job.expert_layers(stage) if job.config.parallelism.expert_model_parallel_size > 1 else 0
-    return count * expert_parameters(job) if count else 0
+    """Return how many of `stage_parameters` expert parallelism shards; fewer ranks are data-parallel for these."""
+    sharded = job.config.parallelism.expert_model_parallel_size > 1
+    return job.expert_layers(stage) * expert_parameters(job) if sharded else 0
 
 
 def mlp_weights(job: Job) -> tuple[int, int]:
-    """Elements of the two matrices of one layer's MLP on one tensor-parallel rank; of the wider kind."""
+    """Return the elements of both matrices of one layer's MLP on one rank, for the wider of dense and expert layers."""
     model, par = job.config.model, job.config.parallelism
     widths = {
         model.expert_width // par.tensor_size_of_experts
@@ -170,18 +164,19 @@ def mlp_weights(job: Job) -> tuple[int, int]:
 
 
 def embedding_weights(job: Job) -> int:
-    """Elements of the embedding, or of the LM head, on one tensor-parallel rank."""
+    """Return the elements of the embedding, or of the LM head, on one tensor-parallel rank."""
     return job.vocab_size * job.config.model.hidden_size // job.config.parallelism.tensor_parallel_size
 
 
 def layer_parameters(job: Job, experts: bool = False) -> int:
-    """Parameters of one transformer layer, a dense one or one of experts, on one rank."""
+    """Return the number of parameters of one transformer layer on one rank, dense or with experts."""
     model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
     heads = (model.num_attention_heads + 2 * model.num_kv_heads) * model.kv_channels
     width = 0 if experts else model.ffn_hidden_size
     fc1 = model.fc1_columns * width
+    norm = 2 if model.normalization == "layernorm" else 1
     sharded = model.attention_weights + model.hidden_size * (fc1 + width)
-    whole = 2 * model.hidden_size * (2 if model.normalization == "layernorm" else 1)
+    whole = 2 * model.hidden_size * norm
     if model.bias or model.qkv_bias:
         sharded += heads
     if model.bias:
@@ -189,45 +184,44 @@ def layer_parameters(job: Job, experts: bool = False) -> int:
         whole += (1 if experts else 2) * model.hidden_size
     if model.sinks == "learnable":
         sharded += model.num_attention_heads
-    norm = 2 if model.normalization == "layernorm" else 1
     normed = 2 * model.kv_channels if model.kv_lora_rank is None else model.kv_lora_rank + (model.q_lora_rank or 0)
     whole += norm * (normed * model.qk_norm + 2 * model.hidden_size * model.post_norms)
-    if model.implementation == "transformer_engine":  # whose ranks each have these products whole
+    if model.implementation == "transformer_engine":  # its ranks do not shard the down projections of latents
         sharded, whole = sharded - model.down_weights, whole + model.down_weights
     return sharded // tp + whole + (expert_parameters(job) + router_parameters(job) if experts else 0)
 
 
 def expert_parameters(job: Job) -> int:
-    """Of the experts of one layer that a rank holds."""
+    """Return the number of parameters of the experts of one layer on one rank; 0 for a dense model."""
     model, par = job.config.model, job.config.parallelism
-    assert model.num_moe_experts is not None
     columns = model.fc1_columns
     sharded = (columns + 1) * model.hidden_size * model.expert_width
     biases = columns * model.expert_width + model.hidden_size if model.bias else 0
-    return model.num_moe_experts // par.expert_model_parallel_size * (sharded // par.tensor_size_of_experts + biases)
+    experts = (model.num_moe_experts or 0) // par.expert_model_parallel_size
+    return experts * (sharded // par.tensor_size_of_experts + biases)
 
 
 def router_parameters(job: Job) -> int:
-    """Of what else is in the place of a layer's MLP: the router, and this rank's part of shared experts."""
+    """Return the number of parameters of one layer's router, and of this rank's part of its shared expert."""
     model, tp = job.config.model, job.config.parallelism.tensor_parallel_size
-    assert model.num_moe_experts is not None
     shared = (model.fc1_columns + 1) * model.hidden_size * (model.moe_shared_expert_intermediate_size or 0)
-    return model.num_moe_experts * (model.hidden_size + model.bias) + shared // tp
-
-
-def routed_tokens(job: Job) -> int:
-    """Rows that go through the experts of a rank."""
-    return job.hidden_tokens * job.config.model.moe_router_topk * job.config.parallelism.tensor_size_of_experts
+    return (model.num_moe_experts or 0) * (model.hidden_size + model.bias) + shared // tp
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What one layer's activations take for one micro-batch.
+    """The activations of one layer for one micro-batch, in bytes.
 
-    input: the layer's input. result: attention's out and lse. attention: everything else up to there that backward
-    reads (norm, q, keys and values, or what is kept of other ranks'); qkv is what the attention call itself takes of
-    it. mlp: everything after attention (norm, its input, the MLP); the MLP's first output of it is fc1. norm: what one
-    norm keeps beside its input. tile: with tiles, what lies there of one in the place of the MLP's own activations.
+    Attributes:
+        input: the layer's input.
+        result: attention's out and lse.
+        attention: the other activations of attention that backward reads: norm, q, keys and values, or what is kept of
+            other ranks' blocks.
+        qkv: the part of `attention` that the attention call itself reads.
+        mlp: everything after attention: norm, its input, the MLP.
+        fc1: the part of `mlp` that is the output of the MLP's first matrix.
+        norm: what one norm keeps besides its input.
+        tile: with tiles, the activations of one, which replace those of the whole MLP.
     """
 
     input: int
@@ -245,8 +239,10 @@ class LayerBytes:
 
 
 def layer_bytes(job: Job, experts: bool = False) -> LayerBytes:
-    """Activations of one layer, a dense one or one of experts, as Megatron's layers with our attention and torch's
-    norms save them."""
+    """Return the activations of one layer, dense or with experts.
+
+    They are those that Megatron's layers save with this package's attention and torch's norms.
+    """
     model, e, tokens = job.config.model, job.element_bytes, job.tokens
     tp = job.config.parallelism.tensor_parallel_size
     workload = workload_of(job.config)
@@ -256,59 +252,59 @@ def layer_bytes(job: Job, experts: bool = False) -> LayerBytes:
     q = per_sequence * workload.elements(Kind.Q) * e
     kv = per_sequence * workload.elements(Kind.KV) * e
     grouped = model.num_kv_heads < model.num_attention_heads
-    # Without RoPE keys and values, and with one query head for each of them queries, are views of the projection.
-    seen = q + kv + (q if grouped and not rope else 0)
-    taken, kept = q + kv, job.footprints[0].kept
+    # Keys and values are views of the projection without RoPE. So are queries if each has its own key/value head.
+    saved = q + kv + (q if grouped and not rope else 0)
+    qkv, kept = q + kv, job.footprints[0].kept
     reads = job.programs[1][0].reads_own
-    if kept and reads.isdisjoint((Kind.Q_GRAD, Kind.KV)):  # in the place of the rank's own, its lse included
-        seen = taken = 0
+    if kept and reads.isdisjoint((Kind.Q_GRAD, Kind.KV)):  # kept blocks, with their lse, replace the rank's own q, k, v
+        saved = qkv = 0
         if model.sinks == "none":
             kept -= per_sequence * (workload.token_bytes(Kind.OUT) - workload.token_bytes(Kind.Q))
-        else:  # whose gradient is of the rank's own queries
-            seen = taken = q
+        else:  # the gradient of sinks reads the rank's own queries
+            saved = qkv = q
     fc1 = e * tokens * model.fc1_columns * model.ffn_hidden_size // tp
     act = e * tokens * model.ffn_hidden_size // tp
     rms = model.normalization == "rmsnorm"
 
     def normed(size: int, rows: int) -> int:
-        """What a norm of `size` bytes keeps, but its input."""
+        """Return what a norm of `size` bytes keeps besides its input."""
         return size + 4 * rows * (1 if rms else 2) + (0 if job.fused or not rms else size)
 
     norm = normed(hidden, job.hidden_tokens)
-    if model.latent:  # and what cosines and sines queries and keys have been multiplied by
-        seen += 4 * e * per_sequence * model.rope_channels + e * job.hidden_tokens * model.rope_channels
+    if model.latent:  # the cosines and sines that queries and keys were multiplied by are saved as well
+        saved += 4 * e * per_sequence * model.rope_channels + e * job.hidden_tokens * model.rope_channels
         for rank, rows in ((model.kv_lora_rank, job.hidden_tokens), (model.q_lora_rank, tokens)):
-            if rank is not None:  # of queries Megatron keeps the rows of all tensor-parallel ranks
-                seen += e * rows * rank
-                seen += normed(e * job.hidden_tokens * rank, job.hidden_tokens) if model.qk_norm else 0
+            if rank is not None:  # Megatron keeps the query latents of all tensor-parallel ranks
+                saved += e * rows * rank
+                saved += normed(e * job.hidden_tokens * rank, job.hidden_tokens) if model.qk_norm else 0
     elif model.qk_norm:
-        seen += sum(size + normed(size, size // (e * model.kv_channels)) for size in (q, kv // 2))
-    behind = 2 * norm if model.post_norms else 0  # and the norm's input is in the place of its output
+        saved += sum(size + normed(size, size // (e * model.kv_channels)) for size in (q, kv // 2))
+    post_norms = 2 * norm if model.post_norms else 0  # they keep their input, not their output; both have the same size
     fused = job.fused and model.activation == "swiglu"
-    between = 2 * act if model.fc1_columns == 2 and not fused else 0
-    inside, size = fc1 + act + between, job.config.recompute.mlp_tile_tokens
+    gate = 2 * act if model.fc1_columns == 2 and not fused else 0
+    inside, tile_tokens = fc1 + act + gate, job.config.recompute.mlp_tile_tokens
     if experts:
         inside, fc1 = expert_bytes(job)
     return LayerBytes(
         input=hidden,
         result=per_sequence * workload.token_bytes(Kind.OUT),
-        attention=norm + seen + kept,
-        qkv=taken + kept,
-        mlp=hidden + norm + behind + (inside if size is None else 0),
+        attention=norm + saved + kept,
+        qkv=qkv + kept,
+        mlp=hidden + norm + post_norms + (inside if tile_tokens is None else 0),
         fc1=fc1,
         norm=norm,
-        # Beside them the gradient of the first output: the last activation is freed by then.
-        tile=0 if size is None else (inside + fc1) * min(size, tokens) // max(1, tokens),
+        # The gradient of fc1 comes on top: the last activation has been freed by then.
+        tile=0 if tile_tokens is None else (inside + fc1) * min(tile_tokens, tokens) // max(1, tokens),
     )
 
 
 def expert_bytes(job: Job) -> tuple[int, int]:
-    """Activations of a layer's experts on one rank, and of them what their first products give."""
+    """Return the activations of a layer's experts on one rank, and the part that is the output of the first matrix."""
     model, par, e = job.config.model, job.config.parallelism, job.element_bytes
-    columns, rows = model.fc1_columns, routed_tokens(job)
-    width = model.expert_width // par.tensor_size_of_experts
+    columns, width = model.fc1_columns, model.expert_width // par.tensor_size_of_experts
+    rows = job.hidden_tokens * model.moe_router_topk * par.tensor_size_of_experts  # through the experts of a rank
     fc1 = e * rows * columns * width
-    # The input of both products; of a gate also its two halves and their product, before it is weighted.
+    # The input of both matrices. A gate adds its two halves and their product before it is weighted.
     inside = e * rows * model.hidden_size + fc1 + e * rows * width
     if not (job.fused and model.activation == "swiglu"):
         inside += e * rows * width * (3 if columns == 2 else 1)
@@ -319,8 +315,13 @@ def expert_bytes(job: Job) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """buffers: held between calls by all layers together. published: what peers read, which lies outside of the
-    caching allocator. backward: most of one backward call beside them, with its inputs."""
+    """The memory of attention besides saved activations, in bytes.
+
+    Attributes:
+        buffers: received blocks; allocated between calls, and shared by all layers.
+        published: memory that peers read, outside torch's caching allocator.
+        backward: the largest amount that one backward call needs besides these, including its inputs.
+    """
 
     buffers: int
     published: int
@@ -328,10 +329,10 @@ class AttentionBytes:
 
 
 def attention_bytes(job: Job) -> AttentionBytes:
-    """From the programs of the configured mode."""
+    """Return the memory of attention, read from the programs of the configured mode."""
     forward, backward = job.footprints
     workload = job.target.workload
-    buffers: dict[tuple[Kind, int, int], int] = {}  # by what the passes of a rank share
+    buffers: dict[tuple[Kind, int, int], int] = {}  # keyed by what the passes of a rank share
     for program in (program for way in job.programs for program in way):
         for each, name in zip(program.buffers, program.buffer_names, strict=True):
             key = each.kind, each.parts, name

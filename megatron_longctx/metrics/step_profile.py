@@ -1,14 +1,14 @@
-"""Where the time of one step goes: a device's operations by kind, what runs beside them, and what waits."""
+"""Where the time of a step goes: a device's operations by kind, what runs at the same time, and what waits."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# The first kind one of whose words an operation's name contains (lower case). Names are those of CUDA kernels and, on
-# CPUs, of torch's operators.
+# Kinds, with words of which the name of such an operation contains one (in lower case). The first match counts. Names
+# are those of CUDA kernels and, on CPUs, of torch's operators.
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fused elementwise", ("triton_", "_rotate_kernel")),  # torch.compile's, and RoPE
     ("attention backward", ("bprop", "flash_bwd", "sdpa_backward", "attentionfunctionbackward", "attention_backward")),
@@ -26,7 +26,7 @@ IDLE = "nothing runs"
 
 
 class Span(NamedTuple):
-    """An operation on one stream (of a device) or thread (of the host); times in seconds from anywhere."""
+    """An operation on a stream (of a device) or a thread (of the host), in seconds from any common start."""
 
     name: str
     stream: int
@@ -36,11 +36,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProfile:
-    """A step's time on one rank.
+    """The time of a step on one rank.
 
-    seconds: of the step, from the first operation to the end. busy: seconds by kind on the stream that computes;
-    with `IDLE` they add up to `seconds`. beside: seconds by kind on other streams, at the same time. longest: the
-    names that take most of the computing stream, with seconds and calls.
+    Attributes:
+        seconds: from the beginning of the first operation to the end of the last.
+        busy: seconds on the compute stream, keyed by kind. With `IDLE` they add up to `seconds`.
+        beside: seconds on other streams, keyed by kind. They overlap with `busy`.
+        longest: name, seconds and calls of the operations with the largest share of the compute stream.
     """
 
     seconds: float
@@ -57,57 +59,51 @@ class StepProfile:
         }
 
     def table(self) -> str:
-        """A Markdown table, largest share first."""
+        """Return a Markdown table, the largest share first."""
         lines = ["| kind | s | % of the step | beside, s |", "|---|---|---|---|"]
-        kinds = sorted({*self.busy, *self.beside}, key=lambda kind: -self.busy.get(kind, 0.0))
-        for kind in kinds:
+        for kind in sorted({*self.busy, *self.beside}, key=lambda kind: -self.busy.get(kind, 0.0)):
             busy, beside = self.busy.get(kind, 0.0), self.beside.get(kind, 0.0)
             lines.append(f"| {kind} | {busy:.4f} | {100 * busy / self.seconds:.1f} | {beside:.4f} |")
         return "\n".join((*lines, f"| whole step | {self.seconds:.4f} | 100 | |"))
 
 
 def kind_of(name: str) -> str:
-    """The kind of an operation: one in `KINDS`, else `OTHER`."""
+    """Return the kind of an operation: one of `KINDS`, or `OTHER`."""
     name = name.lower()
     return next((kind for kind, words in KINDS if any(word in name for word in words)), OTHER)
 
 
 def profile_of(spans: Iterable[Span], longest: int = 12) -> StepProfile:
-    """Sum a step's operations up.
+    """Summarize the operations of a step.
 
-    The stream that is busy longest counts as the one that computes; where operations on it overlap (threads of the
-    host), the time belongs to the earlier one.
+    The stream with most work is the compute stream. If operations on it overlap (threads of the host), the time counts
+    for the one that began earlier.
 
     Raises:
-        ValueError: no operation at all.
+        ValueError: there are no operations.
     """
-    every = sorted(spans, key=lambda span: span.begin)
-    if not every:
+    ordered = sorted(spans, key=lambda span: span.begin)
+    if not ordered:
         raise ValueError("a profile of no operations: expected a step that runs some. Profile a training step.")
     totals: dict[int, float] = defaultdict(float)
-    for span in every:
+    for span in ordered:
         totals[span.stream] += span.end - span.begin
-    computing = max(totals, key=lambda stream: totals[stream])
-    first, last = every[0].begin, max(span.end for span in every)
+    compute_stream = max(totals, key=lambda stream: totals[stream])
     busy: dict[str, float] = defaultdict(float)
-    by_name: dict[str, list[float]] = defaultdict(list)
-    at = first
-    idle = 0.0
-    for span in (span for span in every if span.stream == computing):
-        idle += max(0.0, span.begin - at)
-        took = max(0.0, span.end - max(at, span.begin))
-        at = max(at, span.end)
-        busy[kind_of(span.name)] += took
-        by_name[span.name].append(took)
-    busy[IDLE] = idle + last - at
-    ranked = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:longest]
-    names = tuple((name, sum(took), len(took)) for name, took in ranked)
-    return StepProfile(last - first, dict(busy), _beside(every, computing), names)
-
-
-def _beside(spans: Sequence[Span], computing: int) -> dict[str, float]:
     beside: dict[str, float] = defaultdict(float)
-    for span in spans:
-        if span.stream != computing:
+    by_name: dict[str, list[float]] = defaultdict(list)
+    first, last = ordered[0].begin, max(span.end for span in ordered)
+    now, idle = first, 0.0
+    for span in ordered:
+        if span.stream != compute_stream:
             beside[kind_of(span.name)] += span.end - span.begin
-    return dict(beside)
+            continue
+        idle += max(0.0, span.begin - now)
+        seconds = max(0.0, span.end - max(now, span.begin))
+        now = max(now, span.end)
+        busy[kind_of(span.name)] += seconds
+        by_name[span.name].append(seconds)
+    busy[IDLE] = idle + last - now
+    ranked = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:longest]
+    names = tuple((name, sum(seconds), len(seconds)) for name, seconds in ranked)
+    return StepProfile(last - first, dict(busy), dict(beside), names)

@@ -25,9 +25,8 @@ from ..mcore.sequence import build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
 from ..mcore.tokenizer import build_tokenizer
 from ..metrics import environment
-from ..metrics.hardware import current_device_name, peak_tflops
-from ..metrics.sinks import ConsoleSink, JsonlSink, Sink
-from ..metrics.wandb_run import WandbSink
+from ..metrics.flops import peak_tflops
+from ..metrics.sinks import ConsoleSink, JsonlSink, Sink, WandbSink
 from . import heartbeat, preflight
 from .loader import Loader
 from .monitoring import (
@@ -271,7 +270,7 @@ class Trainer:
 
     def _open_sinks(self) -> list[Sink]:
         config = self.config
-        self._peak_tflops = peak_tflops(current_device_name(), config.logging.peak_tflops)
+        self._peak_tflops = peak_tflops(environment.current_device_name(), config.logging.peak_tflops)
         environment.write(self.folder.path, dist.get_world_size())
         return [
             JsonlSink(self.folder.metrics, self.step),

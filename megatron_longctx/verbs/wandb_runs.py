@@ -52,12 +52,12 @@ def _sync(folders: Sequence[Path]) -> None:
 
     from ..compare.runs import load_run
     from ..compose import RESOLVED, load_config
-    from ..metrics.wandb_run import rebuild
+    from ..metrics.sinks import rebuild_wandb
 
     loaded = [(folder, load_run(folder), load_config(folder / RESOLVED)) for folder in folders]
     for folder, run, config in loaded:
         try:
-            place = rebuild(folder, config, [run.records[step] for step in sorted(run.records)])
+            place = rebuild_wandb(folder, config, [run.records[step] for step in sorted(run.records)])
         except Error as error:
             raise JobFailed(f"{folder}: W&B: {error}") from None
         print(f"{folder}: {len(run.records)} steps, to {max(run.records)}: {place}")

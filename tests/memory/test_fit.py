@@ -12,7 +12,7 @@ from megatron_longctx.compose import compose_config
 from megatron_longctx.config import MOST_TOKENS
 from megatron_longctx.mcore.corpus import write_documents
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.memory import COMFORT, Job, check, max_length, predict, report, summary
+from megatron_longctx.memory import SAFE_SHARE, Job, check, max_length, predict, report, summary
 from megatron_longctx.memory.command import planned_job
 from megatron_longctx.training import preflight
 from megatron_longctx.verbs import cli
@@ -95,7 +95,7 @@ def test_check_refuses_warns_and_says_what_to_change() -> None:
         check(job, 95 * GIB, 65 * GIB)
     advised = _job("recompute=layer", chunk)
     assert check(advised, device) is None
-    close = check(advised, int(predict(advised).num_bytes / (COMFORT + 0.05)))
+    close = check(advised, int(predict(advised).num_bytes / (SAFE_SHARE + 0.05)))
     assert close is not None and f"may run out. Set {tile} (110.4 GiB)" in close
     with pytest.raises(
         ValueError, match=r"Set recompute.mode=layer .* and data.seq_length=\d+ or less, or raise"
@@ -138,9 +138,9 @@ def test_the_lengths_that_the_docs_print() -> None:
     for layout, column in zip(((8, 1), (4, 2), (2, 4)), zip(*(row[1:] for row in rows), strict=True), strict=True):
         ranks = [f"parallelism.{kind}_parallel_size={n}" for kind, n in zip(("context", "tensor"), layout, strict=True)]
         jobs = [_job(*small, *ranks, f"recompute.mode={row[0]}") for row in rows]
-        assert [f"{max_length(job, int(COMFORT * 139 * GIB)):,}" for job in jobs] == list(column), layout
+        assert [f"{max_length(job, int(SAFE_SHARE * 139 * GIB)):,}" for job in jobs] == list(column), layout
     over_peers = _job(*small, "attention.transport=peer", "recompute.mode=attention_output")
-    assert f"{max_length(over_peers, int(COMFORT * 139 * GIB)):,} tokens for CP 8 and `attention_output`" in page
+    assert f"{max_length(over_peers, int(SAFE_SHARE * 139 * GIB)):,} tokens for CP 8 and `attention_output`" in page
 
 
 @pytest.mark.parametrize("gib", ["0", "-1", "nan", "inf", "1e30", "1000001"])
@@ -176,7 +176,7 @@ def test_the_plan_verb_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     }
     assert rows["none"] < rows["attention_output"] < rows["layer"] < rows["attention_output+offload"]
     assert said.count("GiB a rank pinned on the host") == 1
-    assert rows["none"] == max_length(_job(), int(COMFORT * 139 * GIB))
+    assert rows["none"] == max_length(_job(), int(SAFE_SHARE * 139 * GIB))
     assert cli.main(["plan", *LLAMA[:3], "--max-length"]) == 2
     assert "--device-gib N" in capsys.readouterr().err
     assert cli.main(["plan", *LLAMA, "--memory", "gone/x.png"]) == 2

@@ -1,4 +1,4 @@
-"""FLOPs against numbers worked out by hand, and devices' peaks by names that contain one another."""
+"""FLOPs compared with numbers computed by hand, and peaks of devices whose names contain one another."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 
 from megatron_longctx import names
 from megatron_longctx.config import ModelConfig
-from megatron_longctx.metrics.flops import StepFlops, Work, performance, training_flops
-from megatron_longctx.metrics.hardware import peak_tflops
+from megatron_longctx.metrics.flops import StepFlops, Work, peak_tflops, performance, training_flops
 
 LLAMA3_8B = ModelConfig(
     name="llama3_8b",
@@ -21,7 +20,7 @@ LLAMA3_8B = ModelConfig(
 
 
 def _causal(model: ModelConfig, length: int, batch: int) -> Work:
-    """Whole causal sequences."""
+    """Return the work of whole causal sequences."""
     pairs = model.num_layers * batch * (length * (length + 1) // 2)
     return Work(batch * length, pairs, batch * length**2)
 
@@ -68,9 +67,9 @@ def test_batch_scales_linearly() -> None:
     assert (four.causal, four.dense) == (4 * one.causal, 4 * one.dense)
 
 
-def test_documents_and_windows_count_what_is_seen() -> None:
+def test_documents_and_windows_count_visible_pairs() -> None:
     model = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, num_kv_heads=1, ffn_hidden_size=8)
-    # Documents of 3 and 2 tokens: 6 + 3 visible pairs. In the second layer a token sees one before: 5 + 3. In 2 layers
+    # Documents of 3 and 2 tokens: 6 + 3 visible pairs. In the second layer the window is one token: 5 + 3. In 2 layers
     # of 5 tokens a query's own key is one of 10 pairs: 17 - 5 = 12, times 4*2*8 = 768; dense 2*25, 3200.
     packed = training_flops(model, 10, Work(5, 9 + 8, 25))
     assert packed.dense - packed.causal == 3 * (3200 - 768)

@@ -1,15 +1,23 @@
-"""Sinks: valid JSON always, no doubled curves."""
+"""Sinks: JSON is always valid, no step is written twice, W&B never ends a run."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import wandb
 
 from megatron_longctx import names
-from megatron_longctx.metrics.sinks import ConsoleSink, Eta, JsonlSink, Value, clock_text, decode, encode
+from megatron_longctx.compose import compose_config
+from megatron_longctx.metrics.environment import labels
+from megatron_longctx.metrics.sinks import ConsoleSink, JsonlSink, Value, WandbSink, clock_text, decode, encode
+from megatron_longctx.sweep import sweep
+
+RECORD = {names.STEP: 1, names.LOSS: 2.0, names.MFU_CAUSAL_PCT: None}
+CP4 = ("parallelism=cp4", "parallelism.tensor_parallel_size=2", "data.packing=best_fit", "train.precision=bf16")
 
 
 def record(step: int, loss: float = 2.0) -> dict[str, Value]:
@@ -25,7 +33,7 @@ def write(path: Path, steps: range, resumed_step: int = 0, offset: float = 0.0) 
 
 def losses(path: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len({row[names.STEP] for row in rows}) == len(rows), "a step is there twice"
+    assert len({row[names.STEP] for row in rows}) == len(rows), "a step is written twice"
     return {row[names.STEP]: row[names.LOSS] for row in rows}
 
 
@@ -115,19 +123,17 @@ def test_console_line_with_nothing_known() -> None:
     assert "MFU —" in line and "mem — GiB" in line and line.endswith("ETA —")
 
 
-def test_eta_ignores_one_slow_step() -> None:
-    eta = Eta()
-    assert eta.seconds(10) is None
-    for step_s in (60.0, 1.0, 1.0, 1.0):
-        eta.add(step_s)
-    assert eta.seconds(10) == 10.0
+def test_the_remaining_time_is_that_of_the_median_of_the_last_20_steps() -> None:
+    sink = ConsoleSink(100, print)
 
+    def eta(step: int, seconds: float) -> str:
+        return sink.line(record(step) | {names.STEP_S: seconds}).rsplit(" ", 1)[1]
 
-def test_eta_forgets_old_steps() -> None:
-    eta = Eta(window=3)
-    for step_s in (9.0, 9.0, 9.0, 2.0, 2.0, 2.0):
-        eta.add(step_s)
-    assert eta.seconds(5) == 10.0
+    assert eta(1, 60.0) == "1:39:00"
+    assert [eta(step, 1.0) for step in (2, 3, 4)][-1] == "0:01:36", "one slow step does not matter"
+    assert eta(5, math.nan) == "0:01:35"
+    assert [eta(step, 9.0) for step in range(5, 40)][-1] == "0:09:09"
+    assert [eta(step, 2.0) for step in range(40, 60)][-1] == "0:01:22"
 
 
 def test_clock_text() -> None:
@@ -139,3 +145,72 @@ def test_clock_text() -> None:
         "1 day 1:01:01",
         "2 days 2:00:00",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            CP4,
+            {
+                "group": "tiny-4096",
+                "job_type": "zigzag",
+                "tags": ["tiny", "zigzag", "layout balanced", "cp4", "tp2", "pp1", "dp2", "NVIDIA H200", "bf16"],
+            },
+        ),
+        (("experiment=demo", "parallelism.schedule=ring"), {"group": "demo", "job_type": "ring"}),
+        (("experiment=demo", "parallelism=single"), {"group": "demo", "job_type": "one rank"}),
+        ((*CP4, "attention.baseline=te_p2p", "attention.transport=auto"), {"job_type": "te_p2p"}),
+        (
+            ("logging.wandb_group=a b", "logging.wandb_job_type=eval", "logging.wandb_tags=x,y z", "experiment=demo"),
+            {"group": "a b", "job_type": "eval", "tags": ["x", "y z"]},
+        ),
+    ],
+)
+def test_labels_group_runs_by_mode(words: tuple[str, ...], expected: dict[str, Any]) -> None:
+    found = labels(compose_config(words), {"device": "NVIDIA H200", "ranks": 16})
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "group"),
+    [
+        (("experiment=compare_modes",), "compare_modes"),
+        (("experiment=compare_modes", "run.name=mine"), "mine"),
+        (("train.steps=21,22", "run.name=mine", "logging.wandb_group=other"), "other"),
+    ],
+)
+def test_jobs_of_a_sweep_share_a_group(words: tuple[str, ...], group: str) -> None:
+    assert {compose_config(job).logging.wandb_group for job in sweep(words).jobs} == {group}
+
+
+def wandb_sink(folder: Path, mode: str = "offline") -> WandbSink:
+    return WandbSink(folder, compose_config([f"logging.wandb={mode}", "run.name=sink-test"]))
+
+
+def test_disabled_wandb_writes_nothing(tmp_path: Path) -> None:
+    disabled = wandb_sink(tmp_path, "disabled")
+    disabled.write(RECORD)
+    disabled.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_that_fails_at_the_start_warns_once(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file where the run's folder should be")
+    with pytest.warns(UserWarning, match=r"W&B is off for the rest of this run \(FileExistsError") as caught:
+        broken = wandb_sink(tmp_path / "taken")
+        broken.write(RECORD)
+        broken.write(RECORD)
+        broken.close()
+    assert len(caught) == 1
+
+
+def test_wandb_that_fails_midway_warns_once(tmp_path: Path) -> None:
+    broken = wandb_sink(tmp_path)
+    assert wandb.run is not None
+    wandb.run.finish()  # as a user's code or W&B itself may: logging to this run raises from now on
+    with pytest.warns(UserWarning, match=r"W&B is off for the rest of this run \(UsageError") as caught:
+        broken.write(RECORD)
+        broken.write(RECORD)
+        broken.close()
+    assert len(caught) == 1

@@ -1,4 +1,4 @@
-"""Sums over a step's operations."""
+"""Profiles of steps: kinds of operations, and sums of their times."""
 
 import pytest
 from hypothesis import given
@@ -27,12 +27,12 @@ def test_operations_have_a_kind(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
-def test_the_computing_stream_is_divided_and_the_rest_runs_beside_it() -> None:
+def test_time_of_the_compute_stream_is_divided_and_other_streams_overlap() -> None:
     spans = [
         Span("gemm", 7, 1.0, 3.0),
         Span("nccl", 9, 1.5, 2.5),
         Span("fprop", 7, 4.0, 8.0),
-        Span("nccl", 9, 8.0, 9.0),  # nothing computes meanwhile
+        Span("nccl", 9, 8.0, 9.0),  # the compute stream is idle
     ]
     profile = profile_of(spans)
     assert profile.seconds == 8.0
@@ -45,12 +45,12 @@ def test_the_computing_stream_is_divided_and_the_rest_runs_beside_it() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from([*NAMES]), st.integers(0, 2), st.integers(0, 99), st.integers(0, 9)), min_size=1)
 )
-def test_a_step_is_what_its_parts_add_up_to(drawn: list[tuple[str, int, int, int]]) -> None:
+def test_kinds_add_up_to_the_step(drawn: list[tuple[str, int, int, int]]) -> None:
     profile = profile_of(Span(name, stream, begin, begin + took) for name, stream, begin, took in drawn)
     assert sum(profile.busy.values()) == pytest.approx(profile.seconds)
     assert all(seconds >= 0 for seconds in (*profile.busy.values(), *profile.beside.values()))
 
 
-def test_a_profile_of_nothing_is_refused() -> None:
+def test_a_profile_without_operations_is_refused() -> None:
     with pytest.raises(ValueError, match="no operations"):
         profile_of([])
