@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.calibrate.modes import every_mode
+from megatron_longctx.calibrate.passes import candidate_modes
 from megatron_longctx.config import TRANSPORTS
 from megatron_longctx.errors import refuse
 from megatron_longctx.kernels.interface import PROVIDERS
@@ -140,7 +140,7 @@ def measure(rank: int, where: Ranks, ask: Ask, keep: Callable[[Measured], object
 def modes(group: dist.ProcessGroup, case: Case, ask: Ask) -> list[Contender]:
     """This package's modes with every option that matters."""
     n = dist.get_world_size(group)
-    every = every_mode(n, case.workload, Cluster("here", 1, n, Mesh(1.0)), case.length)
+    every = candidate_modes(n, case.workload, Cluster("here", 1, n, Mesh(1.0)), case.length)
     chosen = [mode for mode in every if mode.name in ask.modes]
     return [Contender(str(mode), partial(_ours, group, mode, ask), ours=True) for mode in chosen]
 

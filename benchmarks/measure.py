@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_longctx.calibrate.timing import step_seconds, training_step
+from megatron_longctx.calibrate.measure import step_seconds, training_step
 from megatron_longctx.comm import from_all
 from megatron_longctx.testing.references import dense_attention, visible
 

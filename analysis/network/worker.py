@@ -19,7 +19,8 @@ from torch import Tensor
 
 from benchmarks.papers.simulated import not_overlapped
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.calibrate.kernels import Effort, Place, kernel_costs
+from megatron_longctx.calibrate.costs import kernel_costs
+from megatron_longctx.calibrate.measure import Effort, Testbed
 from megatron_longctx.comm import P2PTransport
 from megatron_longctx.layout import Layout
 from megatron_longctx.schedules import Target
@@ -66,7 +67,7 @@ class _Rank:
         rates = self._link_rates()
         self._say("measuring kernel calls")
         effort = Effort(max_tokens=min(job.length, 512), min_tokens=8, repeats=3)
-        kernels = kernel_costs(Place(self.group, _CPU, job.workload), effort)
+        kernels = kernel_costs(Testbed(self.group, _CPU, job.workload), effort)
         costs = replace(kernels, step_s=step_s, message_s=message_s)
         found = []
         for mode in job.modes:

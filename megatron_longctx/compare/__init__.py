@@ -1,7 +1,7 @@
 """Compares runs: tables, pictures, and a dashboard in one HTML file.
 
-`runs` reads run folders, and `command` is the verb `compare`. `dashboard` fills a page that needs no server or network.
-`wandb_views` makes a W&B workspace and report with the same metrics.
+`runs` reads run folders, and `command` is the verb `compare`. `views` fills a page that needs no server or network, and
+makes a W&B workspace and report with the same metrics.
 """
 
 from .command import compare

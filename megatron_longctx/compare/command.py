@@ -1,6 +1,6 @@
-"""The `compare` verb: runs in tables, a picture and a dashboard.
+"""The `compare` verb: tables, pictures and a dashboard of runs, from their `metrics.jsonl` and `resolved.yaml`.
 
-Reads each run's `metrics.jsonl` and `resolved.yaml`. Differences are loss minus the first run's loss, at the same step.
+Differences are the loss minus the loss of the first run at the same step.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..config import ParallelismConfig, mode_options
-from ..schedules import build_plan
-from .dashboard import write_dashboard
-from .runs import COLOURS, METRICS, Metric, Run, common_steps, differences, load_runs
+from ..schedules import Plan, build_plan
+from .runs import COLOURS, METRICS, Metric, Run, common_steps, differences, largest_difference, load_runs
+from .views import write_dashboard
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,24 +21,17 @@ if TYPE_CHECKING:
 
 _LINES = ("-", "--", "-.", ":")
 _STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False}
-_OPTIONS = ("schedule", "max_buffer_tokens", "inner_size", "outer_schedule", "cluster")
+_PLAN_KEYS = ("context_parallel_size", "schedule", "max_buffer_tokens", "inner_size", "outer_schedule", "cluster")
 
 
-class PlanKey(NamedTuple):
-    """What tells context-parallel plans apart. length: tokens of a sequence."""
-
-    parallelism: ParallelismConfig
-    length: int
-
-
-def _layout(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = [" | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
     return "\n".join((lines[0], "-+-".join("-" * width for width in widths), *lines[1:]))
 
 
 def loss_table(runs: Sequence[Run], max_rows: int) -> str:
-    """Losses and differences by step; of more than `max_rows` steps evenly spaced ones, first and last included."""
+    """Return losses and differences by step: all, or `max_rows` evenly spaced steps with the first and the last."""
     steps = common_steps(runs)
     shown = steps
     if len(steps) > max_rows:
@@ -52,52 +45,44 @@ def loss_table(runs: Sequence[Run], max_rows: int) -> str:
         apart = [f"{differences(run, first, [step])[0]:+.2e}" for run in others]
         rows.append([str(step), *(f"{run.loss(step):.6f}" for run in runs), *apart])
     note = f"\n({len(shown)} of {len(steps)} common steps)" if len(shown) < len(steps) else ""
-    return _layout(header, rows) + note
+    return _table(header, rows) + note
 
 
 def summary_table(runs: Sequence[Run]) -> str:
-    """Medians of speed and waiting, peak memory and the largest difference of each run; columns that none has are left
-    out."""
-    steps = common_steps(runs)
-    known = _recorded(runs)
-    header = ["run", "mode", "steps", *(metric.title for metric in known), "max |difference|"]
+    """Return each run's metrics, without those that no run recorded, and its largest difference."""
+    first, steps, metrics = runs[0], common_steps(runs), _recorded(runs)
+    header = ["run", "mode", "steps", *(metric.title for metric in metrics), "max |difference|"]
     rows = []
     for run in runs:
-        figures = [metric.text(run) for metric in known]
-        rows.append([run.name, run.facts()["mode"], str(len(run.records)), *figures, _largest(run, runs[0], steps)])
-    return _layout(header, rows) + "\n(medians over all recorded steps)"
+        largest = "first" if run is first else f"{largest_difference(run, first, steps):.2e}"
+        values = [metric.text(run) for metric in metrics]
+        rows.append([run.name, run.facts()["mode"], str(len(run.records)), *values, largest])
+    return _table(header, rows) + "\n(medians over all recorded steps)"
 
 
 def _recorded(runs: Sequence[Run]) -> list[Metric]:
-    """Figures that some run has."""
+    """Return the metrics that at least one run recorded."""
     return [metric for metric in METRICS if any(metric.of(run) is not None for run in runs)]
 
 
-def _largest(run: Run, first: Run, steps: Sequence[int]) -> str:
-    if run is first:
-        return "first"
-    apart = [abs(d) for d in differences(run, first, steps)]
-    # max() would pass over a NaN, depending on where it stands.
-    return "nan" if any(math.isnan(d) for d in apart) else f"{max(apart):.2e}"
-
-
-def plan_keys(runs: Sequence[Run]) -> list[PlanKey]:
-    """The distinct context-parallel plans of more than one rank among `runs`, in order."""
-    keys: dict[PlanKey, None] = {}
+def distinct_plans(runs: Sequence[Run]) -> list[Plan]:
+    """Return the distinct context-parallel plans of the runs with several ranks, in order."""
+    plans: dict[tuple[ParallelismConfig, int], Plan] = {}
     for run in runs:
-        parallelism = run.config.get("parallelism", {})
-        world = parallelism.get("context_parallel_size", 1)
-        if world > 1:
-            told = {key: parallelism[key] for key in _OPTIONS if key in parallelism}
-            plan = ParallelismConfig(context_parallel_size=world, **told)
-            keys[PlanKey(plan, run.config["data"]["seq_length"])] = None
-    return list(keys)
+        settings = run.config.get("parallelism", {})
+        if settings.get("context_parallel_size", 1) > 1:
+            par = ParallelismConfig(**{key: settings[key] for key in _PLAN_KEYS if key in settings})
+            length = run.config["data"]["seq_length"]
+            if (par, length) not in plans:
+                plan = build_plan(par.schedule, par.context_parallel_size, length, mode_options(par))
+                plans[par, length] = plan
+    return list(plans.values())
 
 
 def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
     for i, run in enumerate(runs):
         steps = sorted(run.records)
-        # Later runs lie on the first one where the losses agree: it is drawn wide and pale, so that both stay visible.
+        # Curves hide the first one where the losses agree: it is wide and pale, so that both stay visible.
         pale = i == 0 and len(runs) > 1
         axes.plot(
             steps,
@@ -132,8 +117,8 @@ def _draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_title(f"Difference from {first.name}", loc="left", fontweight="bold")
 
 
-def draw(runs: Sequence[Run], plans: Sequence[PlanKey]) -> Figure:
-    """The picture: loss curves, their differences below them, and one panel for each of `plans` on the right."""
+def draw(runs: Sequence[Run], plans: Sequence[Plan]) -> Figure:
+    """Draw loss curves, their differences below them, and one panel per plan on the right."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # no pyplot: it would keep the figure, and look for a display
     from matplotlib.ticker import MaxNLocator
@@ -141,13 +126,12 @@ def draw(runs: Sequence[Run], plans: Sequence[PlanKey]) -> Figure:
     from ..schedules.draw import draw_on
 
     with rc_context(_STYLE | {"font.size": 11, "axes.titlesize": 12, "axes.grid": True, "grid.alpha": 0.3}):
-        columns = math.ceil(len(plans) / 2)  # two plans above each other, one alone in full height
+        columns = math.ceil(len(plans) / 2)  # two plans above each other; a single one has the full height
         figure = Figure(figsize=(8 + 7 * columns, 6.2 if len(plans) < 2 else 8), layout="constrained")
         grid = figure.add_gridspec(6, 1 + columns, width_ratios=[8] + [7] * columns)
         compared = len(runs) > 1
-        upper = figure.add_subplot(grid[: 4 if compared else 6, 0])
+        upper = lowest = figure.add_subplot(grid[: 4 if compared else 6, 0])
         _draw_losses(upper, runs)
-        lowest = upper
         if compared:
             lowest = figure.add_subplot(grid[4:, 0], sharex=upper)
             _draw_differences(lowest, runs)
@@ -155,34 +139,30 @@ def draw(runs: Sequence[Run], plans: Sequence[PlanKey]) -> Figure:
         lowest.set_xlabel("step")
         lowest.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.align_ylabels([upper, lowest])
-        for i, key in enumerate(plans):
+        for i, plan in enumerate(plans):
             rows = slice(None) if len(plans) == 1 else slice(3 * (i % 2), 3 * (i % 2) + 3)
             axes = figure.add_subplot(grid[rows, 1 + i // 2])
             axes.grid(False)
-            par = key.parallelism
-            draw_on(axes, build_plan(par.schedule, par.context_parallel_size, key.length, mode_options(par)))
+            draw_on(axes, plan)
     return figure
 
 
-def draw_figures(runs: Sequence[Run]) -> Figure:
-    """The other picture: a panel of bars for every figure that a run has, a bar a run."""
+def draw_metrics(runs: Sequence[Run]) -> Figure:
+    """Draw a panel for every recorded metric, with a bar per run."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    known = _recorded(runs)
-    columns = min(3, len(known))
-    lines = math.ceil(len(known) / max(columns, 1))
+    metrics = _recorded(runs)
+    columns = min(3, len(metrics))
+    lines = math.ceil(len(metrics) / max(columns, 1))
     with rc_context(_STYLE | {"font.size": 10, "axes.titlesize": 11}):
         figure = Figure(figsize=(5.2 * max(columns, 1), lines * (1.0 + 0.3 * len(runs))), layout="constrained")
-        for number, metric in enumerate(known, start=1):
-            axes = figure.add_subplot(lines, columns, number)
-            values = [metric.of(run) for run in runs]
+        for number, metric in enumerate(metrics):
+            axes = figure.add_subplot(lines, columns, number + 1)
             colours = [COLOURS[i % len(COLOURS)] for i in range(len(runs))]
-            bars = axes.barh(range(len(runs)), [value or 0.0 for value in values], color=colours)
+            bars = axes.barh(range(len(runs)), [metric.of(run) or 0.0 for run in runs], color=colours)
             axes.bar_label(bars, [metric.text(run) for run in runs], padding=3)
-            axes.set_yticks(
-                range(len(runs)), [run.name for run in runs] if number % columns == 1 or columns == 1 else []
-            )
+            axes.set_yticks(range(len(runs)), [] if number % columns else [run.name for run in runs])
             axes.invert_yaxis()
             axes.margins(x=0.2)
             axes.set_xlim(left=0)
@@ -191,19 +171,17 @@ def draw_figures(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _chosen_plans(runs: Sequence[Run], choice: str) -> list[PlanKey]:
-    if choice == "none":
-        return []
-    if choice == "all":
-        return plan_keys(runs)
+def _chosen_plans(runs: Sequence[Run], choice: str) -> list[Plan]:
+    if choice in ("all", "none"):
+        return distinct_plans(runs if choice == "all" else ())
     chosen = [run for run in runs if run.name in (choice, Path(choice).name)]
     if not chosen:
         known = ", ".join(run.name for run in runs)
         raise ValueError(f"--plan {choice}: expected all, none or one of the runs ({known}). Name one of these.")
-    keys = plan_keys(chosen)
-    if not keys:
+    plans = distinct_plans(chosen)
+    if not plans:
         raise ValueError(f"--plan {choice}: this run has one context-parallel rank, so no plan. Use --plan none.")
-    return keys
+    return plans
 
 
 def compare(
@@ -213,18 +191,18 @@ def compare(
     rows: int = 50,
     html: Path | str | None = None,
 ) -> Path:
-    """Print the tables for the runs in `folders`, write the pictures and, if asked for, the dashboard.
+    """Print tables of the runs in `folders`, write the pictures, and the dashboard if `html` is given.
 
     Args:
         folders: run folders; differences are taken from the first.
-        out: the picture of losses (its suffix says the format), with `_figures` that of speeds, waiting and memory;
-            None: `compare.png` beside the first run.
-        plan: `all` draws every distinct plan of more than one rank, `none` none, a run's name only that run's.
-        rows: most steps to print.
-        html: where the dashboard goes.
+        out: the picture of losses (its suffix selects the format). Its name with `_figures` is the picture of speeds,
+            waiting and memory. None for `compare.png` beside the first run.
+        plan: `all` draws every distinct plan of several ranks, `none` no plan, a run's name only that run's.
+        rows: the most steps to print.
+        html: path of the dashboard.
 
     Returns:
-        where the picture of losses is.
+        the path of the picture of losses.
 
     Raises:
         ValueError: a run that cannot be read, no common steps, or an unknown `plan`.
@@ -232,13 +210,13 @@ def compare(
     if rows < 2:
         raise ValueError(f"--rows {rows}: expected at least 2. The first and the last step are always shown.")
     runs = load_runs(folders)
-    chosen = _chosen_plans(runs, plan)
+    plans = _chosen_plans(runs, plan)
     print(loss_table(runs, rows), summary_table(runs), sep="\n\n")
     path = Path(out) if out is not None else Path(folders[0]).resolve().parent / "compare.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw(runs, chosen).savefig(path, dpi=150)
+    draw(runs, plans).savefig(path, dpi=150)
     figures = path.with_stem(f"{path.stem}_figures")
-    draw_figures(runs).savefig(figures, dpi=120)
+    draw_metrics(runs).savefig(figures, dpi=120)
     print(f"\npictures: {path} (losses), {figures} (speed, waiting, memory)")
     if html is not None:
         Path(html).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Runs as read from their folders, and what is compared of them."""
+"""Runs as read from their folders, and the metrics by which they are compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..metrics.sinks import Value, decode
 
 @dataclass(frozen=True)
 class Run:
-    """One run as read from its folder: `records` by step, `config` the resolved tree, `environment` what it ran on."""
+    """One run: its records keyed by step, its resolved configuration, and what it ran on."""
 
     name: str
     records: dict[int, dict[str, Value]]
@@ -26,22 +26,18 @@ class Run:
     environment: dict[str, Any] = field(default_factory=dict)
 
     def loss(self, step: int) -> float:
-        """Loss at `step`; NaN where none was recorded."""
+        """Return the loss at `step`; NaN if none was recorded."""
         value = self.records[step].get(names.LOSS)
         return float(value) if isinstance(value, (int, float)) else math.nan
 
-    def column(self, key: str) -> list[float]:
-        """Every recorded value of one metric."""
-        return [float(v) for r in self.records.values() if isinstance(v := r.get(key), (int, float))]
-
     def facts(self) -> dict[str, Any]:
-        """What runs are told apart, grouped and filtered by."""
+        """Return the facts by which runs are distinguished, grouped and filtered."""
         return environment.facts(self.config, self.environment)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of a run: `of` makes it of the run, None where it was not recorded. better: `high`, `low`."""
+    """A metric of a run over all its steps: their median, or what `pick` returns. `better` is `high` or `low`."""
 
     title: str
     unit: str
@@ -52,8 +48,9 @@ class Metric:
     scale: float = 1.0
 
     def of(self, run: Run) -> float | None:
-        """Over all recorded steps."""
-        values = [value * self.scale for value in run.column(self.key)]
+        """Return the value of a run; None if it was not recorded."""
+        recorded = (record.get(self.key) for record in run.records.values())
+        values = [float(value) * self.scale for value in recorded if isinstance(value, (int, float))]
         return self.pick(values) if values else None
 
     def text(self, run: Run) -> str:
@@ -61,7 +58,7 @@ class Metric:
         return "—" if value is None else format(value, self.spec)
 
 
-# Of runs, in order. Blue, vermilion, green, … told apart by colour-blind readers as well.
+# For runs in order: blue, vermilion, green, … which colour-blind readers can distinguish as well.
 COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
     *("#56B4E9", "#7F5FC1", "#8A6D3B", "#C0392B", "#607D8B"),
@@ -84,7 +81,7 @@ def load_run(folder: Path | str) -> Run:
     """Read one run folder.
 
     Raises:
-        ValueError: the folder or one of its files is missing, or there are no steps in it.
+        ValueError: the folder or one of its files is missing, or it has no steps.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -100,7 +97,7 @@ def load_run(folder: Path | str) -> Run:
             record = decode(line)
         except ValueError as error:
             if number == len(lines):
-                continue  # a run that is still writing, or was killed while writing
+                continue  # the run is writing it, or was killed while writing it
             raise ValueError(f"{metrics}:{number}: not a JSON object ({error}). Remove the line.") from error
         step = record.get(names.STEP)
         if isinstance(step, int):
@@ -110,16 +107,15 @@ def load_run(folder: Path | str) -> Run:
     config = OmegaConf.to_container(OmegaConf.load(resolved))
     if not isinstance(config, dict):
         raise ValueError(f"{resolved}: expected a mapping of settings. Give a folder that training wrote.")
-    return Run(
-        folder.resolve().name, records, {str(key): value for key, value in config.items()}, environment.read(folder)
-    )
+    settings = {str(key): value for key, value in config.items()}
+    return Run(folder.resolve().name, records, settings, environment.read(folder))
 
 
 def load_runs(folders: Sequence[Path | str]) -> list[Run]:
-    """Read run folders; runs whose folders are named alike are told apart by their paths.
+    """Read run folders. If two have the same name, paths are the names of all.
 
     Raises:
-        ValueError: as `load_run`.
+        ValueError: as for `load_run`.
     """
     runs = [load_run(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
@@ -128,7 +124,7 @@ def load_runs(folders: Sequence[Path | str]) -> list[Run]:
 
 
 def common_steps(runs: Sequence[Run]) -> list[int]:
-    """Steps that every run has, ascending.
+    """Return the steps that every run has, ascending.
 
     Raises:
         ValueError: there are none.
@@ -141,5 +137,11 @@ def common_steps(runs: Sequence[Run]) -> list[int]:
 
 
 def differences(run: Run, first: Run, steps: Sequence[int]) -> list[float]:
-    """Loss of `run` minus loss of `first`, by step."""
+    """Return the loss of `run` minus the loss of `first` at every step."""
     return [run.loss(step) - first.loss(step) for step in steps]
+
+
+def largest_difference(run: Run, first: Run, steps: Sequence[int]) -> float:
+    """Return the largest absolute difference of the losses; NaN if one of them is."""
+    sizes = [abs(each) for each in differences(run, first, steps)]
+    return math.nan if any(map(math.isnan, sizes)) else max(sizes)  # max() may skip a NaN

@@ -34,9 +34,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.action == "sync":
         _sync(arguments.runs)
         return
-    from ..compare.wandb_views import specification, views
+    from ..compare.views import specification, wandb_view
 
-    view = views(arguments.action, arguments.place, arguments.group)
+    view = wandb_view(arguments.action, arguments.place, arguments.group)
     if arguments.dry_run:
         print(specification(view))
         return

@@ -1,4 +1,4 @@
-"""What the tests of this room and of the benchmarks share."""
+"""Fixtures that the tests of this room and of the benchmarks share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_longctx.training import ranks
 
 @pytest.fixture(autouse=True)
 def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of the verbs start as those of tests do, with one thread each: more would wait for each other, spinning."""
+    """Start the ranks of verbs as tests start theirs, with one thread each: more would spin while they wait."""
     monkeypatch.setattr(ranks, "run_ranks", functools.partial(run_quickly, threads=1))
 
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where calibrations are: nothing depends on what this user has measured, or changes it."""
+    """Return a folder for calibrations that is independent of this user's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "megatron_longctx"

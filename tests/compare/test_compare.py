@@ -1,4 +1,4 @@
-"""The comparison of runs: numbers of the tables, the picture, and what it says about runs it cannot compare."""
+"""The comparison of runs: numbers of the tables, the pictures, and runs that cannot be compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_longctx.verbs import cli
 def make_run(
     folder: Path, losses: Sequence[float], first_step: int = 1, world: int = 1, schedule: str = "zigzag"
 ) -> Path:
-    """A run folder whose losses are `losses`, as training writes it."""
+    """Write a run folder with these losses, as training does."""
     folder.mkdir(parents=True)
     parallelism = ParallelismConfig(context_parallel_size=world, schedule=schedule)
     config = Config(parallelism=parallelism, data=DataConfig(seq_length=64))
@@ -87,14 +87,14 @@ def test_only_common_steps_are_compared(tmp_path: Path) -> None:
     assert cells(compare.loss_table(runs, 50).splitlines()[2]) == ["3", "3.000000", "3.500000", "+5.00e-01"]
 
 
-def test_long_runs_are_thinned_out_but_keep_both_ends(tmp_path: Path) -> None:
+def test_long_runs_show_some_steps_and_both_ends(tmp_path: Path) -> None:
     runs = compare.load_runs([make_run(tmp_path / "a", [float(i) for i in range(1, 102)])])
     lines = compare.loss_table(runs, 5).splitlines()
     assert [cells(line)[0] for line in lines[2:7]] == ["1", "26", "51", "76", "101"]
     assert lines[7] == "(5 of 101 common steps)"
 
 
-def test_a_loss_that_is_not_finite_is_not_hidden(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_shown(tmp_path: Path) -> None:
     a, b = make_run(tmp_path / "a", [1.0, 1.0, 1.0]), make_run(tmp_path / "b", [1.0, math.nan, 1.5])
     runs = compare.load_runs([a, b])
     assert cells(compare.loss_table(runs, 50).splitlines()[3])[2:] == ["nan", "+nan"]
@@ -102,12 +102,12 @@ def test_a_loss_that_is_not_finite_is_not_hidden(tmp_path: Path) -> None:
     compare.draw(runs, [])
 
 
-def test_runs_named_alike_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_the_same_name_are_named_by_their_paths(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / parent / "demo", [1.0]) for parent in ("x", "y")]
     assert [run.name for run in compare.load_runs(folders)] == [str(folder) for folder in folders]
 
 
-def test_a_line_still_being_written_is_passed_over_but_a_broken_one_is_not(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_skipped_and_a_broken_line_is_refused(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a", [2.0, 1.0])
     metrics = folder / "metrics.jsonl"
     whole = metrics.read_text()
@@ -125,10 +125,9 @@ def test_distinct_plans_are_found_and_drawn(tmp_path: Path) -> None:
         make_run(tmp_path / "cp4-again", [1.0, 0.5], world=4),
         make_run(tmp_path / "ring", [1.0, 0.5], world=2, schedule="ring"),
     ]
-    keys = compare.plan_keys(compare.load_runs(folders))
-    plans = [ParallelismConfig(context_parallel_size=n, schedule=mode) for n, mode in ((4, "zigzag"), (2, "ring"))]
-    assert keys == [compare.PlanKey(plan, 64) for plan in plans]
-    figure = compare.draw(compare.load_runs(folders), keys)
+    plans = compare.distinct_plans(compare.load_runs(folders))
+    assert [(plan.name, plan.n, plan.queries.length) for plan in plans] == [("zigzag", 4, 64), ("ring", 2, 64)]
+    figure = compare.draw(compare.load_runs(folders), plans)
     assert len(figure.axes) == 4  # losses, differences and two plans
     losses, differences = figure.axes[:2]
     assert differences.get_title(loc="left") == "Difference from cp1" and differences.get_legend() is None

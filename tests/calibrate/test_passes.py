@@ -1,13 +1,12 @@
-"""Whole steps: at which lengths, of which modes; kernel calls under load."""
+"""Whole passes: the lengths and modes of measured steps, the host's time, and warming up before measuring."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron_longctx.calibrate.kernels import Effort, Place
-from megatron_longctx.calibrate.modes import every_mode, mode_samples, worth_measuring
-from megatron_longctx.calibrate.timing import num_loading_calls, put_under_load, sustained_seconds
+from megatron_longctx.calibrate.measure import Effort, Testbed, num_warm_up_calls, sustained_seconds, warm_up
+from megatron_longctx.calibrate.passes import candidate_modes, host_operation_seconds, mode_samples, modes_to_measure
 from megatron_longctx.comm import choose_transport
 from megatron_longctx.schedules import MODES, Costs, Target, Workload
 from megatron_longctx.schedules.cost import ModeSample
@@ -35,14 +34,14 @@ COSTS = Costs(600.0, 500.0)
         (CPU, None, 127, (128,)),
     ],
 )
-def test_the_length_at_hand_is_measured_unless_it_is_short(
+def test_the_configured_length_is_measured_unless_it_is_short(
     device: torch.device, most: int | None, length: int | None, expected: tuple[int, ...]
 ) -> None:
     assert Effort.of(device, most, length).mode_lengths(device, 2) == expected
 
 
-def test_every_mode_is_there_with_what_auto_may_choose_of_it() -> None:
-    modes = every_mode(4, GQA, Cluster("one", 1, 4, Mesh(300.0)), 4096)
+def test_candidates_are_all_modes_with_the_options_of_auto() -> None:
+    modes = candidate_modes(4, GQA, Cluster("one", 1, 4, Mesh(300.0)), 4096)
     assert {mode.name for mode in modes} == set(MODES)
     assert {"ulysses", "ulysses (head_chunks=2)", "usp (inner_size=2)"} <= set(map(str, modes))
     assert len(set(modes)) == len(modes)
@@ -52,9 +51,9 @@ def test_no_length_takes_long() -> None:
     cluster = Cluster("one", 1, 2, Mesh(300.0))
 
     def measured(length: int) -> tuple[int, float]:
-        """Modes that are measured, and what they take in 10 steps each."""
+        """Return the number of measured modes, and the seconds of 10 steps of each."""
         ranking = rank_modes(Problem(2, causal(length), Target(GQA)), cluster, COSTS)
-        chosen = worth_measuring(ranking)
+        chosen = modes_to_measure(ranking)
         assert chosen == ranking[: len(chosen)]
         return len(chosen), 10 * sum(each.seconds for each in chosen)
 
@@ -63,18 +62,18 @@ def test_no_length_takes_long() -> None:
         count, total = measured(length)
         assert total <= 1.3 * 20.0
         assert (count == most) is every and (count == 0) is none
-    assert worth_measuring([]) == []
+    assert modes_to_measure([]) == []
 
 
 def _samples(rank: int) -> tuple[ModeSample, ...]:
     group = world_group()
     n, costs = group.size(), Costs(0.01, 0.01)
-    place = Place(group, CPU, SMALL, "cpu", choose_transport("p2p", group, CPU))
-    cluster, target = Cluster("one", 1, n, Mesh(10.0)), Target(SMALL, place.choose().takes)
+    testbed = Testbed(group, CPU, SMALL, "cpu", choose_transport("p2p", group, CPU))
+    cluster, target = Cluster("one", 1, n, Mesh(10.0)), Target(SMALL, testbed.choose_kernel().takes)
     long = 64 * n
     while rank_modes(Problem(n, causal(long), target), cluster, costs)[0].seconds <= 2.0:
         long *= 2
-    return mode_samples(place, cluster, costs, (16 * n, 16 * n + 5, long))
+    return mode_samples(testbed, cluster, costs, (16 * n, 16 * n + 5, long))
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -87,19 +86,31 @@ def test_steps_of_any_length_are_measured_unless_they_take_too_long(n: int) -> N
     assert len(first) == 2 * len(both) and all(sample.ratio > 0 for sample in first)
 
 
-def test_many_short_calls_and_few_long_ones_load_a_gpu() -> None:
-    assert [num_loading_calls(seconds) for seconds in (0.0, 1e-5, 1e-3, 0.03, 0.5)] == [1000, 1000, 100, 4, 1]
+def _host_seconds(rank: int) -> float:
+    group = world_group()
+    testbed = Testbed(group, CPU, SMALL, transport=choose_transport("p2p", group, CPU))
+    return host_operation_seconds(testbed, Cluster("one", 1, testbed.n, Mesh(10.0)), Costs(1.0, 1.0))
 
 
-def test_cpus_are_not_loaded() -> None:
+@pytest.mark.parametrize("n", [2, 3])
+def test_all_ranks_get_the_same_time_of_the_host(n: int) -> None:
+    first, *others = run_distributed(_host_seconds, n)
+    assert 0 < first < 1 and set(others) == {first}
+
+
+def test_many_short_calls_or_few_long_ones_warm_a_gpu_up() -> None:
+    assert [num_warm_up_calls(seconds) for seconds in (0.0, 1e-5, 1e-3, 0.03, 0.5)] == [1000, 1000, 100, 4, 1]
+
+
+def test_cpus_need_no_warm_up() -> None:
     calls: list[int] = []
-    put_under_load(lambda: calls.append(0), CPU)
+    warm_up(lambda: calls.append(0), CPU)
     assert len(calls) == 2
     assert sustained_seconds(lambda: calls.append(1), CPU, 3) > 0 and 2 + 3 <= calls.count(1) <= 2 + 300
 
 
 @pytest.mark.gpu
-def test_gpus_are_under_load_when_calls_are_timed() -> None:
+def test_gpus_are_warm_when_calls_are_timed() -> None:
     x, calls = torch.randn(1024, 1024, device="cuda"), []
 
     def work() -> None:

@@ -1,8 +1,9 @@
-"""The dashboard, in a real browser: what it shows, sorts and filters, from a file and without a network."""
+"""Views of runs, made without a network: the dashboard in a real browser, a workspace and a report in W&B."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,17 +12,21 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx.compare.dashboard import content, write_dashboard
-from megatron_longctx.compare.runs import Run
+from megatron_longctx import names as keys
+from megatron_longctx.compare.runs import METRICS, Run
+from megatron_longctx.compare.views import content, write_dashboard
+from megatron_longctx.verbs import cli
 
 MODES = ("zigzag", "ring", "striped", "helper", "all_gather", "ulysses")
 INSTALLED = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, INSTALLED)), None)
-"""None: Playwright's own, if there is one."""
+"""None for Playwright's own, if it is installed."""
+EVERY = {keys.LOSS, keys.VALIDATION_LOSS, *(metric.key for metric in METRICS)}
+PANELS = ("Bar Chart", "Run History Line Plot")
 
 
 def run(name: str, mode: str, ranks: int, model: str, length: int, hardware: str, speed: float) -> Run:
-    """Of three steps, as read from a folder."""
+    """Return a run of three steps, as read from a folder."""
     records: dict[int, dict[str, Any]] = {
         step: {
             "train/step": step,
@@ -49,9 +54,9 @@ def runs() -> list[Run]:
     return found
 
 
-def test_what_the_page_is_given() -> None:
-    given = content(runs())
-    first, second = given["runs"][:2]
+def test_content_of_the_page() -> None:
+    page_data = content(runs())
+    first, second = page_data["runs"][:2]
     assert (first["mode"], second["mode"], second["length"]) == ("one rank", "zigzag", 1024)
     assert first["values"]["difference"] is None and second["values"]["difference"] == pytest.approx(5e-5)
     assert second["values"]["perf/tokens_per_s"] == 102.0 and second["values"]["mem/peak_active_gib"] is None
@@ -76,23 +81,23 @@ def page(tmp_path: Path) -> Iterator[Any]:
         context = browser.new_context(offline=True, viewport={"width": 1400, "height": 1500})
         context.set_default_timeout(120_000)
         page = context.new_page()
-        wrong: list[str] = []
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         page.goto((tmp_path / "dashboard.html").as_uri())
         yield page
         if kept := os.environ.get("DASHBOARD_SCREENSHOT"):
             page.screenshot(path=kept)
         browser.close()
-    assert wrong == []
+    assert errors == []
 
 
 def names(page: Any) -> list[str]:
     return [cell.removeprefix("●").strip() for cell in page.locator("tbody td:first-child").all_inner_texts()]
 
 
-def test_clicked_through(page: Any, tmp_path: Path) -> None:
-    assert names(page) == [each.name for each in runs()], "and no name is taken for HTML"
+def test_the_page_sorts_filters_and_draws(page: Any, tmp_path: Path) -> None:
+    assert names(page) == [each.name for each in runs()], "no name is interpreted as HTML"
     page.click("button[data-key='perf/tokens_per_s']")
     assert names(page)[:2] == ["</script><b>big", "compare-ulysses"], "the fastest first"
     page.click("button[data-key='perf/tokens_per_s']")
@@ -106,14 +111,14 @@ def test_clicked_through(page: Any, tmp_path: Path) -> None:
     page.select_option("#filter-model", "tiny")
     assert len(names(page)) == 7 and page.locator("#curves polyline").count() == 7
     page.click("tr[data-run='compare-ring']")
-    assert page.locator("#curves polyline").count() == 6, "taken out of the charts"
+    assert page.locator("#curves polyline").count() == 6, "removed from the charts"
     assert page.locator("tr[data-run='compare-ring'].off").count() == 1
     page.select_option("#curve", label="loss less that of one_rank")
     flat = page.locator("#curves polyline[data-run='one_rank']").get_attribute("points")
-    assert len({point.split(",")[1] for point in flat.split()}) == 1, "the first run against itself"
+    assert len({point.split(",")[1] for point in flat.split()}) == 1, "the first run minus itself"
     best = page.locator("tr[data-run='compare-ulysses'] td.best").all_inner_texts()
     assert "152" in best
-    assert page.locator("#bars .panel").count() == 4, "a panel for each figure that was recorded"
+    assert page.locator("#bars .panel").count() == 4, "a panel for each recorded metric"
     picture = tmp_path / "dashboard.png"
     page.screenshot(path=picture)
     assert picture.stat().st_size > 20_000
@@ -129,7 +134,44 @@ def test_clicked_through(page: Any, tmp_path: Path) -> None:
         (["1234567890123456789", "b"], ["…34567890123456789", "b"]),
     ],
 )
-def test_charts_name_runs_by_what_differs(page: Any, given: list[str], shown: list[str]) -> None:
-    """In the room that there is; the table has whole names."""
+def test_charts_show_the_part_of_names_that_differs(page: Any, given: list[str], shown: list[str]) -> None:
+    """Names in charts are shortened to fit; the table has whole names."""
     script = "names => { DATA.runs = names.map(name => ({name})); return DATA.runs.map(short); }"
     assert page.evaluate(script, given) == shown
+
+
+def objects(tree: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object inside a specification."""
+    if isinstance(tree, dict):
+        yield tree
+    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from objects(part)
+
+
+@pytest.mark.parametrize("kind", ["workspace", "report"])
+@pytest.mark.parametrize("group", [None, "compare modes"])
+def test_a_wandb_view_shows_the_metrics_of_compare_by_mode(
+    kind: str, group: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["wandb", kind, "team/longctx", "--dry-run", *(["--group", group] if group else [])]
+    assert cli.main(words) == 0
+    stored = json.loads(capsys.readouterr().out)
+    parts = list(objects(stored))
+    shown = {view: [p["config"] for p in parts if p.get("viewType") == view] for view in PANELS}
+    bars, lines = ({key for config in shown[view] for key in config["metrics"]} for view in PANELS)
+    assert lines == EVERY and bars == EVERY - {keys.LOSS, keys.VALIDATION_LOSS}
+    assert all(config["chartTitle"].startswith(config["metrics"][0]) for view in PANELS for config in shown[view])
+    assert {config["xAxis"] for config in shown["Run History Line Plot"]} == {keys.STEP}
+    runs = [part for part in parts if "grouping" in part]
+    by = [{"section": "run", "name": "group"}, {"section": "run", "name": "jobType"}]
+    assert runs and all(part["grouping"] == by for part in runs)
+    filters = [{"key": by[0], "op": "=", "value": group, "disabled": False}] if group else []
+    assert all(part["filters"]["filters"] == filters for part in runs)
+    layouts = [tuple(p["layout"].values()) for p in parts if p.get("viewType") == "Bar Chart"]
+    assert kind == "workspace" or len(set(layouts)) == len(METRICS), "panels of a report overlap"
+
+
+@pytest.mark.parametrize("place", ["project", "/project", "team/", "a/b/c"])
+def test_a_place_without_entity_or_project_is_refused(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["wandb", "report", place, "--dry-run"]) == 2
+    assert f"wandb={place}: expected ENTITY/PROJECT" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""Measures whole passes: the host's time per operation, and steps of modes, which correct the simulated order."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ..attention import ContextParallelAttention
+from ..attention.bind import Engine, bind
+from ..attention.run import Run
+from ..attention.shapes import Shapes
+from ..comm import BufferPool, from_all, transport_name
+from ..inference.batch import Batch
+from ..inference.cache_manager import CacheManager
+from ..inference.cached_attention import CacheShape
+from ..schedules import MODES, Costs, Kind, Lowering, Mode, Target, Workload
+from ..schedules.cache_modes import CACHE_MODES
+from ..schedules.cost import ModeSample
+from ..schedules.mask import causal
+from ..schedules.modes import Choices
+from ..schedules.modes.ulysses import Ulysses
+from ..schedules.select import Candidate, Problem, rank_modes
+from ..schedules.simulate import simulate
+from ..topology import Cluster
+from .measure import Testbed, mean_seconds, median_over_ranks, step_seconds, training_step
+
+_CACHED, _NEW = 64, 16
+"""Tokens per rank of the pass that measures the host: kernel calls are as short as possible."""
+_PASSES = 30
+_CLOSE, _MOST_MODES = 1.3, 8
+"""Modes are measured if their simulated time is at most this factor above the fastest; this many at most."""
+_LONG_S = 0.2
+_STEPS, _STEPS_OF_LONG, _ALL_STEPS = 6, 3, 10
+"""Timed steps in a row, of short and of long steps; the last includes those that warm up."""
+_BUDGET_S = 20.0
+"""Seconds per length. Modes that exceed it are not measured."""
+
+
+def host_operation_seconds(testbed: Testbed, cluster: Cluster, costs: Costs) -> float:
+    """Return the host's seconds per operation (`Simulation.operations`), for the median rank and inference mode.
+
+    They are measured by passes that need almost no device time. The host's work for the rest of a layer, or for a
+    prompt as a whole, is not included. All ranks call this together and get the same result.
+    """
+    assert testbed.transport is not None
+    n, work = testbed.n, testbed.workload
+    manager = CacheManager(n, 2, _CACHED)
+    session = manager.open()
+    manager.append({session: n * _CACHED})
+    batch = Batch(n, manager.slots_per_rank, manager.append({session: n * _NEW}))
+    shape = CacheShape(1, work.num_heads, work.num_kv_heads, work.head_dim, testbed.dtype)
+    engine = Engine(testbed.choose_kernel(packed=True), testbed.transport, BufferPool(testbed.device))
+    target = Target(shape.workload, engine.kernel.takes, testbed.transport.hosts)
+
+    def measure() -> list[float]:
+        found = []
+        for mode in CACHE_MODES:
+            lowering = Lowering(batch.plan(mode), target)
+            operations = simulate(lowering.plan, cluster, target, costs).operations
+            found.append(_pass_seconds(testbed, batch, lowering, shape, engine) / operations)
+        return [statistics.median(found)]
+
+    return median_over_ranks(testbed.group, measure)[0]
+
+
+@torch.inference_mode()
+def _pass_seconds(testbed: Testbed, batch: Batch, lowering: Lowering, shape: CacheShape, engine: Engine) -> float:
+    rank = torch.distributed.get_rank(testbed.group)
+    shapes = Shapes(shape.workload, shape.dtype, testbed.device, shape.kv, shape.kv)
+    bound = bind(lowering, rank, shapes, engine)
+    q = testbed.random(batch.num_rows(rank), shape.num_heads)
+    cache = shape.kv.like(batch.slots, 1, shape.num_kv_heads, testbed.device).empty().normal_()
+
+    def run() -> None:
+        Run(bound, {Kind.Q: (q,), Kind.KV: (cache,)}, shape.head_dim**-0.5)()
+
+    mean_seconds(run, testbed.device, 3)
+    return statistics.median(mean_seconds(run, testbed.device, _PASSES) for _ in range(3))
+
+
+def candidate_modes(n: int, workload: Workload, cluster: Cluster, length: int = 0) -> list[Mode]:
+    """Return all modes that `auto` considers for `n` ranks, and Ulysses in two chunks of the heads."""
+    choices = Choices(n, length, workload.num_kv_heads, cluster)
+    found: list[Mode] = []
+    for mode in MODES.values():
+        with suppress(ValueError):
+            found += mode.candidates(choices)
+    return found if Ulysses(2) in found else [*found, Ulysses(2)]
+
+
+def modes_to_measure(ranking: Sequence[Candidate]) -> list[Candidate]:
+    """Return the modes of a ranking that are close to the fastest, as many as the time permits."""
+    if not ranking:
+        return []
+    fastest = ranking[0].seconds
+    close = [candidate for candidate in ranking[:_MOST_MODES] if candidate.seconds <= _CLOSE * fastest]
+    return close[: int(_BUDGET_S / (_ALL_STEPS * fastest))]
+
+
+def mode_samples(testbed: Testbed, cluster: Cluster, costs: Costs, lengths: Sequence[int]) -> tuple[ModeSample, ...]:
+    """Measure whole steps, forward and backward, for each of `lengths`, except those that take too long.
+
+    Forward and backward get the same correction, because nothing synchronizes ranks between them. All ranks call this
+    together and get the same result.
+
+    Args:
+        costs: those that the simulation uses.
+    """
+    assert testbed.transport is not None
+    target, found = Target(testbed.workload, testbed.choose_kernel().takes, testbed.transport.hosts), []
+    for length in lengths:
+        problem = Problem(testbed.n, causal(length), target, keep_received="auto")
+        modes = candidate_modes(testbed.n, testbed.workload, cluster, length)
+        ranking = [each for each in rank_modes(problem, cluster, costs, candidates=modes) if not each.reason]
+        # Rank 0's choice, since costs may differ among ranks.
+        chosen = from_all(testbed.group, [each.name for each in modes_to_measure(ranking)])[0]
+        for candidate in sorted((each for each in ranking if each.name in chosen), key=lambda each: each.name):
+            ratio = _step_seconds(testbed, candidate, length) / candidate.seconds
+            found += [ModeSample(candidate.name, length, backward, ratio) for backward in (False, True)]
+    return tuple(found)
+
+
+def _step_seconds(testbed: Testbed, candidate: Candidate, length: int) -> float:
+    """Return the seconds of a whole step of one layer on the slowest rank."""
+    assert candidate.mode is not None and testbed.transport is not None
+    attention = ContextParallelAttention(
+        testbed.group,
+        schedule=candidate.mode,
+        kernel=testbed.kernel,
+        transport=transport_name(testbed.transport),
+    )
+    tokens = attention.layout(length).num_tokens(dist.get_rank(testbed.group))
+    q, k, v, grad_out = testbed.qkv(tokens, tokens)
+    step = training_step(partial(attention, mask=length), (q, k, v), grad_out)
+    count = _STEPS_OF_LONG if candidate.seconds > _LONG_S else _STEPS
+    return step_seconds(step, testbed.group, testbed.device, count)[0]
