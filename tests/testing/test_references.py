@@ -1,4 +1,4 @@
-"""The yardsticks of the tests: references agree with torch, the error rule accepts and refuses what it should."""
+"""References agree with torch, and the error rule accepts and refuses the right results."""
 
 import pytest
 import torch
@@ -19,13 +19,15 @@ def test_dense_attention_agrees_with_torch(causal, g):
     q, k, v = (x.permute(1, 2, 0, 3) for x in leaves)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.2, enable_gqa=True).permute(2, 0, 1, 3)
     grads = torch.autograd.grad(out, leaves, tensors[3])
-    own = kernel_attention(choose("reference", KernelRequest("cpu", torch.float64, 8, 4, g)), *tensors, causal, 0.2)
+    by_kernel = kernel_attention(
+        choose("reference", KernelRequest("cpu", torch.float64, 8, 4, g)), *tensors, causal, 0.2
+    )
     for name, expected in zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True):
         assert relative_error(found[name], expected) < 1e-13
-        assert relative_error(own[name], expected) < 1e-13
+        assert relative_error(by_kernel[name], expected) < 1e-13
 
 
-def test_dense_attention_of_nothing():
+def test_dense_attention_of_an_empty_sequence():
     found = dense_attention(*random_qkv(0, 1, 2, 1, 4, torch.float64), True)
     assert {name: tuple(x.shape) for name, x in found.items()} == {
         "out": (0, 1, 2, 4),
@@ -57,7 +59,7 @@ def test_the_error_rule():
     assert_as_good_as(off_by(1.9e-3), off_by(1e-3), truth)
     with pytest.raises(AssertionError, match=r"a case: out is .* off, at most"):
         assert_as_good_as(off_by(2.1e-3), off_by(1e-3), truth, "a case")
-    # An own kernel that happens to be exact asks no more than rounding allows, and no less.
+    # If the single-device kernel happens to be exact, errors up to rounding are allowed, and no larger ones.
     exact = {"out": truth["out"]}
     assert_as_good_as(off_by(0, torch.bfloat16), {"out": truth["out"].bfloat16()}, truth)
     with pytest.raises(AssertionError, match="off"):

@@ -30,7 +30,7 @@ def _environment(rank, base, words):
 
 
 @pytest.mark.parametrize("start_method", ["as tests do", "spawn"])
-def test_results_come_back_by_rank(start_method):
+def test_results_are_ordered_by_rank(start_method):
     arguments = (_environment, 3, 10, ["a", "b", "c"])
     spawn = functools.partial(run_ranks, threads=1, timeout=PATIENCE_S)
     found = (spawn if start_method == "spawn" else run_distributed)(*arguments)
@@ -51,7 +51,7 @@ def _variable(rank, name):
     return os.environ.get(name)
 
 
-def test_ranks_have_the_environment_of_the_moment(monkeypatch):
+def test_ranks_have_the_current_environment(monkeypatch):
     for value in ("before", "after"):
         monkeypatch.setenv("LONGCTX_TEST", value)
         assert run_distributed(_variable, 1, "LONGCTX_TEST") == [value]
@@ -62,10 +62,10 @@ def test_ranks_have_the_environment_of_the_moment(monkeypatch):
 def _fail_on_one(rank):
     if rank == 1:
         raise LookupError(f"rank {rank} has no such thing")
-    dist.barrier()  # the others wait for it, and must not wait for ever
+    dist.barrier()  # the others must not wait for it forever
 
 
-def test_the_failing_rank_is_heard():
+def test_the_error_of_the_failing_rank_is_raised():
     with pytest.raises(ProcessRaisedException) as failure:  # and no TimeoutError
         run_distributed(_fail_on_one, 2, timeout=PATIENCE_S)
     assert "LookupError: rank 1 has no such thing" in str(failure.value)
@@ -90,7 +90,7 @@ def _rank(rank):
     return rank
 
 
-def test_runs_beside_each_other_do_not_meet():
+def test_concurrent_runs_are_independent():
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(run_distributed, _rank, 2) for _ in range(2)]
         assert [run.result() for run in runs] == [[0, 1]] * 2
