@@ -1,4 +1,4 @@
-"""The memory model against what tensors really take: on CPU in these tests, on H200s in recorded runs."""
+"""The memory model compared with the memory of real tensors: on CPU in these tests, on H200s in recorded runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SIZES = {
 EXPERTS = {"model.num_moe_experts": 4, "model.moe_shared_expert_intermediate_size": 128}
 MIXED = {"model.moe_layer_freq": "[1,0,1]"}
 
-# Of 2 ranks; those that a case does not name are data-parallel.
+# Cases of 2 ranks, which are data-parallel unless the case says otherwise.
 SAVED: dict[str, dict[str, Any]] = {
     "llama": {}, "gpt2": GPT2, "cp2": {CP: 2}, "gpt2 cp2": {CP: 2, **GPT2}, "tp2": {TP: 2},
     "gpt2 tp2": {TP: 2, **GPT2, "parallelism.sequence_parallel": False},
@@ -74,7 +74,7 @@ PEAKS: dict[str, dict[str, Any]] = {
         for chunk in (None, 64)[mode == "none" :]
     },
     "kept": {MODE: "attention_output", CHUNK: 64},
-    # What is on the host counts nothing here: its buffers are there since the first step.
+    # Host memory does not count here: its buffers exist since the first step.
     "offload": {MODE: OFFLOAD, CHUNK: 64},
     "cp2 offload, tiles": {CP: 2, MODE: OFFLOAD, CHUNK: 64, TILE: 128, "model.num_layers": 5},
     "all logits of offload": {"vocabulary": 4096, MODE: OFFLOAD},
@@ -99,14 +99,14 @@ PEAKS: dict[str, dict[str, Any]] = {
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that were made inside and are still referred to, and the most there ever were."""
+    """Counts the bytes of live storages created inside the mode: now, and at the peak."""
 
     def __init__(self) -> None:
         super().__init__()
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.now = self.peak = 0
 
-    def know(self, x: torch.Tensor) -> None:
+    def track(self, x: torch.Tensor) -> None:
         storage = x.untyped_storage()
         key = storage._cdata
         if key in self._live:
@@ -123,12 +123,12 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for x in tree_iter(result):
             if isinstance(x, torch.Tensor):
-                self.know(x)
+                self.track(x)
         return result
 
 
 class OneModel:
-    """A model on this rank, without DDP and optimizer, whose gradients exist already."""
+    """A model on this rank, without DDP and optimizer, whose gradients already exist."""
 
     def __init__(self, root: Path, settings: dict[str, Any]) -> None:
         settings = {**SIZES, **settings}
@@ -140,7 +140,7 @@ class OneModel:
         self.job = Job(self.config, self.vocabulary, fused=False)
 
     def saved_by_a_layer(self) -> dict[str, int]:
-        """Bytes that autograd keeps of a layer's forward, besides weights and RoPE's tables, and what is predicted."""
+        """Return the bytes that autograd saves for a layer, without weights and RoPE tables, and the prediction."""
         known = {p.untyped_storage().data_ptr() for p in self.gpt.parameters()}
         saved: dict[int, torch.Tensor] = {}
 
@@ -151,21 +151,21 @@ class OneModel:
         hidden = torch.randn(self.job.hidden_tokens, 1, self.config.model.hidden_size, requires_grad=True)
         if self.config.model.position_embedding == "rope":
             rotation = self.sequence.rotation(self.sequence.whole)
-            tables = () if rotation is None else (rotation.cos, rotation.sin)  # MLA makes its own in every layer
+            tables = () if rotation is None else (rotation.cos, rotation.sin)  # MLA has its own tables in every layer
             known |= {x.untyped_storage().data_ptr() for x in tables}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             output = self.gpt.decoder.layers[0](hidden, attention_mask=None)
-        found = sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in known)
-        parameters = sum(p.numel() for p in self.gpt.parameters())
+        num_bytes = sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in known)
         del output
-        predicted = {
+        return {
+            "saved": num_bytes,
             "predicted": layer_bytes(self.job, self.job.expert_layers(0) > 0).total,
+            "parameters": sum(p.numel() for p in self.gpt.parameters()),
             "predicted parameters": stage_parameters(self.job, 0),
         }
-        return {"saved": found, "parameters": parameters, **predicted}
 
     def peak(self) -> dict[str, Any]:
-        """Most bytes in one forward and backward, beside weights and gradients, and what the model says."""
+        """Return the peak of one forward and backward, without weights and gradients, and the prediction."""
         for parameter in self.gpt.parameters():
             parameter.grad = torch.zeros_like(parameter)
         tokens = torch.randint(self.vocabulary, (1, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -177,60 +177,59 @@ class OneModel:
         with LiveBytes() as live:
             for parameter in self.gpt.parameters():
                 assert parameter.grad is not None
-                live.know(parameter)
-                live.know(parameter.grad)
-            step()  # from now on buffers and tables are there
+                live.track(parameter)
+                live.track(parameter.grad)
+            step()  # allocates buffers and tables
             measured = []
             for _ in range(3):
-                # What messages of the step before still hold, or only a cycle, would count as always there.
+                # Tensors that the previous step's messages or reference cycles still hold must not count as resident.
                 dist.barrier()
                 time.sleep(0.05)
                 gc.collect()
-                always = live.peak = live.now
+                resident = live.peak = live.now
                 step()
-                measured.append(live.peak - always)
-        found = predict(self.job).peak
-        return {"measured": statistics.median(measured), "predicted": found.num_bytes, "phase": found.name}
+                measured.append(live.peak - resident)
+        phase = predict(self.job).peak
+        return {"measured": statistics.median(measured), "predicted": phase.num_bytes, "phase": phase.name}
 
 
 def _run(rank: int, root: Path) -> dict[str, dict[str, Any]]:
-    found = {}
+    results = {}
     for name, settings in SAVED.items():
-        found[f"saved {name}"] = OneModel(root, settings).saved_by_a_layer()
+        results[f"saved {name}"] = OneModel(root, settings).saved_by_a_layer()
         groups.destroy()
     for name, settings in PEAKS.items():
-        found[f"peak {name}"] = OneModel(root, settings).peak()
+        results[f"peak {name}"] = OneModel(root, settings).peak()
         groups.destroy()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
-def found(root: Path) -> dict[str, dict[str, Any]]:
+def results(root: Path) -> dict[str, dict[str, Any]]:
     return run_distributed(_run, 2, root)[0]
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_what_a_layer_keeps_is_known_to_the_byte(found: dict[str, dict[str, Any]], name: str) -> None:
-    seen = found[f"saved {name}"]
-    assert seen["parameters"] == seen["predicted parameters"], seen
-    # The lists of a routing, by which rows are put in order, are not counted.
-    assert seen["saved"] == pytest.approx(seen["predicted"], rel=0.01 if "experts" in name else 0), seen
+def test_activations_of_a_layer_are_predicted_to_the_byte(results: dict[str, dict[str, Any]], name: str) -> None:
+    case = results[f"saved {name}"]
+    assert case["parameters"] == case["predicted parameters"], case
+    # The index lists of routing are not counted.
+    assert case["saved"] == pytest.approx(case["predicted"], rel=0.01 if "experts" in name else 0), case
 
 
 @pytest.mark.parametrize("name", PEAKS)
-def test_peaks_are_predicted_within_five_percent(found: dict[str, dict[str, Any]], name: str) -> None:
-    seen = found[f"peak {name}"]
-    assert seen["phase"] == ("loss" if "logits" in name else "backward of a layer")
-    assert seen["predicted"] == pytest.approx(seen["measured"], rel=0.05), seen
+def test_peaks_are_predicted_within_five_percent(results: dict[str, dict[str, Any]], name: str) -> None:
+    case = results[f"peak {name}"]
+    assert case["phase"] == ("loss" if "logits" in name else "backward of a layer")
+    assert case["predicted"] == pytest.approx(case["measured"], rel=0.05), case
 
 
 @pytest.mark.parametrize("peak", recorded_peaks(), ids=lambda peak: peak.name)
 def test_recorded_runs_are_predicted(peak: Peak) -> None:
-    """As the allocator counted them."""
     assert peak.predicted == pytest.approx(peak.measured, rel=0.03)
 
 
-def test_measured_peaks_stay_as_they_were_written() -> None:
+def test_measured_peaks_are_those_of_the_results() -> None:
     written = [
         run["medians"]["mem/peak_active_gib"]
         for result in (*RECORDED, *EARLIER)
@@ -242,5 +241,5 @@ def test_measured_peaks_stay_as_they_were_written() -> None:
 
 @pytest.mark.parametrize("cell", attention_peaks(), ids=lambda cell: cell.name)
 def test_attention_alone_is_predicted(cell: AttentionPeak) -> None:
-    """Kernels' workspaces included, which CPUs do not show."""
+    """This includes kernel workspaces, which CPUs do not have."""
     assert 0.91 * cell.measured <= cell.predicted <= 1.06 * cell.measured

@@ -1,4 +1,4 @@
-"""What a prediction is used for: refusing, advising, the longest sequence; and what it is made of."""
+"""Predictions by hand, and their uses: refusals, advice, the longest sequence, reports, and checks before a run."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def test_pipeline_stages_hold_micro_batches_in_flight() -> None:
     assert inputs == 4 * 8 * 8192 * 4096 * 2, "four micro-batches of eight layers"
     offloaded = predict(_job(*stages, short, "recompute=attention_output+offload"))
     inputs = {term.name: term.num_bytes for term in offloaded.peak.terms}["layer inputs not on the host"]
-    assert offloaded.stage == 3 and inputs == (2 + 1) * 8192 * 4096 * 2, "and what the stage before has sent"
+    assert offloaded.stage == 3 and inputs == (2 + 1) * 8192 * 4096 * 2, "and the input that the previous stage sent"
     assert offloaded.host_bytes == 4 * 8 * 8192 * (2 * 4096 * 2 + 32 * 4), "of the first stage"
     last = predict(_job(*stages, short, "recompute=layer"))
     assert last.stage == 3 and last.peak.name == "loss"
 
 
-def test_check_refuses_warns_and_says_what_to_change() -> None:
+def test_check_refuses_warns_and_names_settings_to_change() -> None:
     job, device = _job(), 139 * GIB
     chunk, tile = "recompute.head_chunk_tokens=4096", "recompute.mlp_tile_tokens=16384"
     with pytest.raises(
@@ -144,13 +144,13 @@ def test_the_lengths_that_the_docs_print() -> None:
 
 
 @pytest.mark.parametrize("gib", ["0", "-1", "nan", "inf", "1e30", "1000001"])
-def test_a_device_of_no_such_memory_is_refused(gib: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_device_memory_is_refused(gib: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--max-length", "--device-gib", gib]) == 2
-    said = capsys.readouterr().err
-    assert f"--device-gib={float(gib)}: expected a number of GiB above 0 and at most 1,000,000" in said
+    message = capsys.readouterr().err
+    assert f"--device-gib={float(gib)}: expected a number of GiB above 0 and at most 1,000,000" in message
 
 
-def test_no_length_is_longer_than_may_be_configured() -> None:
+def test_no_length_exceeds_the_configurable_maximum() -> None:
     job = planned_job(compose_config(["model.num_layers=1", "recompute=layer"]))
     assert 0.99 * MOST_TOKENS < max_length(job, 2**60) <= MOST_TOKENS
 
@@ -170,19 +170,19 @@ def test_the_plan_verb_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert cli.main(["plan", *LLAMA, "--memory", str(picture), "--device-gib", "1000"]) == 0
     assert "\ndrawn to " in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
     assert cli.main(["plan", *LLAMA, "attention.transport=p2p", "--max-length"]) == 0
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     rows = {
-        mode: int(n.replace(",", "")) for mode, n in re.findall(r"^ [* ] (\S+) +([\d,]+) tokens", said, re.MULTILINE)
+        mode: int(n.replace(",", "")) for mode, n in re.findall(r"^ [* ] (\S+) +([\d,]+) tokens", text, re.MULTILINE)
     }
     assert rows["none"] < rows["attention_output"] < rows["layer"] < rows["attention_output+offload"]
-    assert said.count("GiB a rank pinned on the host") == 1
+    assert text.count("GiB a rank pinned on the host") == 1
     assert rows["none"] == max_length(_job(), int(SAFE_SHARE * 139 * GIB))
     assert cli.main(["plan", *LLAMA[:3], "--max-length"]) == 2
     assert "--device-gib N" in capsys.readouterr().err
     assert cli.main(["plan", *LLAMA, "--memory", "gone/x.png"]) == 2
-    for gib, said, code in (("1000", "a step fits", 0), ("1", "a step does not fit", 1)):
+    for gib, verdict, code in (("1000", "a step fits", 0), ("1", "a step does not fit", 1)):
         assert cli.main(["plan", *LLAMA, "--memory", "--device-gib", gib]) == code
-        assert f"a device has {gib}.0 GiB: {said}" in capsys.readouterr().out
+        assert f"a device has {gib}.0 GiB: {verdict}" in capsys.readouterr().out
     assert cli.main(["plan", *LLAMA[:3], "--memory"]) == 0
     assert "a device has" not in capsys.readouterr().out
 
@@ -211,7 +211,7 @@ def test_the_check_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _refused_before_a_run(monkeypatch: pytest.MonkeyPatch, *words: str, world_size: int = 1, host_gib: int = 16) -> str:
-    """What `train` says on a host without GPUs."""
+    """Return the message with which `train` refuses a configuration on a host without GPUs."""
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": host_gib * GIB // 4096}.__getitem__)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     config = compose_config(["train.device=cpu", "data.prefix=/nowhere", *words])
@@ -220,7 +220,7 @@ def _refused_before_a_run(monkeypatch: pytest.MonkeyPatch, *words: str, world_si
     return str(caught.value)
 
 
-def test_what_this_host_cannot_hold_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_exceeds_the_host_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "data.prefix=/nowhere" in _refused_before_a_run(monkeypatch)
     many = _refused_before_a_run(monkeypatch, "train.global_batch_size=65", world_size=65)
     assert many.startswith(
@@ -235,14 +235,14 @@ def test_what_this_host_cannot_hold_is_refused_before_a_run(monkeypatch: pytest.
 
 def test_ranks_without_tokens_are_refused_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cp4 = ("parallelism=cp4", "parallelism.schedule=zigzag")
-    said = _refused_before_a_run(monkeypatch, *cp4, "data.seq_length=5", world_size=4)
-    assert said.startswith(
+    message = _refused_before_a_run(monkeypatch, *cp4, "data.seq_length=5", world_size=4)
+    assert message.startswith(
         "data.seq_length=5: expected 8 or more, so that each of the 4 context-parallel ranks has some"
     )
     write_documents([([7] * 5, None)], tmp_path / "short", build_tokenizer("byte-level"), masked=False)
     words = (*cp4, f"data.prefix={tmp_path}/short", "data.packing=best_fit", "data.split='1,0,0'")
-    said = _refused_before_a_run(monkeypatch, *words, world_size=4)
-    assert said.startswith("data.packing=best_fit: expected packs of 8 tokens") and "short has one of 5." in said
+    message = _refused_before_a_run(monkeypatch, *words, world_size=4)
+    assert message.startswith("data.packing=best_fit: expected packs of 8 tokens") and "short has one of 5." in message
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_memory_that_peers_read_is_counted_twice() -> None:
     block = 131072 * 2 * 8 * 128 * 2  # keys and values of a rank
-    # In each of the two its own, some of those passed on, and gradients while they are written and read.
+    # Both memories hold the rank's own block, some forwarded ones, and gradients while they are written and read.
     found = predict(_job("attention.transport=peer"))
     assert found.num_bytes - found.allocated_bytes == 2 * 8 * block
     messages = predict(_job())
