@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.recorded import table
+from benchmarks.report import table
 from megatron_longctx.errors import refuse
 
 LOSSES = "loss_by_position"

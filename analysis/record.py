@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.recorded import table as markdown
+from benchmarks.report import table as markdown
 
 WARM_UP_STEPS = 3
 COLUMNS = (

@@ -3,8 +3,8 @@
 CASES.yaml names a title, settings shared by all (as on the command line of `megatron-longctx train`) and those of every
 case. Each becomes an ordinary run folder under `run.root`, one after the other in the same processes, which compile and
 choose kernels once. `documents:` may name datasets that are made where they are missing, text cut into documents of
-drawn lengths (`benchmarks.packs.drawn`): `data/x: {kind: log_normal, tokens: 1000000}`. OUT.json and OUT.md are made of
-the runs as `analysis.record` does. A case that fails ends the job; those before it are recorded.
+drawn lengths (`benchmarks.cases.dataset_documents`): `data/x: {kind: log_normal, tokens: 1000000}`. OUT.json and OUT.md
+are made of the runs as `analysis.record` does. A case that fails ends the job; those before it are recorded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.distributed as dist
 import yaml
 
 from analysis.record import read_run, write
-from benchmarks.packs import drawn
+from benchmarks.cases import dataset_documents
 from megatron_longctx import memory
 from megatron_longctx.comm.local_ranks import run_ranks
 from megatron_longctx.compose import compose_config
@@ -73,7 +73,7 @@ def read_cases(path: Path) -> Cases:
 def make_documents(prefix: Path, kind: str, tokens: int) -> None:
     """A dataset of byte-level tokens whose documents have the lengths of a kind; the text is the standard library's."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    lengths = drawn(kind, tokens)
+    lengths = dataset_documents(kind, tokens)
     with tempfile.TemporaryDirectory(dir=prefix.parent) as folder:
         source = Path(folder) / "documents.jsonl"
         with source.open("w") as file:

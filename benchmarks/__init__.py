@@ -1,4 +1,4 @@
-"""Measurements of this project beside others, run from a clone: `python -m benchmarks WHAT ... --out FILE.json`.
+"""Measurements of this and other packages, run from a clone: `python -m benchmarks NAME ... --out FILE.json`.
 
-WHAT is attention, all_reduce, inference or prefill. Results carry their configuration, hardware, date and commit.
+`python -m benchmarks --help` lists the names. Results contain their configuration, hardware, date and commit.
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks WHAT ... --out FILE.json`: each benchmark's own file has its options and runs it."""
+"""`python -m benchmarks NAME ... --out FILE.json` runs a benchmark. The file of that name has its options and code."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ BENCHMARKS = ("attention", "packed", "planning", "all_reduce", "inference", "pre
 
 
 def parse(argv: Sequence[str]) -> tuple[Any, argparse.Namespace]:
-    """The benchmark's module, and its options; settings may stand anywhere among them.
+    """Return the benchmark's module and its options. Settings may be anywhere among the options.
 
     Raises:
-        SystemExit: wrong usage (2), or help was asked for (0).
+        SystemExit: wrong usage (2), or after printing help (0).
     """
     first = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     first.add_argument("what", choices=BENCHMARKS)
     name = first.parse_args(argv[:1]).what
-    module = importlib.import_module(f"benchmarks.{name}")
+    module = importlib.import_module(f"benchmarks.{'attention' if name == 'packed' else name}")
     parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=module.__doc__)
     module.add_arguments(parser)
+    if name == "packed":
+        parser.set_defaults(**module.PACKED)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE.json", help="results; a .md is written beside it"
     )
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark.
 
     Returns:
-        0; 1 when a rank failed; 2 when it was refused; 130 when interrupted.
+        the exit code: 0, 1 if a rank failed, 2 if the options were refused, or 130 if interrupted.
     """
     from megatron_longctx.errors import JobFailed, refuse
 
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if out.suffix != ".json" or not out.parent.is_dir():  # the table beside it would overwrite a .md
             raise refuse("--out", out, "a .json file in a folder that exists", "Give another file name.")
         module.run(arguments)
-        logging.getLogger("benchmarks").info("written to %s, and what goes beside it", out)
+        logging.getLogger("benchmarks").info("written to %s and %s", out, out.with_suffix(".md").name)
         return 0
     except (ValueError, JobFailed) as error:
         print(f"benchmarks {module.__name__.split('.')[-1]}: {error}", file=sys.stderr)

@@ -1,5 +1,7 @@
-"""Context-parallel attention, mode beside mode: whole steps, forward and backward, beside one device's best kernel and
-other packages."""
+"""Context-parallel attention by mode: whole steps, forward and backward, compared with one device and other packages.
+
+`packed` measures packs of documents and one window, with TransformerEngine and ring-flash-attn on the same packs.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,30 @@ from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.calibrate.passes import candidate_modes
 from megatron_longctx.config import TRANSPORTS
 from megatron_longctx.errors import refuse
+from megatron_longctx.kernels import auto_order
 from megatron_longctx.kernels.interface import PROVIDERS
 from megatron_longctx.schedules import MODES, Mode
 from megatron_longctx.schedules.save_remote import KEEP_RECEIVED
 from megatron_longctx.topology import Cluster, Mesh
 from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 
-from .cases import Case, cases
-from .measure import Bench, Contender, Made, Measurement
-from .peers import Found, one_device, peers
-from .recorded import Report, table
+from .cases import Case, cases, packs
+from .measure import Bench, Contender, Measurement, Prepared
+from .peers import Peers, peers
+from .report import Report, add_ranks, check_least, table
+
+PACKED = {
+    "masks": ",".join([*(f"pack={name}" for name in packs()), "window=4096"]),
+    "lengths": "65536",
+    "heads": "32:8",
+    "peers": True,
+}
+"""The defaults of `python -m benchmarks packed`."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What was asked for. keep_received, transport, kernel, deterministic, overlap: as in `attention.*` of recipes."""
+class Options:
+    """What to measure; names of fields that recipes have as `attention.*` mean the same here."""
 
     cases: tuple[Case, ...]
     modes: tuple[str, ...]
@@ -44,12 +55,11 @@ class Ask:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, help="ranks to start on this host (default: one per GPU, 2 on CPU)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_ranks(parser)
     parser.add_argument(
         "--masks", default="causal",
         help="separated by commas, of parts joined by +: causal, full, window=N, documents=COUNT@SEED (drawn), "
-        "documents=N:N:... or pack=NAME (see `benchmarks/packs.py`) (default: %(default)s)",
+        "documents=N:N:... or pack=NAME (see `benchmarks/cases.py`) (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--lengths", help="tokens (default: 32768,65536,131072 on GPUs, 512 on CPU)")
     parser.add_argument("--heads", default="32:8,32:32", help="query:KV heads (default: %(default)s)")
@@ -80,85 +90,95 @@ def run(arguments: argparse.Namespace) -> None:
     for name in names:
         if name not in MODES:
             raise refuse("--modes", name, f"all, or of {', '.join(MODES)}", "Separate names by commas.")
-    if arguments.iterations < 1:
-        raise refuse("--iterations", arguments.iterations, "1 or more", "Raise it.")
-    where = Ranks.of(arguments.ranks, arguments.device, least=1)
-    if where.device == "cpu" and arguments.transport == "peer":
+    check_least("--iterations", arguments.iterations)
+    ranks = Ranks.of(arguments.ranks, arguments.device, least=1)
+    if ranks.device == "cpu" and arguments.transport == "peer":
         raise refuse("--transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
-    lengths = arguments.lengths or ("32768,65536,131072" if where.device == "cuda" else "512")
-    asked = cases(arguments.masks, lengths, arguments.heads, arguments.head_dim, arguments.dtype)
-    said = {
+    lengths = arguments.lengths or ("32768,65536,131072" if ranks.device == "cuda" else "512")
+    chosen = cases(arguments.masks, lengths, arguments.heads, arguments.head_dim, arguments.dtype)
+    settings = {
         name: getattr(arguments, name)
         for name in ("kernel", "transport", "keep_received", "deterministic", "overlap", "iterations")
     }
-    ask = Ask(tuple(asked), names, **said, peers=arguments.peers, check=arguments.check)
+    options = Options(tuple(chosen), names, **settings, peers=arguments.peers, check=arguments.check)
     what = "context-parallel attention: seconds of a whole step, forward and backward, of the slowest rank"
-    unit = f"{where.count} ranks; TFLOP/s per device of visible pairs; " + ", ".join(
-        f"{k}={v}" for k, v in said.items()
-    )
-    report = Report(arguments.out, where.device, what, "attention, forward and backward", unit)
-    keep = partial(record, report, where.count, ask)
-    print(keep(run_on_ranks(where, measure, where, ask, keep)))
+    listed = ", ".join(f"{k}={v}" for k, v in settings.items())
+    unit = f"{ranks.count} ranks; TFLOP/s per device of visible pairs; {listed}"
+    report = Report(arguments.out, ranks.device, what, "attention, forward and backward", unit)
+    save = partial(record, report, ranks.count, options)
+    print(save(run_on_ranks(ranks, measure, ranks, options, save)))
 
 
-class Measured(NamedTuple):
-    """notes, absent: lines about others' packages."""
+class Results(NamedTuple):
+    """The measurements, and lines about other packages that are measured or absent."""
 
-    found: list[Measurement]
+    measured: list[Measurement]
     notes: list[str]
     absent: list[str]
 
 
-def record(report: Report, ranks: int, ask: Ask, measured: Measured) -> str:
-    """Write what has been found so far; returns the tables."""
-    found, notes, absent = measured
+def record(report: Report, ranks: int, options: Options, results: Results) -> str:
+    """Write the results so far; return the tables."""
+    measured, notes, absent = results
     data = {
         "ranks": ranks,
-        "configuration": {name: value for name, value in asdict(ask).items() if name not in ("cases", "modes")},
-        "cases": [asdict(case) | {"pairs": case.mask.pairs} for case in ask.cases],
-        "measurements": [asdict(each) | {"seconds": each.seconds} for each in found],
+        "configuration": {name: value for name, value in asdict(options).items() if name not in ("cases", "modes")},
+        "cases": [asdict(case) | {"pairs": case.mask.pairs} for case in options.cases],
+        "measurements": [asdict(each) | {"seconds": each.seconds} for each in measured],
         "notes": notes,
         "absent": absent,
     }
-    return report.write(data, "\n\n".join([_table(found), *notes, *absent]))
+    return report.write(data, "\n\n".join([_table(measured), *notes, *absent]))
 
 
-def measure(rank: int, where: Ranks, ask: Ask, keep: Callable[[Measured], object]) -> Measured:
-    """All ranks call this together. keep: told by rank 0 after every case."""
-    group, device, n = world_group(), where.local_device, where.count
-    bench = Bench(group, device, ask.iterations, ask.check)
-    others = peers(group, ask.kernel) if ask.peers else Found([], [], [])
-    measured = Measured([], others.notes, others.absent)
-    alone = one_device.contenders(n, device.type)
-    for case in ask.cases:
-        measured.found.extend(bench.run(case, [*alone, *modes(group, case, ask), *others.contenders]))
+def measure(rank: int, ranks: Ranks, options: Options, save: Callable[[Results], object]) -> Results:
+    """Measure all cases. All ranks call this together; rank 0 calls `save` after every case."""
+    group, device, n = world_group(), ranks.local_device, ranks.count
+    bench = Bench(group, device, options.iterations, options.check)
+    others = peers(group, options.kernel) if options.peers else Peers([], [], [])
+    results = Results([], others.notes, others.absent)
+    for case in options.cases:
+        contenders = [*_one_device(n, device.type), *_modes(group, case, options), *others.contenders]
+        results.measured.extend(bench.run(case, contenders))
         if rank == 0:
-            keep(measured)
-    return measured
+            save(results)
+    return results
 
 
-def modes(group: dist.ProcessGroup, case: Case, ask: Ask) -> list[Contender]:
-    """This package's modes with every option that matters."""
+def _one_device(n: int, device_type: str) -> list[Contender]:
+    """Return every fast kernel of `auto` on one device, which computes as many FLOPs as each of `n` devices."""
+
+    def prepare(kernel: str, case: Case) -> Prepared:
+        share, attention = case.share(n), ContextParallelAttention(kernel=kernel)
+        return Prepared(lambda q, k, v: attention(q, k, v, mask=share.mask), range(share.length), share)
+
+    name = "one GPU" if device_type == "cuda" else "one CPU"
+    kernels = [kernel for kernel in auto_order(device_type) if kernel != "reference"]
+    return [Contender(f"{name}, {kernel}", partial(prepare, kernel), ours=True) for kernel in kernels]
+
+
+def _modes(group: dist.ProcessGroup, case: Case, options: Options) -> list[Contender]:
+    """Return this package's modes, each with its relevant options."""
     n = dist.get_world_size(group)
-    every = candidate_modes(n, case.workload, Cluster("here", 1, n, Mesh(1.0)), case.length)
-    chosen = [mode for mode in every if mode.name in ask.modes]
-    return [Contender(str(mode), partial(_ours, group, mode, ask), ours=True) for mode in chosen]
+    candidates = candidate_modes(n, case.workload, Cluster("here", 1, n, Mesh(1.0)), case.length)
+    chosen = [mode for mode in candidates if mode.name in options.modes]
+    return [Contender(str(mode), partial(_ours, group, mode, options), ours=True) for mode in chosen]
 
 
-def _ours(group: dist.ProcessGroup, mode: Mode, ask: Ask, case: Case) -> Made:
+def _ours(group: dist.ProcessGroup, mode: Mode, options: Options, case: Case) -> Prepared:
     attention = ContextParallelAttention(
-        group, schedule=mode, kernel=ask.kernel, transport=ask.transport, keep_received=ask.keep_received,
-        deterministic=ask.deterministic, overlap=ask.overlap,
+        group, schedule=mode, kernel=options.kernel, transport=options.transport, keep_received=options.keep_received,
+        deterministic=options.deterministic, overlap=options.overlap,
     )  # fmt: skip
     tokens = list(attention.layout(case.mask).tokens(dist.get_rank(group)))
-    return Made(partial(attention, mask=case.mask), tokens)
+    return Prepared(partial(attention, mask=case.mask), tokens)
 
 
-def _table(found: Sequence[Measurement]) -> str:
-    """Markdown; times in milliseconds."""
+def _table(measured: Sequence[Measurement]) -> str:
+    """Return Markdown with times in milliseconds."""
     head = ["mask", "tokens", "heads", "mode", "ms", "x fastest mode", "TFLOP/s", "% of one device", "GiB", "errors"]
     rows = []
-    for m in found:
+    for m in measured:
         row = [m.mask, f"{m.length:,}", m.heads, m.name]
         if m.seconds is None:
             rows.append([*row, f"not possible: {m.reason}", *[""] * 5])

@@ -1,7 +1,7 @@
-"""Coefficients of `inference.rule=empirical` that fit measured prompts.
+"""Fits the coefficients of `inference.rule=empirical` to measured prompts.
 
-Of T new and P cached tokens h = alpha ln T + beta ln(T / (T + P)) + gamma, by least squares to the logarithm of how
-much faster it is to pass keys and values.
+For T new and P cached tokens, h = alpha ln T + beta ln(T / (T + P)) + gamma approximates, by least squares, the
+logarithm of the speed-up from passing keys and values instead of queries.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 from megatron_longctx.errors import refuse
 
-from .recorded import Report, table
+from .report import Report, table
 
 
 class Prompt(NamedTuple):
-    """Seconds to the first token by what travels."""
+    """New and cached tokens, and the seconds to the first token in both modes."""
 
     new: int
     cached: int
@@ -44,21 +44,21 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: too few prompts.
     """
-    found = [each for path in arguments.prompts for each in prompts(json.loads(path.read_text()), arguments.ranks)]
-    fitted = fit(found)
+    measured = [each for path in arguments.prompts for each in prompts(json.loads(path.read_text()), arguments.ranks)]
+    fitted = fit(measured)
     words = " ".join(f"inference.rule_{n}={x:.4g}" for n, x in zip(("alpha", "beta", "gamma"), fitted, strict=True))
     rows = [
         [f"{p.new:,}", f"{p.new + p.cached:,}", f"{1e3 * p.pass_kv:.1f}", f"{1e3 * p.pass_q:.1f}",
          "pass_kv" if score(p, fitted) > 0 else "pass_q", f"{slower(p, fitted):.1%}"]
-        for p in found
+        for p in measured
     ]  # fmt: skip
     report = Report(arguments.out, "cpu", "coefficients of the empirical rule", words, "ms to the first token")
     head = ["new", "of", "pass_kv", "pass_q", "taken", "slower than the faster"]
-    print(report.write({"coefficients": fitted, "prompts": found}, table(head, rows)))
+    print(report.write({"coefficients": fitted, "prompts": measured}, table(head, rows)))
 
 
 def prompts(data: Any, ranks: int | None = None) -> list[Prompt]:
-    """Those on several ranks that both ways were measured for, wherever they lie in a benchmark's JSON."""
+    """Return the prompts, anywhere in a benchmark's JSON, that were measured in both modes on several ranks."""
     if isinstance(data, dict):
         found = [each for value in data.values() for each in prompts(value, ranks)]
         times, n = data.get("seconds"), data.get("context_parallel_size", 1)
@@ -68,30 +68,30 @@ def prompts(data: Any, ranks: int | None = None) -> list[Prompt]:
     return [each for value in data for each in prompts(value, ranks)] if isinstance(data, list) else []
 
 
-def fit(found: Sequence[Prompt]) -> Coefficients:
-    """alpha, beta and gamma.
+def fit(measured: Sequence[Prompt]) -> Coefficients:
+    """Return alpha, beta and gamma.
 
     Raises:
         ValueError: fewer than 4 prompts.
     """
-    if len(found) < 4:
-        raise refuse("--prompts", len(found), "4 or more prompts with pass_kv and pass_q", "Measure more of them.")
-    rows = torch.tensor([[*_terms(p), 1.0] for p in found], dtype=torch.float64)
-    gains = torch.tensor([[math.log(p.pass_q / p.pass_kv)] for p in found], dtype=torch.float64)
+    if len(measured) < 4:
+        raise refuse("--prompts", len(measured), "4 or more prompts with pass_kv and pass_q", "Measure more of them.")
+    rows = torch.tensor([[*_terms(p), 1.0] for p in measured], dtype=torch.float64)
+    gains = torch.tensor([[math.log(p.pass_q / p.pass_kv)] for p in measured], dtype=torch.float64)
     alpha, beta, gamma = torch.linalg.lstsq(rows, gains, driver="gelsd").solution.flatten().tolist()
     return alpha, beta, gamma
 
 
 def score(prompt: Prompt, by: Coefficients) -> float:
-    """h; above 0 keys and values are passed."""
+    """Return h. If it is above 0, the rule passes keys and values."""
     first, second = _terms(prompt)
     return by[0] * first + by[1] * second + by[2]
 
 
 def slower(prompt: Prompt, by: Coefficients) -> float:
-    """What is taken, against the faster: 0.1 for 10% more time."""
-    taken = prompt.pass_kv if score(prompt, by) > 0 else prompt.pass_q
-    return taken / min(prompt.pass_kv, prompt.pass_q) - 1
+    """Return how much slower the rule's choice is than the faster mode: 0.1 for 10% more time."""
+    chosen = prompt.pass_kv if score(prompt, by) > 0 else prompt.pass_q
+    return chosen / min(prompt.pass_kv, prompt.pass_q) - 1
 
 
 def _terms(prompt: Prompt) -> tuple[float, float]:

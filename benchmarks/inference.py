@@ -1,5 +1,7 @@
-"""Times to first token and between tokens of the configured model over a sharded cache, and how well `auto` chooses.
-Weights are random. It starts its ranks itself, for one context-parallel size after the other."""
+"""Time to first token and between tokens of the configured model over a sharded cache, and the quality of `auto`.
+
+Weights are random. The benchmark starts its ranks itself, for one context-parallel size after the other.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from megatron_longctx.mcore.inference import for_inference
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.training.ranks import Ranks, run_on_ranks
 
-from .inference_ranks import Decoded, FirstToken, Sweep, measure, numbers
-from .recorded import Report, table
+from .inference_ranks import Decoded, FirstToken, Sweep, measure
+from .report import Report, check_least, numbers, table
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, write JSON and a Markdown report after every measurement; links that are not calibrated for the model's
-    heads are calibrated first.
+    """Measure; write JSON and a Markdown report after every measurement.
+
+    Links that are not calibrated for the heads of the model are calibrated first.
 
     Raises:
         ValueError: settings or sizes that cannot be used.
@@ -52,47 +55,44 @@ def run(arguments: argparse.Namespace) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise refuse("RANK", os.environ["RANK"], "to be started once", "Run it without torchrun: it starts its ranks.")
     sweep, config = sweep_of(arguments), for_inference(compose_config(arguments.settings))
-    sizes = [config.parallelism.context_parallel_size]
+    sizes: Sequence[int] = [config.parallelism.context_parallel_size]
     if arguments.context is not None:
-        sizes = list(map(int, numbers("--context", arguments.context, 1)))
+        sizes = numbers("--context", arguments.context, 1)
     jobs = [_sized(config, sweep, n) for n in sizes]
-    places = [_where(job) for job in jobs]
+    ranks_of_jobs = [_ranks(job) for job in jobs]
     for job in () if sweep.decode_only else jobs:
-        _calibrated(job)
+        _calibrate_missing(job)
     what = "inference over a sharded cache: random weights, times of the slowest rank in seconds"
     tp = config.parallelism.tensor_parallel_size
     about = f"{config.model.name}, {config.train.precision}, TP {tp}"
     first: list[FirstToken] = []
     decoded: list[Decoded] = []
-    for job, where in zip(jobs, places, strict=True):
-        report = Report(arguments.out, where.device, what, about, "random weights; times in ms, of the slowest rank")
+    for job, ranks in zip(jobs, ranks_of_jobs, strict=True):
+        report = Report(arguments.out, ranks.device, what, about, "random weights; times in ms, of the slowest rank")
         record = Record(report, job, sweep, tuple(first), tuple(decoded))
-        found = run_on_ranks(where, measure, job, sweep, record)
-        first += found[0]
-        decoded += found[1]
+        of_size = run_on_ranks(ranks, measure, job, sweep, record)
+        first += of_size[0]
+        decoded += of_size[1]
     print(tables(first, decoded))
 
 
 def sweep_of(arguments: argparse.Namespace) -> Sweep:
-    """Raises ValueError for what cannot be swept over."""
-    for name, value, least in (("--iterations", arguments.iterations, 0), ("--tokens", arguments.tokens, 1)):
-        if value < least:
-            raise refuse(name, value, f"{least} or more", "Raise it.")
-    lengths = map(int, numbers("--lengths", arguments.lengths, 2))
-    batches = map(int, numbers("--batches", arguments.batches, 1))
+    """Return the sweep of the options; ValueError for values that cannot be used."""
+    check_least("--iterations", arguments.iterations, 0)
+    check_least("--tokens", arguments.tokens)
+    lengths, batches = numbers("--lengths", arguments.lengths, 2), numbers("--batches", arguments.batches, 1)
     rates = numbers("--miss-rates", arguments.miss_rates, 0.0)
     if not 0 < min(rates) <= max(rates) <= 1:
-        raise refuse("--miss-rates", arguments.miss_rates, "shares from above 0 to 1", "1 computes all tokens anew.")
+        raise refuse("--miss-rates", arguments.miss_rates, "shares from above 0 to 1", "1 computes all tokens.")
     modes = tuple(dict.fromkeys(arguments.modes.split(",")))
     if not set(modes) <= set(CACHE_MODES):
         raise refuse("--modes", arguments.modes, "some of " + ", ".join(CACHE_MODES), "Separate them by commas.")
-    said = arguments.iterations, arguments.tokens, arguments.decode_only, modes
-    return Sweep(tuple(lengths), rates, tuple(batches), *said)
+    return Sweep(lengths, rates, batches, arguments.iterations, arguments.tokens, arguments.decode_only, modes)
 
 
 @dataclass(frozen=True)
 class Record:
-    """Writes what one size's ranks have found so far, behind what was found `first` and `decoded` with others."""
+    """Writes the results of one size so far, after the results `first` and `decoded` of other sizes."""
 
     report: Report
     config: Config
@@ -114,9 +114,9 @@ class Record:
 
 
 def _sized(config: Config, sweep: Sweep, n: int) -> Config:
-    """The settings for `n` context-parallel ranks, with the cache and the positions that `sweep` takes."""
+    """Return the settings for `n` context-parallel ranks, with the cache and positions that `sweep` needs."""
     inference = config.inference
-    # What `pages_per_rank` makes so many pages of.
+    # `pages_per_rank` turns this into the required number of pages.
     cache = n * (sweep.pages(n, inference.page_tokens) * inference.page_tokens - 2)
     longest = max(sweep.lengths) + 2 * sweep.tokens + 64
     return replace(
@@ -127,30 +127,30 @@ def _sized(config: Config, sweep: Sweep, n: int) -> Config:
     )
 
 
-def _where(config: Config) -> Ranks:
-    ranks = config.parallelism.context_parallel_size * config.parallelism.tensor_parallel_size
-    return Ranks.of(ranks, config.train.device, least=1)
+def _ranks(config: Config) -> Ranks:
+    count = config.parallelism.context_parallel_size * config.parallelism.tensor_parallel_size
+    return Ranks.of(count, config.train.device, least=1)
 
 
-def _calibrated(config: Config) -> None:
-    """See that the simulator knows this device."""
+def _calibrate_missing(config: Config) -> None:
+    """Calibrate this device for the simulator unless that was done before."""
     n, device = config.parallelism.context_parallel_size, config.train.device
-    where = Ranks.of(n, device, least=1)
-    if n > 1 and known_figures(config, torch.device(where.device)).costs is None:
-        logger.info("%s is not there: calibrating", calibration_file(config, torch.device(where.device)))
+    ranks = Ranks.of(n, device, least=1)
+    if n > 1 and known_figures(config, torch.device(ranks.device)).costs is None:
+        logger.info("%s is missing: calibrating", calibration_file(config, torch.device(ranks.device)))
         attention = replace(config.attention, transport=config.inference.transport)
-        calibrate(where, replace(config, attention=attention, data=replace(config.data, seq_length=1)))
+        calibrate(ranks, replace(config, attention=attention, data=replace(config.data, seq_length=1)))
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Mean, and 50th, 90th and 99th percentile by nearest rank."""
+    """Return the mean, and the 50th, 90th and 99th percentile by nearest rank."""
     ranked = sorted(seconds)
     found = {f"p{p}": ranked[max(0, math.ceil(p / 100 * len(ranked)) - 1)] for p in (50, 90, 99)}
     return {"mean": sum(ranked) / len(ranked), **found}
 
 
 def as_data(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> dict[str, Any]:
-    """The measurements, in seconds."""
+    """Return the measurements for JSON, in seconds."""
     return {
         "first_token": [
             {
@@ -170,7 +170,7 @@ def as_data(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> dict[str
 
 
 def tables(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> str:
-    """Markdown; times in milliseconds."""
+    """Return Markdown with times in milliseconds."""
     parts = [_first_table(first), ""] if first else []
     rows = []
     for m in decoded:
@@ -191,5 +191,5 @@ def _first_table(first: Sequence[FirstToken]) -> str:
         slower = "" if m.slower is None else f"{m.slower:.1%}"
         case = [str(m.ranks), f"{m.length:,}", f"{m.new:,}", f"{m.new / m.length:.2%}"]
         rows.append([*case, *times, m.auto or "", slower])
-    said = "Time to first token: p50 / p90 / p99. A rank alone passes nothing: its time is under the first mode."
-    return f"{said}\n\n{table(['CP', 'tokens', 'new', 'miss rate', *modes, 'auto takes', 'slower'], rows)}"
+    about = "Time to first token: p50 / p90 / p99. A single rank passes nothing: its time is under the first mode."
+    return f"{about}\n\n{table(['CP', 'tokens', 'new', 'miss rate', *modes, 'auto takes', 'slower'], rows)}"

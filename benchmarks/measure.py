@@ -1,12 +1,14 @@
-"""Whole steps of attention, forward and backward, by the clock: whoever computes them, on the same inputs. Whether they
-are right is seen by a short problem of the same kind, against dense attention written out in fp64."""
+"""Times whole steps of attention, forward and backward, of all contenders on the same inputs.
+
+A short problem of the same kind can be compared with dense attention in fp64 first, to see whether results are right.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -21,16 +23,21 @@ from megatron_longctx.testing.references import dense_attention, visible
 from .cases import Case
 
 _ROUNDS = 3
-_ABOUT_TOKENS = 2048
+_SHORT_TOKENS = 2048
 _LIMITS = {torch.bfloat16: 2e-2, torch.float32: 1e-3}
 """Relative errors (Frobenius) above which results are wrong."""
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q, k, v of this rank `[s, b, heads, d]` -> out."""
+"""Maps q, k, v of this rank `[s, b, heads, d]` to out."""
 
 
-class Made(NamedTuple):
-    """call: of this rank's `tokens`, in this order. alone: what a device computes by itself instead of the case."""
+class Prepared(NamedTuple):
+    """A contender that is ready for a case.
+
+    Attributes:
+        tokens: the tokens of this rank, in the order in which `call` expects them.
+        alone: the case that one device computes by itself instead.
+    """
 
     call: Call
     tokens: Sequence[int]
@@ -39,24 +46,32 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that computes a case's attention.
+    """An implementation of attention.
 
-    make: raises ValueError, on all ranks alike, for what it cannot do. ours: of this package. release: called when a
-    case is done.
+    Attributes:
+        prepare: raises ValueError, on all ranks alike, for cases that it does not support.
+        ours: whether it belongs to this package.
+        release: called at the end of a case.
     """
 
     name: str
-    make: Callable[[Case], Made]
+    prepare: Callable[[Case], Prepared]
     ours: bool = False
     release: Callable[[], None] = lambda: None
 
 
 @dataclass
 class Measurement:
-    """rounds: seconds of a whole step in a row of some, of the slowest rank, as often as it was measured; their median
-    counts. tflops: per device, of visible pairs. percent_of_one_device: of the fastest kernel of one device at equal
-    FLOPs. times_fastest_mode: seconds, of those of this package's fastest mode. errors: relative (Frobenius), of a
-    short case over all ranks. reason: why there are no rounds."""
+    """The result of one contender for one case.
+
+    Attributes:
+        rounds: for every round, the mean seconds of a whole step in a row, on the slowest rank.
+        tflops: per device, of visible pairs.
+        percent_of_one_device: speed relative to the fastest kernel of one device at equal FLOPs.
+        times_fastest_mode: seconds relative to this package's fastest mode.
+        errors: relative errors (Frobenius) of a short case over all ranks.
+        reason: why there are no rounds.
+    """
 
     name: str
     mask: str
@@ -76,10 +91,16 @@ class Measurement:
     def seconds(self) -> float | None:
         return statistics.median(self.rounds) if self.rounds else None
 
+    def __str__(self) -> str:
+        if self.seconds is None:
+            return f"{self.name}: {self.reason}"
+        percent = f", {self.percent_of_one_device:.1f}% of one device" if self.percent_of_one_device else ""
+        return f"{self.name}: {self.seconds * 1e3:.2f} ms, {self.tflops:.3g} TFLOP/s{percent}"
+
 
 @dataclass(frozen=True)
 class Bench:
-    """How to measure. iterations: steps of a row. check: whether a short case has to be right before."""
+    """How to measure: the steps in a row, and whether a short case is checked before."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -91,78 +112,80 @@ class Bench:
         return dist.get_world_size(self.group)
 
     def run(self, case: Case, contenders: Sequence[Contender]) -> list[Measurement]:
-        """Measure every contender; those of one device come first. What they refuse, or get wrong, is recorded."""
-        found: list[Measurement] = []
+        """Measure all contenders, those of one device first. Refused cases and wrong results are recorded as such."""
+        measured: list[Measurement] = []
         for contender in contenders:
-            measured = self._measure(contender, case)
+            current = self._measure(contender, case)
             contender.release()
-            found.append(measured)
-            fastest = _fastest([m for m in found if m.alone])
-            for each in found if measured.alone else [measured]:
+            measured.append(current)
+            fastest = _fastest(m for m in measured if m.alone)
+            for each in measured if current.alone else [current]:
                 if each.seconds is not None and fastest is not None:
                     each.percent_of_one_device = 100 * fastest / each.seconds
             if dist.get_rank(self.group) == 0:
-                print(f"  {case.length:,} tokens, {case.heads}, {case.name}, {_said(measured)}", file=sys.stderr)
-        fastest = _fastest([m for m in found if m.ours and not m.alone])
-        for each in found:
+                print(f"  {case.length:,} tokens, {case.heads}, {case.name}, {current}", file=sys.stderr)
+        fastest = _fastest(m for m in measured if m.ours and not m.alone)
+        for each in measured:
             if each.seconds is not None and fastest is not None:
                 each.times_fastest_mode = each.seconds / fastest
-        return found
+        return measured
 
     def _measure(self, contender: Contender, case: Case) -> Measurement:
-        found = Measurement(contender.name, case.name, case.length, case.heads, contender.ours)
+        result = Measurement(contender.name, case.name, case.length, case.heads, contender.ours)
         try:
             if self.check:
-                found.errors = self._errors(contender, short(case, self.n))
-                if wrong(found.errors, case.dtype):
-                    found.reason = "wrong results"
-                    return found
-            call, tokens, alone = contender.make(case)
-            found.alone, computed = alone is not None, alone or case
+                result.errors = self._errors(contender, short(case, self.n))
+                if wrong(result.errors, case.dtype):
+                    result.reason = "wrong results"
+                    return result
+            call, tokens, alone = contender.prepare(case)
+            result.alone, computed = alone is not None, alone or case
             *qkv, grad_out = _rows(computed.inputs(self.device), tokens)
-            call(*qkv)  # refusals come here, on all ranks
+            call(*qkv)  # refusals are raised here, on all ranks
         except ValueError as error:
-            found.reason = str(error)
-            return found
-        except Exception as error:  # other packages fail in their own ways, on all ranks alike
-            if found.ours:
+            result.reason = str(error)
+            return result
+        except Exception as error:  # other packages raise anything, on all ranks alike
+            if result.ours:
                 raise
-            found.reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-            return found
-        self._time(found, training_step(call, qkv, grad_out))
-        # As long as the case would take, were it shared without loss.
+            result.reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+            return result
+        self._time(result, training_step(call, qkv, grad_out))
+        # The time of the case if one device's share of it were computed without any loss.
         scale = case.flops / self.n / computed.flops if alone else 1.0
-        found.rounds = [seconds * scale for seconds in found.rounds]
-        found.tflops = case.flops / self.n / (found.seconds or 1.0) / 1e12
-        return found
+        result.rounds = [seconds * scale for seconds in result.rounds]
+        result.tflops = case.flops / self.n / (result.seconds or 1.0) / 1e12
+        return result
 
-    def _time(self, found: Measurement, step: Callable[[], object]) -> None:
+    def _time(self, result: Measurement, step: Callable[[], object]) -> None:
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device) if cuda else 0
-        found.rounds = step_seconds(step, self.group, self.device, self.iterations, _ROUNDS)
+        result.rounds = step_seconds(step, self.group, self.device, self.iterations, _ROUNDS)
         if cuda:
-            found.peak_bytes = max(from_all(self.group, torch.cuda.max_memory_allocated(self.device) - before))
+            result.peak_bytes = max(from_all(self.group, torch.cuda.max_memory_allocated(self.device) - before))
 
     def _errors(self, contender: Contender, case: Case) -> dict[str, float]:
-        """All ranks call this together."""
-        call, tokens, alone = contender.make(case)
+        """Return the errors over all ranks, which call this together."""
+        call, tokens, alone = contender.prepare(case)
         inputs = (alone or case).inputs(self.device)
-        found, errors = _results(call, _rows(inputs, tokens)), {}
+        results, errors = _results(call, _rows(inputs, tokens)), {}
         contender.release()
         for name, truth in dense(alone or case, inputs).items():
             (expected,) = _rows([truth], tokens)
-            squares = torch.stack([(found[name] - expected).square().sum(), expected.square().sum()])
+            squares = torch.stack([(results[name] - expected).square().sum(), expected.square().sum()])
             dist.all_reduce(squares, group=self.group)
             errors[name] = float((squares[0] / squares[1]).sqrt())
         return errors
 
 
 def short(case: Case, n: int) -> Case:
-    """The case, or one whose documents and window are so much shorter that about 2,048 tokens are left, in multiples
-    that packages take on `n` ranks."""
-    factor, unit = case.length / _ABOUT_TOKENS, math.lcm(16, 2 * n)
+    """Return the case, or one of about 2,048 tokens with shorter documents and a shorter window.
+
+    Document lengths are multiples that other packages accept on `n` ranks.
+    """
+    factor, unit = case.length / _SHORT_TOKENS, math.lcm(16, 2 * n)
     if factor <= 1:
         return case
     lengths = tuple(max(1, round(length / factor / unit)) * unit for length in case.documents)
@@ -170,12 +193,12 @@ def short(case: Case, n: int) -> Case:
 
 
 def wrong(errors: Mapping[str, float], dtype: torch.dtype) -> bool:
-    """Also where one is NaN."""
+    """Whether an error is too large or NaN."""
     return not all(error <= _LIMITS[dtype] for error in errors.values())
 
 
 def dense(case: Case, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """out, dq, dk and dv of `case.inputs`, in fp64, by what the case's words mean and not by its mask."""
+    """Return out, dq, dk and dv of `case.inputs` in fp64, by the definition of the case instead of its mask."""
     seen = visible(case.documents, causal=case.causal, window=(case.window, case.window))
     q, k, v, grad_out = inputs
     return dense_attention(q, k, v, grad_out, seen=seen)
@@ -186,8 +209,8 @@ def _rows(whole: Sequence[Tensor], tokens: Sequence[int]) -> list[Tensor]:
     return [x.index_select(0, mine) for x in whole]
 
 
-def _fastest(found: Sequence[Measurement]) -> float | None:
-    return min((m.seconds for m in found if m.seconds is not None), default=None)
+def _fastest(measured: Iterable[Measurement]) -> float | None:
+    return min((m.seconds for m in measured if m.seconds is not None), default=None)
 
 
 def _results(call: Call, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -195,10 +218,3 @@ def _results(call: Call, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
     out = call(q, k, v)
     gradients = torch.autograd.grad(out, (q, k, v), inputs[3])
     return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
-
-
-def _said(found: Measurement) -> str:
-    if found.seconds is None:
-        return f"{found.name}: {found.reason}"
-    percent = f", {found.percent_of_one_device:.1f}% of one device" if found.percent_of_one_device else ""
-    return f"{found.name}: {found.seconds * 1e3:.2f} ms, {found.tflops:.3g} TFLOP/s{percent}"

@@ -1,5 +1,7 @@
-"""What a new packed batch costs a rank's host before its first call: layout and plan, backward plan, programs and their
-binding, on one core. Nothing is exchanged and no GPU is needed. Training does this ahead, in the loader's thread."""
+"""The host's work for a new packed batch before its first call: layout, plans, programs and their binding, on one core.
+
+Nothing is exchanged and no GPU is needed. Training does this work ahead, in the loader's thread.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ from megatron_longctx.kernels import PROVIDERS
 from megatron_longctx.schedules import Lowering, Takes, Target, backward_plan, build_plan
 from megatron_longctx.schedules.mask import documents
 
-from .packs import packs
-from .recorded import Report, table
+from .cases import packs
+from .report import Report, check_least, table
 
 PHASES = ("layout and plan", "backward plan", "programs", "binding")
 _WARM_UP = 2
@@ -32,52 +34,44 @@ _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pack", default="24", help="a name in benchmarks/packs.py (default: %(default)s)")
+    parser.add_argument("--pack", default="24", help="a name in benchmarks/cases.py (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--schedules", default="all_gather,zigzag,ring,ulysses", help="(default: %(default)s)")
     parser.add_argument("--iterations", type=int, default=20, help="new batches per schedule (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and write JSON and a Markdown table.
+    """Measure, and write JSON and a Markdown table.
 
     Raises:
-        ValueError: options that cannot be.
+        ValueError: options that cannot be used.
     """
     if arguments.pack not in packs():
         raise refuse("--pack", arguments.pack, "one of " + ", ".join(packs()), "Choose one of these.")
-    for name in ("ranks", "iterations"):
-        if getattr(arguments, name) < 1:
-            raise refuse(f"--{name}", getattr(arguments, name), "1 or more", "Raise it.")
+    check_least("--ranks", arguments.ranks)
+    check_least("--iterations", arguments.iterations)
     n, lengths = arguments.ranks, packs()[arguments.pack]
-    measured = {}
+    measured, medians = {}, {}
     for schedule in arguments.schedules.split(","):
-        found = list(milliseconds(schedule, n, lengths, _WARM_UP + arguments.iterations))[_WARM_UP:]
-        measured[schedule] = [list(phase) for phase in zip(*found, strict=True)]
-    medians = {
-        schedule: [*map(statistics.median, phases), statistics.median(sums(phases))]
-        for schedule, phases in measured.items()
-    }
-    rows = [[schedule, *(f"{each:.1f}" for each in found)] for schedule, found in medians.items()]
-    about = (
-        f"{len(lengths)} documents in {sum(lengths):,} tokens, {n} ranks, {arguments.iterations} batches of each mode"
-    )
+        batches = list(milliseconds(schedule, n, lengths, _WARM_UP + arguments.iterations))[_WARM_UP:]
+        phases = measured[schedule] = [list(phase) for phase in zip(*batches, strict=True)]
+        medians[schedule] = [*map(statistics.median, phases), statistics.median(map(sum, batches))]
+    rows = [[schedule, *(f"{each:.1f}" for each in times)] for schedule, times in medians.items()]
+    pack = f"{len(lengths)} documents in {sum(lengths):,} tokens"
+    about = f"{pack}, {n} ranks, {arguments.iterations} batches of each mode"
     what = "milliseconds of one core's time, by mode and phase, of each batch"
     report = Report(arguments.out, "cpu", what, about, "medians of one core's milliseconds")
     sizes = {"pack": arguments.pack, "ranks": n}
-    named = {schedule: dict(zip((*PHASES, "sum"), found, strict=True)) for schedule, found in medians.items()}
+    named = {schedule: dict(zip((*PHASES, "sum"), times, strict=True)) for schedule, times in medians.items()}
     data = {**sizes, "phases": PHASES, "medians": named, "milliseconds": measured}
     print(report.write(data, table(["mode", *PHASES, "sum"], rows)))
 
 
-def sums(phases: list[list[float]]) -> list[float]:
-    """Of every batch."""
-    return [sum(each) for each in zip(*phases, strict=True)]
-
-
 def milliseconds(schedule: str, n: int, lengths: tuple[int, ...], batches: int) -> Iterator[list[float]]:
-    """By phase, of a rank in the middle, which reads the others' memory: the same documents, every time in another
-    order, so that nothing is known from before."""
+    """Yield, for every batch, the times of all phases on a rank in the middle, which reads its peers' memory.
+
+    All batches have the same documents in different orders, so that nothing of an earlier batch can be reused.
+    """
     q, kv = (torch.empty(0, 1, heads, _HEAD_DIM, dtype=torch.bfloat16) for heads in (_HEADS, _KV_HEADS))
     shapes, hosts = shapes_of(q, kv, kv), (tuple(range(n)),) * n
     target = Target(shapes.workload, Takes(packed=True, rectangles=True, windows=True), hosts)

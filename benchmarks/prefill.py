@@ -1,4 +1,4 @@
-"""Time to first token of the configured model under each reduction over tensor-parallel ranks. Weights are random."""
+"""Time to first token of the configured model for each reduction over tensor-parallel ranks. Weights are random."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import CachedGPT, build_engine, for_inference
 from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 
-from .inference_ranks import numbers, seconds_to_first
-from .recorded import Report, table
+from .inference_ranks import seconds_to_first
+from .report import Report, check_least, numbers, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Prompts of so many tokens, reductions of both projections, and measurements of each."""
+class Options:
+    """Prompt lengths, reductions (of both projections), and iterations of each."""
 
     lengths: tuple[int, ...]
     reductions: tuple[str, ...]
@@ -40,7 +40,7 @@ class Ask:
 
 @dataclass
 class Prefill:
-    """Seconds from a prompt's arrival to its first token on the host, of the slowest rank, every iteration."""
+    """For every iteration, seconds from a prompt's arrival to its first token on the host, on the slowest rank."""
 
     tokens: int
     reduction: str
@@ -48,15 +48,15 @@ class Prefill:
 
 
 @dataclass
-class Found:
-    """auto_from_bytes: of which sums on `auto` are quantized, by operation and dtype; None for no size."""
+class Results:
+    """The measurements, and the sizes from which on `auto` quantizes, by operation and dtype; None for no size."""
 
     measured: list[Prefill] = field(default_factory=list)
     auto_from_bytes: dict[str, int | None] = field(default_factory=dict)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, write JSON and a Markdown table after every length; there are as many ranks as the tensor-parallel size.
+    """Measure on as many ranks as the tensor-parallel size; write JSON and a Markdown table after every length.
 
     Raises:
         ValueError: settings or sizes that cannot be used.
@@ -64,44 +64,42 @@ def run(arguments: argparse.Namespace) -> None:
     names = tuple(dict.fromkeys(arguments.reductions.split(",")))
     if not set(names) <= set(REDUCTIONS):
         raise refuse("--reductions", arguments.reductions, "of " + ", ".join(REDUCTIONS), "Separate them by commas.")
-    if arguments.iterations < 1:
-        raise refuse("--iterations", arguments.iterations, "1 or more", "Raise it.")
-    lengths = sorted(map(int, numbers("--lengths", arguments.lengths, 2)))
+    check_least("--iterations", arguments.iterations)
+    lengths = sorted(numbers("--lengths", arguments.lengths, 2))
     config = for_inference(compose_config(arguments.settings))
     tp, cp = config.parallelism.tensor_parallel_size, config.parallelism.context_parallel_size
     if cp != 1:
         raise refuse("parallelism.context_parallel_size", cp, "1, as tensor-parallel sums are compared", "Set it to 1.")
     if tp < 2:
         raise refuse("parallelism.tensor_parallel_size", tp, "2 or more", "Reductions join two ranks at least.")
-    ask, where = Ask(tuple(lengths), names, arguments.iterations), Ranks.of(tp, config.train.device)
-    config = _sized(config, ask)
+    options, ranks = Options(tuple(lengths), names, arguments.iterations), Ranks.of(tp, config.train.device)
+    config = _sized(config, lengths[-1] + 64)
     what = "time to first token by reduction: random weights, seconds of the slowest rank"
     about = f"{config.model.name}, {config.model.num_layers} layers, TP {tp}, {config.train.precision}"
-    report = Report(arguments.out, where.device, what, about, "time to first token, medians in ms (of none's)")
-    keep = partial(record, report, config)
-    print(keep(run_on_ranks(where, measure, config, ask, keep)))
+    report = Report(arguments.out, ranks.device, what, about, "time to first token, medians in ms (of none's)")
+    save = partial(record, report, config)
+    print(save(run_on_ranks(ranks, measure, config, options, save)))
 
 
-def record(report: Report, config: Config, found: Found) -> str:
-    """Write what has been found so far; returns the table."""
-    measured = {"output_projection": "as measured", "down_projection": "as measured"}
+def record(report: Report, config: Config, results: Results) -> str:
+    """Write the results so far; return the table."""
+    both = {"output_projection": "as measured", "down_projection": "as measured"}
     data = {
         "model": asdict(config.model),
         "tensor_parallel_size": config.parallelism.tensor_parallel_size,
         "precision": config.train.precision,
-        "reduction": asdict(config.reduction) | measured,
-        "measurements": [asdict(m) | {"median": statistics.median(m.seconds)} for m in found.measured],
-        "auto_from_bytes": found.auto_from_bytes,
+        "reduction": asdict(config.reduction) | both,
+        "measurements": [asdict(m) | {"median": statistics.median(m.seconds)} for m in results.measured],
+        "auto_from_bytes": results.auto_from_bytes,
     }
-    lines = [medians(found.measured)]
-    for operation, first in found.auto_from_bytes.items():
+    lines = [medians(results.measured)]
+    for operation, first in results.auto_from_bytes.items():
         lines += ["", f"auto: {operation} is quantized {'never' if first is None else f'from {first:,} bytes on'}"]
     return report.write(data, "\n".join(lines))
 
 
-def _sized(config: Config, ask: Ask) -> Config:
-    """With a cache for the longest prompt, and layers that can follow every policy."""
-    longest = max(ask.lengths) + 64
+def _sized(config: Config, longest: int) -> Config:
+    """Return the configuration with a cache of `longest` tokens, and layers that can follow every policy."""
     return replace(
         config,
         inference=replace(config.inference, cache_tokens=longest, prefill_chunk=None),
@@ -110,49 +108,49 @@ def _sized(config: Config, ask: Ask) -> Config:
     )
 
 
-def measure(rank: int, config: Config, ask: Ask, keep: Callable[[Found], object]) -> Found:
-    """All lengths under all reductions, and what `auto` has gone by; `keep` is told by rank 0 after every length.
+def measure(rank: int, config: Config, options: Options, save: Callable[[Results], object]) -> Results:
+    """Measure all lengths with all reductions, and the crossovers of `auto`; rank 0 calls `save` after every length.
 
-    In turns, so that a slow moment of the machine meets all of them, in another order each time, since what runs
-    before leaves the device warmer or cooler.
+    Reductions alternate, so that a slow moment of the machine affects all of them, in another order in each iteration,
+    because the previous one leaves the device warmer or cooler.
     """
     collection = groups.initialize(tensor=config.parallelism.tensor_parallel_size, context=1)
     try:
         engine = build_engine(config, collection, None)[0]
-        model, given, found = engine.model, config.reduction, Found()
+        model, reduction, results = engine.model, config.reduction, Results()
         assert isinstance(model, CachedGPT)
-        rest = (given.group_size, given.symmetric, given.min_kib, given.transport)
-        policies = {name: ReductionPolicy(name, *rest) for name in ask.reductions}
-        for tokens in ask.lengths:
-            order = random.Random(tokens)  # the same on every rank
-            prompt = order.choices(range(model.vocab_size), k=tokens)
+        rest = (reduction.group_size, reduction.symmetric, reduction.min_kib, reduction.transport)
+        policies = {name: ReductionPolicy(name, *rest) for name in options.reductions}
+        for tokens in options.lengths:
+            shared = random.Random(tokens)  # the same on every rank
+            prompt = shared.choices(range(model.vocab_size), k=tokens)
             seconds: dict[str, list[float]] = {name: [] for name in policies}
-            for _ in range(1 + ask.iterations):
-                for name in order.sample(ask.reductions, len(ask.reductions)):
+            for _ in range(1 + options.iterations):
+                for name in shared.sample(options.reductions, len(options.reductions)):
                     model.follow(policies[name])
                     session = engine.open()
                     seconds[name].append(max(from_all(world_group(), seconds_to_first(engine, session, prompt))))
                     session.close()
-            found.measured += [Prefill(tokens, name, values[1:]) for name, values in seconds.items()]
+            results.measured += [Prefill(tokens, name, values[1:]) for name, values in seconds.items()]
             if rank == 0:
-                keep(found)
+                save(results)
         if "auto" in policies:
             model.follow(policies["auto"])
             for (operation, dtype), crossover in model.crossovers().items():
-                found.auto_from_bytes[f"{operation} of {str(dtype).split('.')[-1]}"] = crossover.from_bytes
-        return found
+                results.auto_from_bytes[f"{operation} of {str(dtype).split('.')[-1]}"] = crossover.from_bytes
+        return results
     finally:
         groups.destroy()
 
 
-def medians(found: Sequence[Prefill]) -> str:
-    """Markdown; in milliseconds."""
-    rows, names = [], list(dict.fromkeys(m.reduction for m in found))
-    for tokens in dict.fromkeys(m.tokens for m in found):
-        of_length = {m.reduction: statistics.median(m.seconds) for m in found if m.tokens == tokens}
-        plain = of_length.get("none")
+def medians(measured: Sequence[Prefill]) -> str:
+    """Return Markdown with times in milliseconds."""
+    rows, names = [], list(dict.fromkeys(m.reduction for m in measured))
+    for tokens in dict.fromkeys(m.tokens for m in measured):
+        of_length = {m.reduction: statistics.median(m.seconds) for m in measured if m.tokens == tokens}
+        exact = of_length.get("none")
         cells = [
-            f"{s * 1e3:.2f}" + (f" ({s / plain:.3f})" if plain and name != "none" else "")
+            f"{s * 1e3:.2f}" + (f" ({s / exact:.3f})" if exact and name != "none" else "")
             for name, s in of_length.items()
         ]
         rows.append([f"{tokens:,}", *cells])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.recorded import table as markdown
+from benchmarks.report import table as markdown
 
 from .job import Found
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recorded import table as grid
+from benchmarks.report import table as grid
 from megatron_longctx.files import read_yaml
 from megatron_longctx.metrics.environment import environment
 

@@ -1,7 +1,7 @@
-"""flash-attn's inner functions as ring-flash-attn calls them, on this project's kernels: the same ones for all.
+"""flash-attn's inner functions as ring-flash-attn calls them, on this project's kernels, so that all use the same.
 
-By flash-attn 2.7 and 2.8: callers give everything by name; results are (out, lse, softmax, rng_state), of which the
-last two are for dropout; backward writes into the buffers it is given.
+They follow flash-attn 2.7 and 2.8: callers pass everything by name; results are (out, lse, softmax, rng_state), with
+the last two for dropout; backward writes into the buffers that it receives.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ Outputs = tuple[Tensor, Tensor, None, None]
 
 
 def functions(kernel: str) -> dict[str, Callable[..., Any]]:
-    """The four functions by name, on the kernel called `kernel` (`auto`: the fastest usable one).
+    """Return the four functions by name, on the kernel named `kernel` (`auto`: the fastest usable one).
 
     `_flash_attn_forward` and `_flash_attn_backward` take q, out, dout, dq `[b, s, h, d]`, k, v, dk, dv `[b, t, g, d]`
-    and softmax_lse `[b, h, s]` in fp32; the `_varlen_` forms the same without b, and `cu_seqlens_q` and `_k` on the
-    host. Ends are aligned: the last query of a sequence faces its last key.
+    and softmax_lse `[b, h, s]` in fp32. The `_varlen_` forms take the same without b, and `cu_seqlens_q` and `_k` on
+    the host. Ends are aligned: the last query of a sequence sees up to its last key.
 
     Raises:
-        ValueError: from the functions: no kernel can serve.
+        ValueError: by the functions, if no kernel can be used.
     """
-    on = _On(functools.cache(functools.partial(choose, kernel)))  # as our own modes choose: once, not in every call
+    kernels = _Kernels(functools.cache(functools.partial(choose, kernel)))  # chosen once, as for this package's modes
 
-    # Plain functions, since callers look into their signatures.
+    # Plain functions, since callers inspect their signatures.
     def _flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Outputs:
-        out, lse = on.forward([x.transpose(0, 1) for x in (q, k, v)], rest)
+        out, lse = kernels.forward([x.transpose(0, 1) for x in (q, k, v)], rest)
         return out.transpose(0, 1), lse.permute(1, 2, 0), None, None
 
     def _flash_attn_backward(softmax_lse: Tensor, **rest: Any) -> None:
-        on.backward(lambda name: rest[name].transpose(0, 1), softmax_lse.permute(2, 0, 1), rest)
+        kernels.backward(lambda name: rest[name].transpose(0, 1), softmax_lse.permute(2, 0, 1), rest)
 
     def _flash_attn_varlen_forward(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Outputs:
-        out, lse = on.forward([x.unsqueeze(1) for x in (q, k, v)], rest)
+        out, lse = kernels.forward([x.unsqueeze(1) for x in (q, k, v)], rest)
         return out.squeeze(1), lse.squeeze(1).t(), None, None
 
     def _flash_attn_varlen_backward(softmax_lse: Tensor, **rest: Any) -> None:
-        on.backward(lambda name: rest[name].unsqueeze(1), softmax_lse.t().unsqueeze(1), rest)
+        kernels.backward(lambda name: rest[name].unsqueeze(1), softmax_lse.t().unsqueeze(1), rest)
 
-    made = (_flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward)
-    return {function.__name__: function for function in made}
+    all_four = (_flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward)
+    return {function.__name__: function for function in all_four}
 
 
-class _On:
-    """Calls of the kernels that `chosen` gives; tensors are token first."""
+class _Kernels:
+    """Calls the kernels that `choose` returns. Tensors are token first."""
 
-    def __init__(self, chosen: Callable[[KernelRequest], AttentionKernel]) -> None:
-        self._chosen = chosen
+    def __init__(self, choose: Callable[[KernelRequest], AttentionKernel]) -> None:
+        self._choose = choose
 
     def forward(self, qkv: Sequence[Tensor], rest: dict[str, Any]) -> tuple[Tensor, Tensor]:
         q, k, v = qkv
@@ -66,8 +66,8 @@ class _On:
         out, lse = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*outs, strict=True))
         return out, lse
 
-    def backward(self, of: Callable[[str], Tensor], lse: Tensor, rest: dict[str, Any]) -> None:
-        dout, q, k, v, out, dq, dk, dv = map(of, ("dout", "q", "k", "v", "out", "dq", "dk", "dv"))
+    def backward(self, tensor: Callable[[str], Tensor], lse: Tensor, rest: dict[str, Any]) -> None:
+        dout, q, k, v, out, dq, dk, dv = map(tensor, ("dout", "q", "k", "v", "out", "dq", "dk", "dv"))
         for kernel, call, rows, keys in self._calls(q, k, rest):
             dq[rows], dk[keys], dv[keys] = kernel.backward(
                 dout[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], call, scale=rest["softmax_scale"]
@@ -76,7 +76,7 @@ class _On:
     def _calls(
         self, q: Tensor, k: Tensor, rest: dict[str, Any]
     ) -> Iterator[tuple[AttentionKernel, KernelCall, slice, slice]]:
-        """All sequences in one call, or one by one where the kernel takes no more."""
+        """Yield one call for all sequences, or one per sequence if the kernel does not support packs."""
         assert not rest.get("dropout_p") and rest.get("alibi_slopes") is None
         bounds = (rest.get("window_size_left", -1), 0 if rest["causal"] else rest.get("window_size_right", -1))
         left, right = (FAR if bound < 0 else bound for bound in bounds)
@@ -89,7 +89,7 @@ class _On:
             q.device.type, q.dtype, q.shape[3], q.shape[2], k.shape[2],
             windows=left != FAR or right not in (0, FAR), packed=len(call.segments) > 1,
         )  # fmt: skip
-        kernel = self._chosen(request)
+        kernel = self._choose(request)
         if kernel.takes.packed:
             yield kernel, call, slice(None), slice(None)
             return

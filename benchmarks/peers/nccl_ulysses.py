@@ -1,4 +1,4 @@
-"""Ulysses written as it is elsewhere: all-to-alls of NCCL around one kernel call of this package."""
+"""Ulysses as other packages write it: NCCL all-to-alls around one kernel call of this package."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from megatron_longctx.attention import ContextParallelAttention
 
 from ..cases import Case
-from ..measure import Contender, Made
+from ..measure import Contender, Prepared
 
 NOTE = "tokens for heads and back by all_to_all_single, around this package's kernel."
 
 
 def contenders(group: dist.ProcessGroup, kernel: str) -> list[Contender]:
-    return [Contender("NCCL Ulysses", partial(_ulysses, group, kernel))]
+    return [Contender("NCCL Ulysses", partial(_prepare, group, kernel))]
 
 
-def _ulysses(group: dist.ProcessGroup, kernel: str, case: Case) -> Made:
+def _prepare(group: dist.ProcessGroup, kernel: str, case: Case) -> Prepared:
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     if case.num_kv_heads % n or case.length % n:
         raise ValueError(f"{case.num_kv_heads} key/value heads, {case.length} tokens: expected multiples of {n} ranks")
@@ -32,11 +32,11 @@ def _ulysses(group: dist.ProcessGroup, kernel: str, case: Case) -> Made:
         out: Tensor = _AllToAll.apply(attention(q, k, v, mask=case.mask), group, False)  # type: ignore[no-untyped-call]
         return out
 
-    return Made(call, range(rank * tokens, (rank + 1) * tokens))
+    return Prepared(call, range(rank * tokens, (rank + 1) * tokens))
 
 
 class _AllToAll(torch.autograd.Function):
-    """`[s, b, heads, d]` of this rank's tokens to `[n s, b, heads / n, d]` of its heads, or back."""
+    """Maps `[s, b, heads, d]` of this rank's tokens to `[n s, b, heads / n, d]` of its heads, or back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:

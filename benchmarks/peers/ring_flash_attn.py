@@ -1,4 +1,4 @@
-"""The package ring-flash-attn on the kernels of this run: its schedules and communication, our kernel calls."""
+"""The package ring-flash-attn: its schedules and communication, with this package's kernels."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_longctx import layout
+
 from ..cases import Case
-from ..measure import Contender, Made
+from ..measure import Contender, Prepared
+from . import check_parts
 from .flash_attn import functions
-from .parts import check_parts, head_tail
 
 RING, FLASH = "ring_flash_attn", "flash_attn"
 NOTE = (
@@ -32,31 +34,33 @@ _MODULES = ("ring_flash_attn", "zigzag_ring_flash_attn", "llama3_flash_attn_varl
 
 @contextmanager
 def _stand_ins(folders: list[str], kernel: str) -> Iterator[None]:
-    """Within, `flash_attn` has the functions of this folder's, and ring_flash_attn is a package without what its
-    `__init__` imports (transformers, for one). After, `sys.modules` is as it was: others look for flash_attn."""
+    """Replace `flash_attn` by the functions of this folder, and ring_flash_attn by a package with an empty `__init__`.
 
-    def concerned() -> list[str]:
+    The real `__init__` imports transformers, among others. Afterwards, `sys.modules` is unchanged, since others look
+    for flash_attn.
+    """
+
+    def replaced() -> list[str]:
         return [name for name in sys.modules if name.split(".")[0] in (RING, FLASH)]
 
     package, flash, interface = ModuleType(RING), ModuleType(FLASH), ModuleType(f"{FLASH}.flash_attn_interface")
     package.__path__ = folders
     vars(interface).update(functions(kernel))
-    before = {name: sys.modules.pop(name) for name in concerned()}
+    before = {name: sys.modules.pop(name) for name in replaced()}
     try:
         sys.modules.update({module.__name__: module for module in (package, flash, interface)})
         yield
     finally:
-        for name in concerned():
+        for name in replaced():
             del sys.modules[name]
         sys.modules.update(before)
 
 
 def load(kernel: str) -> tuple[Any, Any, Any]:
-    """The package's modules ring_flash_attn, zigzag_ring_flash_attn and llama3_flash_attn_varlen, calling the kernel
-    named `kernel`. They are this caller's own: nobody who imports them gets these.
+    """Return private copies of ring_flash_attn, zigzag_ring_flash_attn and llama3_flash_attn_varlen on our kernel.
 
     Raises:
-        ImportError: the package is not installed, or is not as it was in 0.1.8.
+        ImportError: the package is not installed, or differs from 0.1.8.
     """
     spec = importlib.util.find_spec(RING)
     if spec is None or not spec.submodule_search_locations:
@@ -67,7 +71,6 @@ def load(kernel: str) -> tuple[Any, Any, Any]:
 
 
 def contenders(group: dist.ProcessGroup, kernel: str) -> list[Contender]:
-    """Raises ImportError as `load`."""
     ring, zigzag, llama3 = load(kernel)
     return [
         Contender("ring-flash-attn, zigzag", partial(_ring, group, zigzag.zigzag_ring_flash_attn_func, True)),
@@ -76,7 +79,7 @@ def contenders(group: dist.ProcessGroup, kernel: str) -> list[Contender]:
     ]
 
 
-def _ring(group: dist.ProcessGroup, attend: Callable[..., Any], zigzag: bool, case: Case) -> Made:
+def _ring(group: dist.ProcessGroup, attend: Callable[..., Any], zigzag: bool, case: Case) -> Prepared:
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     if len(case.documents) > 1 or case.window or (zigzag and not case.causal):
         raise ValueError(f"mask {case.name}: expected causal{'' if zigzag else ' or full'}")
@@ -87,24 +90,19 @@ def _ring(group: dist.ProcessGroup, attend: Callable[..., Any], zigzag: bool, ca
         out: Tensor = attend(q, k, v, causal=case.causal, group=group)
         return out.transpose(0, 1)
 
-    return Made(call, head_tail(case, n, rank) if zigzag else _contiguous(case, n, rank))
+    order = layout.zigzag if zigzag else layout.contiguous
+    return Prepared(call, list(order(n, case.length).tokens(rank)))
 
 
-def _contiguous(case: Case, n: int, rank: int) -> range:
-    return range(rank * case.length // n, (rank + 1) * case.length // n)
-
-
-def _llama3(group: dist.ProcessGroup, package: Any, case: Case) -> Made:
-    """Keys and values are gathered some heads at a time; `[tokens, heads, d]` of the whole pack in contiguous parts."""
+def _llama3(group: dist.ProcessGroup, package: Any, case: Case) -> Prepared:
+    """Prepare the function that gathers keys and values a few heads at a time, over contiguous parts of the pack."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     check_parts(case, 1)
     if case.window and not case.causal:
         raise ValueError(f"mask {case.name}: expected causal windows")
     if case.length % n:
         raise ValueError(f"{case.length} tokens: expected a multiple of {n}")
-    bounds = torch.tensor(
-        list(accumulate(case.documents, initial=0)), dtype=torch.int32
-    )  # on the host, see `functions`
+    bounds = torch.tensor(list(accumulate(case.documents, initial=0)), dtype=torch.int32)  # on the host: `functions`
     starts_q, starts_k, longest_q, longest_k, needed = package.llama3_flash_attn_prepare_cu_seqlens(
         bounds, causal=case.causal, rank=rank, world_size=n
     )
@@ -125,4 +123,4 @@ def _llama3(group: dist.ProcessGroup, package: Any, case: Case) -> Made:
         )
         return out.unsqueeze(1)
 
-    return Made(call, _contiguous(case, n, rank))
+    return Prepared(call, list(layout.contiguous(n, case.length).tokens(rank)))

@@ -1,4 +1,4 @@
-"""torch.distributed's own `context_parallel`, load-balanced (zigzag), on cuDNN's kernels."""
+"""torch.distributed's `context_parallel`, load-balanced (zigzag), on cuDNN's kernels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_longctx.layout import zigzag
 
 from ..cases import Case
-from ..measure import Contender, Made
+from ..measure import Contender, Prepared
 
 NOTE = "on cuDNN's kernels; it has no grouped-query form, so that keys and values are repeated."
 
 _OPEN = ExitStack()
-"""The context stays entered until a case is done: backward needs it as well."""
+"""Stays open until a case ends: backward needs the contexts as well."""
 
 
 def contenders(group: dist.ProcessGroup, kernel: str) -> list[Contender]:
@@ -28,7 +28,7 @@ def contenders(group: dist.ProcessGroup, kernel: str) -> list[Contender]:
     ]
 
 
-def _torch(group: dist.ProcessGroup, rotation: str, case: Case) -> Made:
+def _torch(group: dist.ProcessGroup, rotation: str, case: Case) -> Prepared:
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -39,8 +39,8 @@ def _torch(group: dist.ProcessGroup, rotation: str, case: Case) -> Made:
     if case.length % (2 * n):
         raise ValueError(f"{case.length} tokens: expected a multiple of {2 * n}")
     set_rotate_method(rotation)
-    mesh, something = DeviceMesh.from_group(group, "cuda"), torch.zeros(2 * n, device="cuda")  # none is an error there
-    _OPEN.enter_context(context_parallel(mesh, buffers=[something], buffer_seq_dims=[0]))
+    mesh, buffer = DeviceMesh.from_group(group, "cuda"), torch.zeros(2 * n, device="cuda")  # it needs some buffer
+    _OPEN.enter_context(context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]))
     _OPEN.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
     repeats = case.num_heads // case.num_kv_heads
 
@@ -50,4 +50,4 @@ def _torch(group: dist.ProcessGroup, rotation: str, case: Case) -> Made:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.permute(2, 0, 1, 3)
 
-    return Made(call, list(zigzag(n, case.length).tokens(dist.get_rank(group))))
+    return Prepared(call, list(zigzag(n, case.length).tokens(dist.get_rank(group))))

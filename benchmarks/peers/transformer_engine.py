@@ -1,4 +1,4 @@
-"""TransformerEngine's context parallelism, on cuDNN's kernels through its own build."""
+"""TransformerEngine's context parallelism, on the cuDNN kernels that it calls itself."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ import torch.distributed as dist
 from megatron_longctx.mcore.baseline import TransformerEngineAttention
 
 from ..cases import Case
-from ..measure import Contender, Made
-from .parts import check_parts
+from ..measure import Contender, Prepared
+from . import check_parts
 
 ENGINE = "transformer_engine.pytorch"
 NOTE = "it calls cuDNN by itself (NVTE_FLASH_ATTN=0 unless set otherwise), through its own build."
 
 
 def contenders(group: dist.ProcessGroup, kernel: str) -> list[Contender]:
-    """Raises ImportError where it is not installed."""
     os.environ.setdefault("NVTE_FLASH_ATTN", "0")
     importlib.import_module(ENGINE)
     kinds = ("p2p", "all_gather", "a2a")
     return [Contender(f"TransformerEngine, {kind}", partial(_engine, group, kind)) for kind in kinds]
 
 
-def _engine(group: dist.ProcessGroup, kind: str, case: Case) -> Made:
-    """As `attention.baseline` trains with it."""
+def _engine(group: dist.ProcessGroup, kind: str, case: Case) -> Prepared:
+    """Prepare the attention that `attention.baseline` trains with."""
     check_parts(case, 2 * dist.get_world_size(group))
     attention = TransformerEngineAttention(group, kind)
     attention.check_heads(case.num_heads, case.num_kv_heads)
     attention.check_mask(case.mask)
-    return Made(partial(attention, mask=case.mask), list(attention.layout(case.mask).tokens(dist.get_rank(group))))
+    return Prepared(partial(attention, mask=case.mask), list(attention.layout(case.mask).tokens(dist.get_rank(group))))

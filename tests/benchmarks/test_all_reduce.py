@@ -1,8 +1,9 @@
-"""`python -m benchmarks all_reduce` on CPU: what it writes is complete, errors are those of the formats."""
+"""`python -m benchmarks all_reduce` on CPU: its results are complete, and errors are those of the formats."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,13 @@ import torch
 
 from benchmarks import all_reduce
 from benchmarks.__main__ import main
-from benchmarks.all_reduce import Found, Measured, crossovers, measure
+from benchmarks.all_reduce import Measured, Results, crossovers, measure
 from megatron_longctx.comm.peer_memory import PeerMemory
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.ranks import Ranks
 
 
-def test_it_measures_what_there_is(tmp_path: Path) -> None:
+def test_available_ways_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "all_reduce.json"
     words = "--device cpu --ranks 2 --smallest-kib 512 --largest-mib 1 --dtype fp32"
     assert main(["all_reduce", *words.split(), "--out", str(out)]) == 0
@@ -33,40 +34,25 @@ def test_it_measures_what_there_is(tmp_path: Path) -> None:
     assert "| 512 KiB |" in text and "| 1 MiB |" in text and "Left out: torch symmetric memory (not all" in text
 
 
-class _Note:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __call__(self, found: Found) -> None:
-        self.path.write_text(self.path.read_text() + f"{len(found.measured)} ")
+def _append_count(path: Path, results: Results) -> None:
+    with path.open("a") as file:
+        file.write(f"{len(results.measured)} ")
 
 
-def test_every_size_is_kept_at_once(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    told.write_text("")
-    run_distributed(measure, 2, Ranks(2, "cpu"), (2**12, 2**13), "fp32", _Note(told))
-    assert told.read_text() == "4 8 "
+def test_results_are_written_after_every_size(tmp_path: Path) -> None:
+    counts = tmp_path / "counts"
+    run_distributed(measure, 2, Ranks(2, "cpu"), (2**12, 2**13), "fp32", partial(_append_count, counts))
+    assert counts.read_text() == "4 8 "
 
 
-def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (
-        (["--largest-mib", "0"], "not above the largest"),
-        (["--ranks", "1"], "ranks=1: expected 2"),
-        (["--blocks", "16,129", "--largest-mib", "16"], "--blocks=129: expected 1 to 128"),
-        (["--blocks", "many", "--largest-mib", "16"], "--blocks=many: expected"),
-    ):
-        assert main(["all_reduce", "--device", "cpu", "--out", "here.json", "--smallest-kib", "8192", *words]) == 2
-        assert said in capsys.readouterr().err
-
-
-def test_crossovers_are_against_the_library() -> None:
+def test_crossovers_compare_with_the_library() -> None:
     measured = [Measured("NCCL", size, 1.0, None) for size in (1, 2, 4)]
     measured += [Measured("int8", size, seconds, None) for size, seconds in ((1, 2.0), (2, 0.5), (4, 0.4))]
     measured += [Measured("int4", size, seconds, None) for size, seconds in ((1, 0.5), (2, 0.5), (4, 0.99))]
-    assert crossovers(Found(measured)) == {"int8": 2, "int4": None}
+    assert crossovers(Results(measured)) == {"int8": 2, "int4": None}
 
 
-def test_kernels_with_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_with_other_numbers_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     none = torch.empty(0, dtype=torch.int64)
     memory = PeerMemory(0, 2, none, none, none, 1024, blocks=48)
     left_out: dict[str, str] = {}
@@ -82,8 +68,8 @@ def test_kernels_with_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(all_reduce, "peer_memory", lambda *_: memory)
     monkeypatch.setattr(all_reduce, "PeerReduction", Reduction)
-    makers = all_reduce._with_blocks(None, torch.device("cpu"), (16, 48, 64), left_out)  # type: ignore[arg-type]
-    for make in makers.values():
-        make(torch.zeros(4))()
-    assert list(makers) == [f"int{bits} over peers, {count} blocks" for count in (16, 48) for bits in (8, 4)]
+    ways = all_reduce._with_blocks(None, torch.device("cpu"), (16, 48, 64), left_out)  # type: ignore[arg-type]
+    for prepare in ways.values():
+        prepare(torch.zeros(4))()
+    assert list(ways) == [f"int{bits} over peers, {count} blocks" for count in (16, 48) for bits in (8, 4)]
     assert used == [(16, 8), (16, 4), (48, 8), (48, 4)] and left_out == {"64 blocks": "a GPU here runs 48 at once"}

@@ -1,4 +1,4 @@
-"""Others' packages in the attention benchmark: right where they run, and named with a reason where they do not."""
+"""Other packages in the attention benchmark: their results are right, and absent ones are named with a reason."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def _ring(rank: int, cases: list[Case]) -> list[list[Measurement]]:
 
 
 @needs_ring
-def test_ring_flash_attn_is_right_on_these_kernels_or_says_what_it_takes() -> None:
+def test_ring_flash_attn_is_right_on_these_kernels_or_refuses_a_case() -> None:
     full = replace(CASE, causal=False, name="full")
     fp32, odd = replace(CASE, element_bytes=4), replace(CASE, documents=(25,))
     for causal, packed, full_mask, *refused in run_distributed(_ring, 2, [CASE, PACK, full, fp32, odd]):
         assert [m.name.split(", ")[1] for m in causal] == ["zigzag", "ring", "llama3"]
-        for m in (*causal, packed[2], *full_mask[1:]):  # wrong results would have no time
+        for m in (*causal, packed[2], *full_mask[1:]):  # wrong results have no time
             assert m.seconds and m.errors and not m.reason, m
         assert {m.reason for m in packed[:2]} == {"mask pack: expected causal", "mask pack: expected causal or full"}
         assert [{m.reason for m in found} for found in refused] == [
@@ -49,21 +49,21 @@ def test_ring_flash_attn_is_right_on_these_kernels_or_says_what_it_takes() -> No
 
 
 @needs_ring
-def test_no_stand_in_is_left_where_others_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    def concerned() -> dict[str, ModuleType]:
+def test_no_stand_in_stays_in_sys_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replaced() -> dict[str, ModuleType]:
         return {name: m for name, m in sys.modules.items() if name.split(".")[0] in ("ring_flash_attn", "flash_attn")}
 
     for already in ({}, {"flash_attn": ModuleType("flash_attn"), "flash_attn.utils": ModuleType("flash_attn.utils")}):
         for name, module in already.items():
             monkeypatch.setitem(sys.modules, name, module)
-        before = concerned()
+        before = replaced()
         first, second = ring_flash_attn.load("cpu")[0], ring_flash_attn.load("reference")[0]
-        assert concerned() == before
+        assert replaced() == before
         assert first._flash_attn_forward is not second._flash_attn_forward
         assert first._flash_attn_forward.__module__ == "benchmarks.peers.flash_attn"
 
 
-def test_gradients_are_written_into_the_buffers_that_are_given() -> None:
+def test_gradients_are_written_into_the_given_buffers() -> None:
     inputs = PACK.inputs(CPU)
     q, k, v, dout = (x.double().squeeze(1) for x in inputs)
     given, starts = functions("reference"), torch.tensor([0, 24, 32, 48])
@@ -71,7 +71,11 @@ def test_gradients_are_written_into_the_buffers_that_are_given() -> None:
     out, lse, *none = given["_flash_attn_varlen_forward"](q=q, k=k, v=v, **rest)
     assert none == [None, None] and lse.shape == (4, 48)
     found = {"out": out}
-    for name, like in (("dq", q), ("dk", k), ("dv", v)):  # parts of larger ones, full of what must not stay
+    for name, like in (
+        ("dq", q),
+        ("dk", k),
+        ("dv", v),
+    ):  # parts of larger tensors, filled with NaN that must be overwritten
         found[name] = torch.full((like.shape[0] + 3, *like.shape[1:]), torch.nan, dtype=like.dtype)[1:-2]
     gradients = {name: x for name, x in found.items() if name != "out"}
     given["_flash_attn_varlen_backward"](dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, **gradients, **rest)
@@ -80,8 +84,8 @@ def test_gradients_are_written_into_the_buffers_that_are_given() -> None:
 
 
 class _Whole(torch.autograd.Function):
-    """`[s, b, heads, d]` of a rank to the whole sequence, as TransformerEngine documents it: 2 n parts, of which rank r
-    has r and 2 n - 1 - r."""
+    """Joins the shards `[s, b, heads, d]` of ranks as TransformerEngine documents them: of 2n parts, rank r has r and
+    2n - 1 - r."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -102,7 +106,7 @@ def _mine(x: Tensor) -> Tensor:
 
 
 class _DotProductAttention:
-    """By the documented interface of TransformerEngine's class of this name."""
+    """Has the documented interface of TransformerEngine's class of this name."""
 
     def __init__(self, num_attention_heads: int, kv_channels: int, **options: Any) -> None:
         assert (num_attention_heads, kv_channels, options["num_gqa_groups"]) == (4, 16, 2)
