@@ -1,0 +1,305 @@
+"""Draw pictures of the docs: `python -m analysis.pictures {attention,inference,memory,rows,schedules} [--out PATH]`.
+
+- `attention RESULT.json`: results of `python -m benchmarks attention`, as percent of one device at equal FLOPs.
+- `inference`: which rank holds which tokens of a conversation, and what ranks do in its last turn. Plans are simulated
+  for one layer of 32 query and 8 key/value heads of 128 on H200s, described by their data sheets.
+- `memory`: predictions for Llama 3 8B at 1,048,576 tokens on 8 H200s, memory per token of every term, and predictions
+  compared with the peaks measured on GPUs (`analysis.recorded_memory`).
+- `rows`: times to the first token of short prompts, by plans and replicated.
+- `schedules`: time lines of all modes, for one causal layer of the same heads on 8 such H200s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.patches import Patch
+
+from analysis.recorded_memory import EARLIER, RECORDED, RESULTS, recorded_peaks
+from megatron_longctx import memory
+from megatron_longctx.compose import compose_config
+from megatron_longctx.config import RECOMPUTES
+from megatron_longctx.inference.batch import Batch
+from megatron_longctx.inference.cache_manager import CacheManager
+from megatron_longctx.memory.command import draw as draw_memory
+from megatron_longctx.schedules import MODES, ModeOptions, Target, Workload, build_plan
+from megatron_longctx.schedules.cache_modes import CACHE_MODES
+from megatron_longctx.schedules.draw_timeline import draw_modes, draw_timeline
+from megatron_longctx.schedules.mask import causal
+from megatron_longctx.schedules.select import Problem, rank_modes
+from megatron_longctx.schedules.simulate import Simulation, simulate
+from megatron_longctx.topology import load_cluster
+from megatron_longctx.topology.cluster import GIB
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+IMAGES = Path("docs/images")
+OURS, OTHERS = ("#22667a", "#4497ab", "#8cc5d2", "#bfe0e7", "#7c8a5a"), ("#8a5a3b", "#c08a5e", "#dcb88f", "#ecd7bd")
+WORKLOAD = Workload(32, 8, 128)
+
+RANKS, PAGE = 4, 64
+TURNS = (65536, 24576, 16384)  # new tokens of every turn
+SHORT = 512  # ... of another third turn
+PAGES = sum(TURNS) // RANKS // PAGE + 8  # per rank
+TURN_COLOURS = ("#22667a", "#4497ab", "#c0703a")
+COMPUTE, MERGE, TRANSFER = "#3b8d8c", "#e4a33d", "#7d8fa8"
+
+MILLION = ("model=llama3_8b", "parallelism=cp8", "data.seq_length=1048576", "attention.transport=p2p")
+CHUNK = "recompute.head_chunk_tokens=4096"
+TILE = "recompute.mlp_tile_tokens=16384"
+
+ROWS = {"CP 2, steps in finer sizes": ("2 H200s", "#22667a"), "CP 1": ("1 H200", "#c0703a")}
+MOST_ROWS = 512
+
+
+def attention(result: Path, out: Path | None) -> None:
+    """Draw a panel per head configuration, and in it a group per length, mask and commit."""
+    data = json.loads(result.read_text())
+    measured = _best_of_packages(
+        m
+        for m in data["measurements"]
+        if m["percent_of_one_device"] and not m["name"].startswith(("one device", "one GPU", "one CPU"))
+    )
+    heads = list(dict.fromkeys(m["heads"] for m in measured))
+    names = list(dict.fromkeys(m["name"] for m in measured))
+    colours = {}
+    for palette, ours in ((OURS, True), (OTHERS, False)):
+        chosen = [name for name in names if any(m["name"] == name and m.get("ours", True) == ours for m in measured)]
+        colours.update({name: palette[i % len(palette)] for i, name in enumerate(chosen)})
+    width = 7 * len(heads) if len(heads) > 1 else 11
+    figure, axes = pyplot.subplots(1, len(heads), figsize=(width, 4.4), squeeze=False, sharey=True)
+    for panel, pair in zip(axes[0], heads, strict=True):
+        groups = list(dict.fromkeys(_group(m) for m in measured if m["heads"] == pair))
+        groups.sort(key=lambda group: group[0])
+        cases = [(length, mask) for length, mask, _ in groups]
+        width = 0.84 / len(names)
+        for i, name in enumerate(names):
+            found = {_group(m): m["percent_of_one_device"] for m in measured if (m["heads"], m["name"]) == (pair, name)}
+            at = [k + (i - (len(names) - 1) / 2) * width for k, group in enumerate(groups) if group in found]
+            panel.bar(at, [found[g] for g in groups if g in found], width * 0.94, color=colours[name], label=name)
+        panel.axhline(100, color="#888888", linewidth=0.8)
+        labels = [
+            f"{n // 1024}K" + f"\n{mask}" * (mask != "causal") + f"\n{commit[:7]}" * (cases.count((n, mask)) > 1)
+            for n, mask, commit in groups
+        ]
+        panel.set_xticks(range(len(groups)), labels)
+        panel.set_xlabel("tokens of the sequence")
+        panel.set_title(f"heads {pair}")
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("% of one device at equal FLOPs")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    rows = 1 + len(labels) // 6
+    figure.legend(handles, labels, ncols=-(-len(labels) // rows), loc="lower center", frameon=False)
+    facts = data["environment"]
+    figure.suptitle(f"forward and backward, causal, {data['ranks']} x {facts['device']}, {facts['date'][:10]}")
+    figure.tight_layout(rect=(0, 0.06 * rows, 1, 1))
+    figure.savefig(out or result.with_suffix(".png"), dpi=110)
+
+
+def _group(measurement: dict[str, Any]) -> tuple[int, str, str]:
+    return measurement["length"], measurement.get("mask", "causal"), measurement.get("commit", "")
+
+
+def _best_of_packages(measured: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the fastest kind of every other package in each group; the kind is after a comma in the name."""
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for each in measured:
+        name = each["name"] if each.get("ours", True) else each["name"].split(",")[0]
+        key = each["heads"], _group(each), name
+        if key not in best or best[key]["percent_of_one_device"] < each["percent_of_one_device"]:
+            best[key] = {**each, "name": name}
+    return list(best.values())
+
+
+def inference(out: Path) -> None:
+    """Draw where the tokens of a conversation are, and the last turn, long or short, in every mode."""
+    figure = pyplot.figure(figsize=(13, 8.2))
+    grid = figure.add_gridspec(3, 3, hspace=0.7, wspace=0.13, left=0.05, right=0.98, top=0.95, bottom=0.12)
+    _draw_placement(figure.add_subplot(grid[0, :]))
+    cluster, cached = load_cluster("h200_x8").resized(RANKS), sum(TURNS[:-1])
+    for row, new in ((1, TURNS[-1]), (2, SHORT)):
+        manager = CacheManager(RANKS, PAGES, PAGE)
+        session = manager.open()
+        *_, chunks = (manager.append({session: tokens}) for tokens in (*TURNS[:-1], new))
+        batch = Batch(RANKS, manager.slots_per_rank, chunks)
+        found = {mode: simulate(batch.plan(mode), cluster, WORKLOAD, timeline=True) for mode in CACHE_MODES}
+        longest = max(simulation.seconds for simulation in found.values())
+        for column, (mode, simulation) in enumerate(found.items()):
+            axes = figure.add_subplot(grid[row, column])
+            _draw_lanes(axes, simulation, longest)
+            title = f"{mode}: {new:,} new over {cached:,} cached, {simulation.seconds * 1e3:.2f} ms"
+            axes.set_title(title, fontsize=10)
+    colours = {f"turn {i}": colour for i, colour in enumerate(TURN_COLOURS, 1)}
+    colours |= {"kernel calls": COMPUTE, "packing, merging": MERGE, "messages": TRANSFER}
+    handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
+    figure.legend(handles=handles, ncols=6, frameon=False, loc="lower center", fontsize=10)
+    figure.savefig(out, dpi=100)
+
+
+def _draw_placement(axes: Any) -> None:
+    """Draw the positions of the conversation by the rank that holds them, coloured by turn."""
+    manager = CacheManager(RANKS, PAGES, PAGE)
+    session = manager.open()
+    start = 0
+    for colour, new in zip(TURN_COLOURS, TURNS, strict=True):
+        (chunk,) = manager.append({session: new})
+        for rank in range(RANKS):
+            for span in chunk.new_spans(rank):
+                axes.barh(rank, len(span), left=start + span.start, height=0.7, color=colour, edgecolor="white")
+        start += new
+    for rank in range(RANKS):
+        axes.text(start * 1.005, rank, f"{manager.num_tokens(session, rank):,} tokens", va="center", fontsize=9)
+    axes.set_title("Which rank holds which tokens of a conversation of three turns", fontsize=11)
+    axes.set_xlabel("position")
+    _format_ranks(axes, start * 1.08)
+
+
+def _draw_lanes(axes: Any, simulation: Simulation, longest: float) -> None:
+    """Draw what every rank computes, and below it when its messages are in flight."""
+    for span in simulation.spans:
+        shift, height, colour = (-0.1, 0.55, MERGE if span.home < 0 else COMPUTE)
+        if span.lane == "transfer":
+            shift, height, colour = 0.33, 0.2, TRANSFER
+        left, width = span.start * 1e3, (span.stop - span.start) * 1e3
+        axes.barh(span.rank + shift, width, left=left, height=height, color=colour, edgecolor="white", linewidth=0.3)
+    axes.set_xlabel("milliseconds of a layer's attention, simulated")
+    _format_ranks(axes, longest * 1.02e3)
+
+
+def _format_ranks(axes: Any, right: float) -> None:
+    axes.set_xlim(0, right)
+    axes.set_ylim(RANKS - 0.4, -0.6)
+    axes.set_yticks(range(RANKS))
+    if axes.get_subplotspec().is_first_col():
+        axes.set_ylabel("rank")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def memory_of_training(out: Path) -> None:
+    """Draw predicted peaks by mode, memory per token, and predicted over measured peaks into a folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    sizes = "logits of 4,096 tokens at once, MLP tiles of 16,384"
+    title = f"Llama 3 8B, 1,048,576 tokens over 8 ranks (CP 8), bf16, {sizes}: predicted"
+    bars = [(mode, _predict(f"recompute.mode={mode}", CHUNK)) for mode in RECOMPUTES[1:]]
+    bars += [(f"{mode}, tiles", _predict(f"recompute.mode={mode}", CHUNK, TILE)) for mode in RECOMPUTES[1:]]
+    draw_memory(bars, out / "million.png", title, 139 * GIB)
+    _draw_memory_per_token(out / "per_token.png")
+    _draw_predicted_over_measured(out / "measured.png")
+
+
+def _predict(*words: str) -> memory.Prediction:
+    config = compose_config([*MILLION, *words])
+    assert config.model.vocab_size is not None
+    return memory.predict(memory.Job(config, config.model.vocab_size))
+
+
+def _draw_memory_per_token(path: Path) -> None:
+    terms: dict[str, float] = {}
+    for words in (("recompute=none",), ("recompute=none", CHUNK), ("recompute=attention_output", CHUNK)):
+        prediction = _predict(*words)
+        terms |= {t.name: t.num_bytes / prediction.tokens / 1024 for t in prediction.terms if t.per_token}
+    figure, axes = pyplot.subplots(figsize=(9, 4.2))
+    names = sorted(terms, key=lambda name: -terms[name])
+    axes.barh(names, [terms[name] for name in names], color="tab:blue")
+    for row, name in enumerate(names):
+        axes.text(terms[name], row, f" {terms[name]:,.1f}", va="center", fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(right=9000)
+    axes.set_xlabel("KiB per token of a rank (of all 32 layers where layers keep it; logarithmic)")
+    axes.set_title("Llama 3 8B, CP 8, bf16: what grows with the sequence, predicted", fontsize=10.5, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def _draw_predicted_over_measured(path: Path) -> None:
+    figure, axes = pyplot.subplots(figsize=(9, 4.2))
+    for colour, name, results in (
+        ("tab:blue", "{} runs of code that needs what today's does", RECORDED),
+        ("tab:brown", "{} earlier runs, before the fused cross-entropy", EARLIER),
+    ):
+        peaks = list(recorded_peaks(results))
+        higher = [100 * (peak.predicted / peak.measured - 1) for peak in peaks]
+        measured, label = [peak.measured for peak in peaks], name.format(len(peaks))
+        axes.scatter(measured, higher, s=28, color=colour, alpha=0.6, label=label)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_ylim(-15, 15)
+    axes.set_xlabel("measured: most GiB in the caching allocator, rank 0")
+    axes.set_ylabel("predicted is higher by, %")
+    axes.set_title("Training steps on H200s, bf16: predicted over measured peaks", fontsize=10.5, loc="left")
+    axes.legend(fontsize=8.5, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def rows_of_prompts(out: Path) -> None:
+    """Draw times to the first token of short prompts over a long cache."""
+    parts = {part["way"]: part for part in json.loads((RESULTS / "inference_rows_h200.json").read_text())["parts"]}
+    figure, axes = pyplot.subplots(figsize=(7.2, 3.8))
+    for way, (name, colour) in ROWS.items():
+        times = []  # new tokens, ms of the fastest plan, ms replicated
+        for case in parts[way]["first_token"]:
+            ms = {mode: 1e3 * seconds["p50"] for mode, seconds in case["seconds"].items()}
+            if "replicated" in ms and case["new"] <= MOST_ROWS:
+                replicated = ms.pop("replicated")
+                times.append((case["new"], min(ms.values()), replicated))
+        new, plans, replicated = zip(*sorted(times), strict=True)
+        axes.plot(new, plans, "o--", color=colour, label=f"{name}, fastest plan")
+        axes.plot(new, replicated, "o-", color=colour, label=f"{name}, replicated")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(0)
+    axes.set_xlabel("new tokens, of 131,072")
+    axes.set_ylabel("ms to the first token")
+    axes.set_title("Short prompts over a long cache: Llama 3 8B's shape, bf16", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+
+
+def schedules(out: Path) -> None:
+    """Draw the time line of every mode, and all modes in one picture, into a folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    cluster, n, length = load_cluster("h200_x8"), 8, 32768
+    for name in MODES:
+        plan = build_plan(name, n, length, ModeOptions(inner_size=4))
+        draw_timeline(simulate(plan, cluster, WORKLOAD, timeline=True), out / f"{name}.png")
+    problem = Problem(n, causal(length), Target(WORKLOAD), keep_received="auto")
+    ranking = rank_modes(problem, cluster, timeline=True)
+    draw_modes(ranking, out / "all.png", f"{length:,} tokens on {n} H200s, heads 32:8, simulated")
+
+
+PICTURES = {
+    "inference": (inference, IMAGES / "inference.png"),
+    "memory": (memory_of_training, IMAGES / "memory"),
+    "rows": (rows_of_prompts, RESULTS / "inference_rows_h200.png"),
+    "schedules": (schedules, IMAGES / "schedules"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", choices=("attention", *PICTURES))
+    parser.add_argument("result", type=Path, nargs="?", help="attention: the result to draw")
+    parser.add_argument("--out", type=Path, help="file or folder (default: where docs show it, or beside the result)")
+    arguments = parser.parse_args()
+    if (arguments.picture == "attention") != (arguments.result is not None):
+        parser.error("attention needs a result, and the other pictures take none")
+    if arguments.picture == "attention":
+        attention(arguments.result, arguments.out)
+    else:
+        draw, default = PICTURES[arguments.picture]
+        draw(arguments.out or default)
+
+
+if __name__ == "__main__":
+    main()
