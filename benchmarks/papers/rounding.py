@@ -1,6 +1,8 @@
-"""How sums over tensor-parallel ranks are rounded on their way, in plain PyTorch and for any group size: what the
-package's kernels do (`kernels.quantize`), and beside it what the Flash Communication paper compares with them (floating
-formats, whole tokens as one group, a Hadamard transform before)."""
+"""Rounding of sums over tensor-parallel ranks, in plain PyTorch and for any group size.
+
+It covers what the package's kernels do (`kernels.quantize`) and what the Flash Communication paper compares with it:
+floating formats, whole tokens as one group, and a Hadamard transform before rounding.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,15 @@ _H12 = """
 
 @dataclass(frozen=True)
 class Rounding:
-    """form: none, int8, int6, int4, fp8, fp6 or fp4; 6 is 4 bits to sum, 8 to gather. group: neighbours of one range,
-    or `TOKEN` for all values of a token. symmetric: ranges around zero; floating formats have no others. hadamard: each
-    token is transformed before, and back after. only: `output` or `down` for one kind of layer alone."""
+    """One way of rounding.
+
+    Attributes:
+        form: none, int8, int6, int4, fp8, fp6 or fp4. 6 means 4 bits to sum and 8 bits to gather.
+        group: neighbouring values with a common range, or `TOKEN` for all values of a token.
+        symmetric: ranges around zero; floating formats have no others.
+        hadamard: every token is transformed before rounding, and back afterwards.
+        only: `output` or `down` for one kind of layer alone.
+    """
 
     form: str = "none"
     group: int = 128
@@ -44,7 +52,7 @@ class Rounding:
 
     @property
     def steps(self) -> tuple[str, str]:
-        """The format of what is summed, and of the sums."""
+        """The formats of the summands and of the sums."""
         kind, bits = self.form[:-1], self.form[-1]
         return (f"{kind}4", f"{kind}8") if bits == "6" else (self.form, self.form)
 
@@ -52,16 +60,16 @@ class Rounding:
         if self.form == "none":
             return "none"
         ranges = "" if self.form.startswith("fp") else " symmetric" if self.symmetric else " asymmetric"
-        said = f"{self.form}{ranges}, groups of {self.group or 'a token'}"
-        return said + (", Hadamard" if self.hadamard else "") + (f", {self.only} alone" if self.only else "")
+        text = f"{self.form}{ranges}, groups of {self.group or 'a token'}"
+        return text + (", Hadamard" if self.hadamard else "") + (f", {self.only} alone" if self.only else "")
 
 
 def rounded(x: Tensor, form: str, rounding: Rounding) -> Tensor:
-    """`x` `[tokens, hidden]` as it comes out at the other end."""
-    y = hadamard(x.shape[-1], x.dtype, x.device) if rounding.hadamard else None
-    values = x if y is None else x @ y
-    found = _groups(values, form, rounding)
-    return found if y is None else torch.matmul(found, y.T)
+    """Return `x`, `[tokens, hidden]`, as it is received."""
+    if not rounding.hadamard:
+        return _groups(x, form, rounding)
+    transform = hadamard(x.shape[-1], x.dtype, x.device)
+    return torch.matmul(_groups(x @ transform, form, rounding), transform.T)
 
 
 def _groups(x: Tensor, form: str, rounding: Rounding) -> Tensor:
@@ -95,10 +103,10 @@ def _float(groups: Tensor, bits: int) -> Tensor:
 
 @cache
 def hadamard(size: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
-    """An orthogonal `[size, size]` matrix of equal magnitudes, made of those of order 2 and 12.
+    """Return an orthogonal `[size, size]` matrix with entries of equal magnitude, from those of order 2 and 12.
 
     Raises:
-        ValueError: a size that is no product of these.
+        ValueError: the size is not a product of these.
     """
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
     twelve = torch.tensor([[1.0 if c == "+" else -1.0 for c in row] for row in _H12.split()])

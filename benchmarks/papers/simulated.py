@@ -1,4 +1,4 @@
-"""What papers' tables share: simulated passes of attention, sizes of models, and volumes of plans."""
+"""What the pages of papers share: simulated passes of attention, sizes of models, and volumes of plans."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from megatron_longctx.schedules.cost import Costs
 from megatron_longctx.schedules.simulate import Simulation, simulate
 from megatron_longctx.topology import Cluster
 
-from .page import ROOT
+from .page import RESULTS
 
-RESULTS = ROOT / "analysis" / "results"
 MATMUL_SHARE = 0.7
-"""Of the peak that matrix products are taken to reach."""
+"""The share of the peak that matrix products are assumed to reach."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster, and what its ranks' work costs; reads: ranks of a node read each other's memory."""
+    """A cluster with the costs of its ranks' work, and whether ranks of a node read each other's memory."""
 
     cluster: Cluster
     costs: Costs
-    reads: bool = False
+    over_peers: bool = False
 
     @classmethod
     def measured(cls) -> Machine:
-        """Four H200s of one host over peer memory, as `megatron-longctx calibrate` found them for 32:8 heads of 128."""
+        """Return four H200s of one host over peer memory, as `megatron-longctx calibrate` measured 32:8 heads."""
         found = load_calibration(RESULTS / "papers_calibration_h200_x4.json")
-        return cls(found.cluster, found.costs, reads=True)
+        return cls(found.cluster, found.costs, over_peers=True)
 
     def target(self, workload: Workload) -> Target:
         m, n = self.cluster.ranks_per_node, self.cluster.n
         hosts = tuple(tuple(range(r // m * m, min(n, (r // m + 1) * m))) for r in range(n))
-        return Target(workload, Takes(), hosts if self.reads else None)
+        return Target(workload, Takes(), hosts if self.over_peers else None)
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Of one layer's attention."""
+    """The simulated passes of one layer's attention."""
 
     forward: Simulation
     backward: Simulation
@@ -53,7 +52,7 @@ class Passes:
 
 @lru_cache(maxsize=512)
 def passes(mode: Mode | str, machine: Machine, workload: Workload, length: int, layout: str = "auto") -> Passes:
-    """Causal attention over all of the machine's ranks."""
+    """Simulate causal attention over all ranks of the machine."""
     plan = build_plan(mode, machine.cluster.n, length, layout=layout)
     found = [simulate(each, machine.cluster, machine.target(workload), machine.costs, timeline=True)
              for each in (plan, backward_plan(plan))]  # fmt: skip
@@ -61,25 +60,25 @@ def passes(mode: Mode | str, machine: Machine, workload: Workload, length: int, 
 
 
 def one_rank(machine: Machine, workload: Workload, length: int) -> Passes:
-    """The same on one rank of it."""
+    """Simulate the same on one rank of the machine."""
     alone = Machine(machine.cluster.resized(1), machine.costs)
     return passes("zigzag", alone, workload, length)
 
 
 def not_overlapped(found: Simulation) -> float:
-    """Seconds if every message were waited for: what the busiest rank computes and what its messages take."""
+    """Return the seconds if ranks waited for every message: computation and messages of the busiest rank."""
     return max(sum(span.stop - span.start for span in found.spans if span.rank == rank) for rank in range(found.plan.n))
 
 
 def moved(plan: Plan, workload: Workload) -> float:
-    """Elements that all ranks send (log-sum-exps left out)."""
+    """Return the elements that all ranks send, without log-sum-exps."""
     moves = (move for step in plan.steps for move in step.moves)
     return sum(move.block.tokens * workload.elements(move.block.kind, move.block.heads) for move in moves)
 
 
 @dataclass(frozen=True)
 class Llama:
-    """A dense model of the papers."""
+    """The sizes of a dense model of the papers."""
 
     head_dim: ClassVar[int] = 128
     layers: int
@@ -93,7 +92,7 @@ class Llama:
         return Workload(self.heads, self.kv_heads, self.head_dim)
 
     def linear_flops(self, tokens: int) -> float:
-        """Forward, of one layer."""
+        """Return the FLOPs of one layer's matrix products in the forward pass."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return 2.0 * tokens * (attention + 3 * self.hidden * self.ffn)
 

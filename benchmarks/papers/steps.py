@@ -1,5 +1,7 @@
-"""Steps of DistFlashAttn's schedule on A100s, beside those of Megatron-LM, RSA and DeepSpeed-Ulysses: tables 1 to 4,
-simulated from data sheets."""
+"""Steps of DistFlashAttn's schedule on A100s, compared with Megatron-LM, RSA and DeepSpeed-Ulysses (tables 1 to 4).
+
+All are simulated from data sheets.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,11 @@ _K = 1024
 
 
 def a100s(n: int) -> Machine:
-    """A100s of one or two hosts by their data sheets. Between hosts 100 Gb/s for every GPU: with 100 Gb/s for a whole
-    host a step of table 1 would take four times what the paper measured."""
+    """Return A100s of one or two hosts by their data sheets.
+
+    Every GPU has 100 Gb/s between hosts. With 100 Gb/s for a whole host, a step of table 1 would take four times as
+    long as the paper measured.
+    """
     cluster = load_cluster("a100_2x8").resized(n)
     if cluster.network is not None:
         cluster = replace(cluster, network=replace(cluster.network, nics=cluster.ranks_per_node))
@@ -28,7 +33,7 @@ def a100s(n: int) -> Machine:
 
 
 def step(model: Llama, n: int, length: int, mode: Mode | str = PRINTED, *, again: bool = False) -> float:
-    """Seconds of a training step of a sequence over n ranks. again: attention is run again in backward."""
+    """Return the seconds of a training step of a sequence over n ranks; with `again`, backward repeats attention."""
     machine = a100s(n)
     found = passes(mode, machine, model.workload, length)
     attention = found.seconds + (found.forward.seconds if again else 0.0)
@@ -36,18 +41,18 @@ def step(model: Llama, n: int, length: int, mode: Mode | str = PRINTED, *, again
 
 
 def padded(model: Llama, n: int) -> Llama:
-    """The model with dummy heads, so that n ranks divide its heads."""
+    """Return the model with dummy heads, so that n divides the heads."""
     heads = -(-model.heads // n) * n
     return replace(model, heads=heads, kv_heads=heads if model.kv_heads == model.heads else model.kv_heads)
 
 
 def ulysses_step(model: Llama, n: int, length: int, *, again: bool = True) -> float:
-    """The same with DeepSpeed-Ulysses, whose ranks divide the heads."""
+    """Return the seconds of the same step with DeepSpeed-Ulysses, which shards heads."""
     return step(padded(model, n), n, length, "ulysses", again=again)
 
 
 def megatron_step(model: Llama, n: int, length: int) -> float:
-    """The same with tensor and sequence parallelism, and layers run again in backward."""
+    """Return the seconds of the same step with tensor and sequence parallelism; backward repeats whole layers."""
     machine, share = a100s(n), padded(model, n)
     alone = one_rank(machine, Workload(share.heads // n, 1, model.head_dim), length)
     cluster = machine.cluster
@@ -61,13 +66,15 @@ def megatron_step(model: Llama, n: int, length: int) -> float:
 
 
 def pipelined(seconds: float, stages: int) -> float:
-    """Seconds a sequence of a pipeline with as many micro-batches, of a sequence each, as stages: the last stage waits
-    for stages - 1 shares of `seconds`, the time of one sequence on all stages."""
+    """Return the seconds per sequence of a pipeline with as many micro-batches, of one sequence each, as stages.
+
+    `seconds` is the time of one sequence on all stages. The last stage waits for stages - 1 shares of it.
+    """
     return (2 * stages - 1) / stages * seconds / stages
 
 
 def _linear(model: Llama, tokens: float, machine: Machine) -> float:
-    """Seconds of one layer's matrix products outside attention: forward twice, and backward."""
+    """Return the seconds of one layer's matrix products outside attention: forward twice, and backward."""
     peak = machine.cluster.device.peak_tflops
     assert peak is not None
     return 4 * model.linear_flops(int(tokens)) / (MATMUL_SHARE * peak * 1e12)
@@ -100,13 +107,13 @@ def table_1() -> Table:
 
 
 def few_heads(heads: int) -> Llama:
-    """LLaMA-16H to LLaMA-2H: as many heads in all as LLaMA-7B, in more and narrower layers with its FFN."""
+    """Return LLaMA-16H to LLaMA-2H: as many heads in total as LLaMA-7B, in more and narrower layers with its FFN."""
     layers = LLAMA_7B.layers * LLAMA_7B.heads // heads
     return Llama(layers, heads * Llama.head_dim, LLAMA_7B.ffn, heads, heads)
 
 
 def table_2() -> Table:
-    """Seconds a sequence of all 16 GPUs, and a sequence's tokens of a layer that a GPU holds."""
+    """Compare the seconds per sequence on all 16 GPUs, and the tokens per GPU and layer."""
     n = 16
     rows: list[list[Cell]] = []
     for tokens in (128, 512):

@@ -1,9 +1,8 @@
-"""TASP (Wang et al. 2025): rings over all links against one ring, by cluster, mask and ratio."""
+"""TASP (Wang et al. 2025): rings over all links compared with one ring, by cluster, mask and ratio."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -29,16 +28,14 @@ from megatron_longctx.schedules.modes.tasp import Tasp
 from megatron_longctx.schedules.simulate import Simulation, simulate
 from megatron_longctx.topology import Cluster, choose, decompositions, load_cluster
 
-from .page import Cell, Made, Table, cell, paper, value
-from .proofs import Proof, proofs
-from .simulated import RESULTS
+from .page import Cell, Proof, Results, Table, cell, paper, proofs, recorded
 
 _K = 1024
 _HEADS, _HEAD_DIM = 20, 64
 LENGTHS, BATCHES = (24, 48, 96, 192, 384), (1, 8, 48)
 _LARGE = 8
-"""The batch from which on messages are counted as large, as the paper's red points are."""
-PAPERS = {  # mean and largest speed-up, by cluster and mask
+"""The smallest batch whose messages count as large, like the paper's red points."""
+PAPERS = {  # mean and largest speed-up by cluster and mask
     ("H100-1", "full"): (1.05, None), ("H100-1", "causal"): (1.08, 2.31),
     ("MI300X-1", "full"): (1.57, None), ("MI300X-1", "causal"): (1.68, 3.58),
     ("H100-2", "causal"): (1.20, None), ("H100-4", "causal"): (1.20, None),
@@ -47,7 +44,7 @@ PAPERS = {  # mean and largest speed-up, by cluster and mask
 
 @dataclass(frozen=True)
 class Case:
-    """One pass: against one ring, how much faster; ratio: computation to communication of the one ring."""
+    """The speed-ups of a forward pass and of its messages over one ring, whose computation/communication is `ratio`."""
 
     length: int
     batch: int
@@ -66,24 +63,24 @@ def clusters() -> dict[str, Cluster]:
     }
 
 
-def make(arguments: argparse.Namespace) -> Made:
+def make(arguments: argparse.Namespace) -> Results:
     del arguments
     tables = (
         *(table_1(), figures_5_and_6(), choices(), sums(), sums_emulated(), planning(), emulated(), by_ratio()),
         proofs(proved()),
     )
-    return Made(tables, facts(tables))
+    return Results(tables, facts(tables))
 
 
 @cache
 def cases(name: str, mask: str, rings: int = -1) -> tuple[Case, ...]:
-    """Forward passes. rings: a number of `decompositions`; -1 for what is chosen."""
+    """Simulate forward passes with the rings of a decomposition, by its index; -1 for the chosen one."""
     cluster = clusters()[name]
-    taken = choose(cluster)[0] if rings < 0 else decompositions(cluster)[rings]
+    chosen = choose(cluster)[0] if rings < 0 else decompositions(cluster)[rings]
     found = []
     for length in LENGTHS:
         for batch in BATCHES:
-            one, several = (_pass(mode, cluster, mask, length, batch) for mode in (_baseline(mask), Tasp(taken.rings)))
+            one, several = (_pass(mode, cluster, mask, length, batch) for mode in (_baseline(mask), Tasp(chosen.rings)))
             messages = [_messages(each) for each in (one, several)]
             ratio = max(one.compute_s) / messages[0]
             found.append(Case(length, batch, ratio, one.seconds / several.seconds, messages[0] / messages[1]))
@@ -101,7 +98,7 @@ def _pass(mode: Mode | str, cluster: Cluster, mask: str, length: int, batch: int
 
 
 def _messages(found: Simulation) -> float:
-    """Seconds of the rank whose messages take longest."""
+    """Return the message seconds of the rank whose messages take longest."""
     times = [0.0] * found.plan.n
     for span in found.spans:
         times[span.rank] += (span.lane == "transfer") * (span.stop - span.start)
@@ -144,19 +141,19 @@ def choices() -> Table:
     theirs = {("H100-2", "K_(8 x 2)"): 1.43, ("H100-2", "(8-K_8-8)_2"): 1.20}
     theirs |= {("H100-4", "K_(8 x 4)"): 1.27, ("H100-4", "(8-K_8-8)_4"): 1.20}
     for name, cluster in clusters().items():
-        taken = choose(cluster)[0].name
+        chosen = choose(cluster)[0].name
         for number, each in enumerate(decompositions(cluster)):
             if number:
                 found = [case.whole for case in cases(name, "causal", number) if case.batch >= _LARGE]
                 figures = (cell(1e3 * each.seconds, "f"), cell(statistics.fmean(found), "d"))
-                last = (paper(theirs.get((name, each.name))), "taken" if each.name == taken else "")
+                last = (paper(theirs.get((name, each.name))), "taken" if each.name == chosen else "")
                 rows.append([name, each.name, str(len(each.rings)), *figures, *last])
     columns = ["cluster", "decomposition", "rings", "ms a GiB", "mean speed-up", "paper", ""]
     return Table("choices", "which decomposition", columns, rows, ["figure 3"])
 
 
 def sums() -> Table:
-    """Llama 3 8B's heads, forward and backward, with partial gradients summed inside a node before they cross."""
+    """Simulate Llama 3 8B's heads with partial gradients that are summed inside a node before they cross."""
     h100 = clusters()["H100-2"]
     assert h100.network is not None
     one_nic = replace(h100, network=replace(h100.network, nics=1))
@@ -199,8 +196,8 @@ def planning() -> Table:
 
 
 def emulated() -> Table:
-    """What `python -m analysis.network` recorded."""
-    found = json.loads((RESULTS / "network_emulated.json").read_text())["measurements"]
+    """Show what `python -m analysis.network` recorded."""
+    found = recorded("network_emulated")["measurements"]
     rows: list[list[Cell]] = []
     for network in sorted({each["network"] for each in found}):
         for mask in ("causal", "full"):
@@ -214,7 +211,7 @@ def emulated() -> Table:
 
 
 def by_ratio() -> Table:
-    """What `python -m analysis.network --case ratios` recorded."""
+    """Show what `python -m analysis.network --case ratios` recorded."""
     rows: list[list[Cell]] = []
     pairs = _recorded("network_ratios", "zigzag", "tasp")
     for one, several in sorted(pairs, key=lambda pair: float(pair[0]["computing"])):
@@ -225,7 +222,7 @@ def by_ratio() -> Table:
 
 
 def sums_emulated() -> Table:
-    """What `python -m analysis.network --case sums` recorded."""
+    """Show what `python -m analysis.network --case sums` recorded."""
     rows: list[list[Cell]] = []
     for mode in ("zigzag", "ring", "double_ring (4)", "tasp"):
         for plain, less in _recorded("network_sums", mode, f"{mode}, summed"):
@@ -235,7 +232,7 @@ def sums_emulated() -> Table:
 
 
 def proved() -> Iterator[Proof]:
-    """Plans of the longest sequences of figures 5 and 6, and of backward passes with sums."""
+    """Yield the plans of the longest sequences of figures 5 and 6, and of backward passes with sums."""
     for name, cluster in clusters().items():
         rings = Tasp(choose(cluster)[0].rings)
         for mask, shown in (("full", full), ("causal", causal)):
@@ -253,8 +250,8 @@ _GAINS = ("forward, times as fast as zigzag", "simulated", "backward", "simulate
 
 
 def _recorded(result: str, mode: str, other: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Of every network what both modes took."""
-    found = json.loads((RESULTS / f"{result}.json").read_text())["measurements"]
+    """Return the measurements of both modes on every network."""
+    found = recorded(result)["measurements"]
     for each in found:
         for way in ("", "predicted_"):
             each[f"{way}both_s"] = each[f"{way}forward_s"] + each[f"{way}backward_s"]
@@ -263,7 +260,7 @@ def _recorded(result: str, mode: str, other: str) -> list[tuple[dict[str, Any], 
 
 
 def _gains(one: dict[str, Any], other: dict[str, Any], *passes: str) -> Iterator[Cell]:
-    """By pass, how many times as fast the other is, measured and simulated."""
+    """Yield how many times as fast the other mode is in each pass, measured and simulated."""
     for each in passes:
         yield cell(one[each] / other[each], "e")
         yield cell(one[f"predicted_{each}"] / other[f"predicted_{each}"], "d")
@@ -274,34 +271,34 @@ def _column(table: Table, column: int) -> list[float]:
 
 
 def facts(tables: Sequence[Table]) -> dict[str, float]:
-    """What the claims quote."""
+    """Return the numbers in the claims."""
     of = {table.key: table for table in tables}
     mesh, h100 = ("MI300X-1", "causal"), ("H100-1", "causal")
     large = [each for name in clusters() for each in cases(name, "causal") if each.batch >= _LARGE]
     both, simulated = (_column(of["by_ratio"], column) for column in (6, 7))
     above = [each.whole for each in large if each.ratio > 1.5]
     return {
-        "mesh_mean": value(of["figures"], mesh, 3),
-        "mesh_most": value(of["figures"], mesh, 5),
-        "mesh_full": value(of["figures"], ("MI300X-1", "full"), 3),
-        "mesh_messages": value(of["figures"], mesh, 7),
-        "h100_mean": value(of["figures"], h100, 3),
-        "h100_most": value(of["figures"], h100, 5),
-        "two": value(of["choices"], ("H100-2", "(8-K_8-8)_2"), 4),
-        "two_whole": value(of["choices"], ("H100-2", "K_(8 x 2)"), 4),
-        "four": value(of["choices"], ("H100-4", "(8-K_8-8)_4"), 4),
-        "four_whole": value(of["choices"], ("H100-4", "K_(8 x 4)"), 4),
+        "mesh_mean": of["figures"].value(*mesh, column=3),
+        "mesh_most": of["figures"].value(*mesh, column=5),
+        "mesh_full": of["figures"].value("MI300X-1", "full", column=3),
+        "mesh_messages": of["figures"].value(*mesh, column=7),
+        "h100_mean": of["figures"].value(*h100, column=3),
+        "h100_most": of["figures"].value(*h100, column=5),
+        "two": of["choices"].value("H100-2", "(8-K_8-8)_2", column=4),
+        "two_whole": of["choices"].value("H100-2", "K_(8 x 2)", column=4),
+        "four": of["choices"].value("H100-4", "(8-K_8-8)_4", column=4),
+        "four_whole": of["choices"].value("H100-4", "K_(8 x 4)", column=4),
         "above_mean": statistics.fmean(above),
-        **{f"sum_{mode}": value(of["sums"], ("H100-2", mode, "32K"), 6) for mode in ("zigzag", "ring", "tasp")},
-        "sum_one_nic": value(of["sums"], ("H100-2, one NIC", "zigzag", "32K"), 6),
-        "sum_a100": value(of["sums"], ("A100-2", "zigzag", "32K"), 6),
-        "sum_long": value(of["sums"], ("A100-2", "zigzag", "512K"), 6),
+        **{f"sum_{mode}": of["sums"].value("H100-2", mode, "32K", column=6) for mode in ("zigzag", "ring", "tasp")},
+        "sum_one_nic": of["sums"].value("H100-2, one NIC", "zigzag", "32K", column=6),
+        "sum_a100": of["sums"].value("A100-2", "zigzag", "32K", column=6),
+        "sum_long": of["sums"].value("A100-2", "zigzag", "512K", column=6),
         "sum_least": min(_column(of["sums_emulated"], 2)),
         "sum_most": max(_column(of["sums_emulated"], 2)),
-        "emulated": value(of["emulated"], ("mesh8", "causal"), 2),
+        "emulated": of["emulated"].value("mesh8", "causal", column=2),
         "by_ratio_most": max(both),
         "by_ratio_least": min(both),
-        "by_ratio_right": sum((one > 1) == (said > 1) for one, said in zip(both, simulated, strict=True)),
+        "by_ratio_right": sum((one > 1) == (predicted > 1) for one, predicted in zip(both, simulated, strict=True)),
         "by_ratio_rows": len(both),
-        "planned": value(of["planning"], ("64",), 2),
+        "planned": of["planning"].value("64", column=2),
     }

@@ -1,4 +1,4 @@
-"""Tensor parallelism over several nodes beside context parallelism between them: first tokens of Llama 3 405B."""
+"""Tensor parallelism over several nodes compared with context parallelism: first tokens of Llama 3 405B."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from .page import Cell, Table, cell, paper
 
 _TOKENS, _VALUE_BYTES = 128 * 1000, 2
 _SUMS = 2
-"""All-reduces of a layer: of the output projection and of the down projection."""
+"""All-reduces per layer: of the output projection and of the down projection."""
 PAPERS = {1: (42.010, 42.010), 2: (21.042, 29.917), 4: (10.950, 19.841), 8: (5.85, None)}
-"""Seconds of context and of tensor parallelism, by nodes (table 7; 8 nodes in section 4.2.1)."""
+"""Seconds of context and of tensor parallelism by number of nodes (table 7; section 4.2.1 for 8 nodes)."""
 _TWICE = 2.0
-"""On 8 nodes the paper only says that tensor parallelism takes 100% longer (section 4.2.2)."""
+"""For 8 nodes, the paper only says that tensor parallelism takes 100% longer (section 4.2.2)."""
 
 
 def all_reduces(n: int) -> float:
-    """Seconds of a prompt's, over all GPUs of n nodes: a ring inside each node at the data sheet's rate of NVLink, and
-    a ring of n GPUs for the eighth that each GPU of a node then has, over a NIC of its own at the paper's rate."""
+    """Return the seconds of a prompt's all-reduces over all GPUs of n nodes.
+
+    A ring inside each node runs at the data sheet's rate of NVLink. Each GPU of a node then has an eighth, which a ring
+    of n GPUs sums over a separate NIC at the paper's rate.
+    """
     inside = load_cluster("dgx_h100_x4").intra
     assert isinstance(inside, Switch)
     size = _TOKENS * HIDDEN * _VALUE_BYTES
@@ -29,7 +32,7 @@ def all_reduces(n: int) -> float:
 
 
 def tensor_parallel(n: int) -> float:
-    """Seconds to the first token. What is no all-reduce in the paper's time of one node is divided by the nodes."""
+    """Return the seconds to the first token: the paper's time of one node divided by n, except for all-reduces."""
     return (ONE_NODE_S - all_reduces(1)) / n + all_reduces(n)
 
 

@@ -1,5 +1,4 @@
-"""What the papers' tables rest on: volumes of plans, rounding as the kernels do it, Hadamard matrices, simulated
-steps and first tokens."""
+"""The basis of the papers' tables: volumes of plans, rounding like the kernels, Hadamard matrices, simulated steps."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from benchmarks.fit import Prompt, fit, prompts, score, slower
 from benchmarks.papers import decoding, tensor_parallel
 from benchmarks.papers.__main__ import main
 from benchmarks.papers.latencies import LLAMA3_8B, LLAMA3_70B, prefill, sent
-from benchmarks.papers.page import value
-from benchmarks.papers.proofs import Proof, proofs
+from benchmarks.papers.page import Proof, proofs
 from benchmarks.papers.rounding import TOKEN, Rounding, hadamard, rounded
 from benchmarks.papers.simulated import LLAMA_7B, LLAMA_33H, LLAMA_GQA, moved
 from benchmarks.papers.steps import (
@@ -34,7 +32,7 @@ from megatron_longctx.schedules.verify import PlanError
 
 
 @pytest.mark.parametrize("n", [3, 4, 5])
-def test_the_printed_schedule_moves_what_the_paper_counts(n: int) -> None:
+def test_the_printed_schedule_sends_the_paper_s_volume(n: int) -> None:
     plan, work, tokens = build_plan(PRINTED, n, 64 * n), Workload(4, 4, 8), 64 * n
     unit = (n - 1) * tokens * 4 * 8
     assert moved(plan, work) == unit and moved(backward_plan(plan), work) == 2 * unit
@@ -49,9 +47,9 @@ def test_heads_are_padded_for_ranks() -> None:
     assert step(LLAMA_33H, 16, 1 << 18) / step(LLAMA_7B, 16, 1 << 18) < 1.04
 
 
-def test_a_kept_attention_saves_a_forward_pass_of_ulysses() -> None:
+def test_keeping_attention_saves_a_forward_pass_of_ulysses() -> None:
     again, once = (ulysses_step(LLAMA_7B, 16, 1 << 18, again=each) for each in (True, False))
-    flops = 32 * 2 * (1 << 18) ** 2 * 4096 / 16  # of all layers' forward attention on one of 16 ranks
+    flops = 32 * 2 * (1 << 18) ** 2 * 4096 / 16  # forward attention of all layers on one of 16 ranks
     assert again - once > flops / (0.6 * 312e12)
     assert again - once < 1.2 * flops / (0.6 * 312e12)
 
@@ -61,10 +59,10 @@ def test_fewer_heads_than_gpus() -> None:
     assert (model.layers, model.hidden, model.ffn, model.heads) == (512, 256, 11008, 2)
     assert pipelined(8.0, 1) == 8.0 and pipelined(8.0, 4) == 3.5
     found, alone = table_2(), megatron_step(model, 2, 128 * 1024)
-    assert value(found, ("LLaMA-2H", "128K"), 4) == pytest.approx(alone / 8)
-    assert value(found, ("LLaMA-2H", "128K"), 5) == pytest.approx(alone * 15 / 64)
-    assert [value(found, (f"LLaMA-{heads}H",), 8) for heads in (16, 8, 4, 2)] == [1, 2, 4, 8]
-    assert [value(table_3(), (gpus,), 6) for gpus in ("8", "16")] == [8, 16]
+    assert found.value("LLaMA-2H", "128K", column=4) == pytest.approx(alone / 8)
+    assert found.value("LLaMA-2H", "128K", column=5) == pytest.approx(alone * 15 / 64)
+    assert [found.value(f"LLaMA-{heads}H", column=8) for heads in (16, 8, 4, 2)] == [1, 2, 4, 8]
+    assert [table_3().value(gpus, column=6) for gpus in ("8", "16")] == [8, 16]
 
 
 def test_first_tokens_from_data_sheets() -> None:
@@ -76,7 +74,7 @@ def test_first_tokens_from_data_sheets() -> None:
 
 
 @pytest.mark.parametrize(("bits", "per_value"), [(None, 2), (8, 1 + 4 / 128), (6, 0.75 + 4 / 128), (4, 0.5 + 4 / 128)])
-def test_sums_are_sent_with_their_ranges(bits: int | None, per_value: float) -> None:
+def test_messages_of_sums_include_their_ranges(bits: int | None, per_value: float) -> None:
     values = 1024 * 8192
     assert sent(values, 4, bits) == 2 * 3 / 4 * values * per_value
     low, exact = (prefill(LLAMA3_70B, 4, 1024, "L40", each) for each in (bits, None))
@@ -86,7 +84,7 @@ def test_sums_are_sent_with_their_ranges(bits: int | None, per_value: float) -> 
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("form", ["int4", "int8"])
-def test_rounding_is_that_of_the_kernels(form: str, symmetric: bool) -> None:
+def test_rounding_agrees_with_the_kernels(form: str, symmetric: bool) -> None:
     x = torch.randn(8, 192, generator=torch.Generator().manual_seed(0))
     packing = QuantFormat(int(form[-1]), 64, symmetric, torch.float32)
     theirs = dequantize(quantize(x.flatten(), 1, x.numel(), packing), x.numel(), packing, torch.empty(x.numel()))
@@ -110,7 +108,7 @@ def test_hadamard_matrices(size: int) -> None:
         hadamard(7)
 
 
-def test_the_fitted_rule_finds_the_rule_that_made_its_prompts() -> None:
+def test_fitting_recovers_the_rule_that_generated_the_prompts() -> None:
     by = (-0.3, 0.2, 3.0)
     sizes = [(new, cached) for new in (500, 2000, 8000, 32000) for cached in (4000, 64000)]
     plain = [Prompt(new, cached, 1.0, 1.0) for new, cached in sizes]
@@ -127,7 +125,7 @@ def test_the_fitted_rule_finds_the_rule_that_made_its_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--model", "qwen.gguf"], "--text=None: expected the essays where --model is given"),
         (["--text", "words.whl"], "--text=words.whl: expected the essays where --model is given"),
@@ -136,12 +134,12 @@ def test_the_fitted_rule_finds_the_rule_that_made_its_prompts() -> None:
         (["--model", "none.gguf", "--text", "none.whl"], "model=none.gguf: expected a file with SHA-256"),
     ],
 )
-def test_what_perplexities_refuse(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_options_of_perplexities_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmarks.papers.page.write", lambda *_: pytest.fail("not refused"))
     assert main(["flash_communication", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_group_may_be_a_token() -> None:
@@ -155,8 +153,8 @@ def test_tensor_parallelism_over_nodes_by_hand() -> None:
     size = 128000 * 16384 * 2  # bytes of one sum's values
     inside, between = 1.75 * size / (315 * 2**30), size / 8 / (24.3 * 2**30)
     one, two = 252 * inside, 252 * (inside + between)
-    assert value(tensor_parallel.table_7(), ("2",), 5) == pytest.approx(two)
-    assert value(tensor_parallel.table_7(), ("2",), 3) == pytest.approx((42.01 - one) / 2 + two)
+    assert tensor_parallel.table_7().value("2", column=5) == pytest.approx(two)
+    assert tensor_parallel.table_7().value("2", column=3) == pytest.approx((42.01 - one) / 2 + two)
     assert tensor_parallel.tensor_parallel(1) == pytest.approx(42.01)
 
 
@@ -183,8 +181,8 @@ def test_decode_reads_its_keys() -> None:
 def test_plans_are_proved() -> None:
     plan = build_plan("zigzag", 4, 256)
     found = proofs([Proof("zigzag", "256", plan, backward_plan(plan))])
-    assert value(found, ("zigzag", "4"), 4) == 2 * 256 * 257 / 2 / 1e6
-    assert value(found, ("zigzag", "4"), 5) == sum(
+    assert found.value("zigzag", "4", column=4) == 2 * 256 * 257 / 2 / 1e6
+    assert found.value("zigzag", "4", column=5) == sum(
         len(step.moves) for each in (plan, backward_plan(plan)) for step in each.steps
     )
     with pytest.raises(PlanError, match="visible pairs"):
