@@ -74,17 +74,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 @dataclass
 class Measured:
-    """The time of one way at one size.
-
-    Attributes:
-        seconds: on the slowest rank.
-        error: relative to the exact sum; None if not checked.
-    """
+    """The time of one way at one size."""
 
     way: str
     num_bytes: int
-    seconds: float
-    error: float | None
+    seconds: float  # on the slowest rank
+    error: float | None  # relative to the exact sum; None if not checked
 
 
 @dataclass

@@ -27,22 +27,16 @@ _PUBLISHED = {(0, 2): 0.16, (2, 4): 0.05, (4, 8): 0.04, (8, 16): 0.06, (16, 32):
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem over one document or a pack of several.
+    """One attention problem over one document or a pack of several."""
 
-    Attributes:
-        documents: their lengths.
-        window: tokens that a query sees before its own and, unless the mask is causal, after it; None for all.
-        name: the name of the mask.
-    """
-
-    documents: tuple[int, ...]
+    documents: tuple[int, ...]  # their lengths
     num_heads: int
     num_kv_heads: int
     head_dim: int = 128
     element_bytes: int = 2
     causal: bool = True
-    window: int | None = None
-    name: str = "causal"
+    window: int | None = None  # tokens seen before a query's own and, unless causal, after it; None for all
+    name: str = "causal"  # of the mask
 
     @cached_property
     def mask(self) -> Mask:

@@ -64,21 +64,15 @@ class Sweep:
 
 @dataclass
 class FirstToken:
-    """The time from a prompt's arrival to its first token on the slowest rank.
+    """The time from a prompt's arrival to its first token on the slowest rank."""
 
-    Attributes:
-        ranks: context-parallel ranks.
-        seconds: those of all iterations, without the first if there are others, keyed by mode.
-        auto: the mode that the configured rule chooses, for prompts that are computed in one pass.
-        predicted: simulated seconds of one layer, keyed by mode.
-    """
-
-    ranks: int
+    ranks: int  # context-parallel ranks
     cached: int
     new: int
+    # of all iterations, without the first if there are others, by mode
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    auto: str | None = None
-    predicted: dict[str, float] = field(default_factory=dict)
+    auto: str | None = None  # the mode that the configured rule chooses, for prompts that are computed in one pass
+    predicted: dict[str, float] = field(default_factory=dict)  # simulated seconds of one layer, by mode
 
     @property
     def length(self) -> int:

@@ -32,46 +32,26 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Prepared(NamedTuple):
-    """A contender that is ready for a case.
-
-    Attributes:
-        tokens: the tokens of this rank, in the order in which `call` expects them.
-        alone: the case that one device computes by itself instead.
-    """
+    """A contender that is ready for a case."""
 
     call: Call
-    tokens: Sequence[int]
-    alone: Case | None = None
+    tokens: Sequence[int]  # of this rank, in the order in which `call` expects them
+    alone: Case | None = None  # the case that one device computes by itself instead
 
 
 @dataclass(frozen=True)
 class Contender:
-    """An implementation of attention.
-
-    Attributes:
-        prepare: raises ValueError, on all ranks alike, for cases that it does not support.
-        ours: whether it belongs to this package.
-        release: called at the end of a case.
-    """
+    """An implementation of attention."""
 
     name: str
-    prepare: Callable[[Case], Prepared]
-    ours: bool = False
-    release: Callable[[], None] = lambda: None
+    prepare: Callable[[Case], Prepared]  # raises ValueError, on all ranks alike, for an unsupported case
+    ours: bool = False  # whether it belongs to this package
+    release: Callable[[], None] = lambda: None  # called at the end of a case
 
 
 @dataclass
 class Measurement:
-    """The result of one contender for one case.
-
-    Attributes:
-        rounds: for every round, the mean seconds of a whole step in a row, on the slowest rank.
-        tflops: per device, of visible pairs.
-        percent_of_one_device: speed relative to the fastest kernel of one device at equal FLOPs.
-        times_fastest_mode: seconds relative to this package's fastest mode.
-        errors: relative errors (Frobenius) of a short case over all ranks.
-        reason: why there are no rounds.
-    """
+    """The result of one contender for one case."""
 
     name: str
     mask: str
@@ -79,13 +59,13 @@ class Measurement:
     heads: str
     ours: bool = True
     alone: bool = False
-    rounds: list[float] = field(default_factory=list)
-    tflops: float | None = None
-    percent_of_one_device: float | None = None
-    times_fastest_mode: float | None = None
+    rounds: list[float] = field(default_factory=list)  # mean seconds of steps in a row, slowest rank
+    tflops: float | None = None  # per device, of visible pairs
+    percent_of_one_device: float | None = None  # relative to the fastest kernel of one device, at equal FLOPs
+    times_fastest_mode: float | None = None  # seconds relative to this package's fastest mode
     peak_bytes: int | None = None
-    errors: dict[str, float] | None = None
-    reason: str = ""
+    errors: dict[str, float] | None = None  # relative errors (Frobenius) of a short case over all ranks
+    reason: str = ""  # why there are no rounds
 
     @property
     def seconds(self) -> float | None:

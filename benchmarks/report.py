@@ -16,20 +16,13 @@ from megatron_longctx.metrics.environment import environment
 
 @dataclass(frozen=True)
 class Report:
-    """The results of one benchmark.
+    """The results of one benchmark."""
 
-    Attributes:
-        out: the JSON file.
-        device: `cpu` or `cuda`, where the ranks run; the process that writes may have another one.
-        what: describes the numbers of the JSON.
-        about, unit: describe the measurement and the numbers of the Markdown.
-    """
-
-    out: Path
-    device: str
-    what: str
-    about: str
-    unit: str
+    out: Path  # the JSON file
+    device: str  # `cpu` or `cuda`, where the ranks run; the process that writes may have another one
+    what: str  # describes the numbers of the JSON
+    about: str  # describes the measurement in the Markdown
+    unit: str  # describes the numbers of the Markdown
 
     @cached_property
     def environment(self) -> dict[str, Any]:

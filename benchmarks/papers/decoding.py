@@ -25,21 +25,13 @@ _CALLS = Takes(packed=True, rectangles=True, windows=True)
 
 @dataclass(frozen=True)
 class Table8:
-    """Microseconds of the paper's table 8.
+    """Microseconds of the paper's table 8."""
 
-    Attributes:
-        one: one attention op.
-        loop: all ops of the ring's loop.
-        hops: SendRecv.
-        home: All2All.
-        whole: all of pass-Q.
-    """
-
-    one: float
-    loop: float
-    hops: float
-    home: float
-    whole: float
+    one: float  # one attention op
+    loop: float  # all ops of the ring's loop
+    hops: float  # SendRecv
+    home: float  # All2All
+    whole: float  # all of pass-Q
 
 
 PAPERS = {

@@ -59,18 +59,13 @@ def paper(value: float | None, digits: int = 2, unit: str = "") -> Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page.
+    """A table of a page."""
 
-    Attributes:
-        key: that of its note in the list.
-        of: the paper's items that it shows, as the list names them; empty if the paper has no such table.
-    """
-
-    key: str
+    key: str  # of its note in the list
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    of: Sequence[str] = ()
+    of: Sequence[str] = ()  # items of the paper that it shows, as the list names them; empty if there are none
 
     def __post_init__(self) -> None:
         assert all(len(row) == len(self.columns) for row in self.rows), self.title
@@ -84,16 +79,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Results:
-    """The numbers of a page.
-
-    Attributes:
-        facts: numbers in the list's claims, keyed by their name in braces there.
-        raw: measurements that only the JSON contains.
-    """
+    """The numbers of a page."""
 
     tables: Sequence[Table]
-    facts: Mapping[str, float]
-    raw: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, float]  # numbers in the list's claims, by their names in braces there
+    raw: Mapping[str, Any] = field(default_factory=dict)  # measurements that only the JSON contains
 
 
 def paths(name: str) -> tuple[Path, Path, Path]:

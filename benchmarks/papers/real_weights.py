@@ -77,19 +77,13 @@ def model_name(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure.
-
-    Attributes:
-        windows, length: the number of essays, and the tokens at the beginning of each.
-        int8_weights: first round all weights of the layers to 8-bit integers with a scale per output.
-        formats: roundings whose errors are measured in one window, in every third layer.
-    """
+    """What to measure."""
 
     roundings: tuple[Rounding, ...]
-    windows: int
-    length: int
-    int8_weights: bool = False
-    formats: tuple[Rounding, ...] = ()
+    windows: int  # number of essays
+    length: int  # tokens at the beginning of each
+    int8_weights: bool = False  # first round all weights of the layers to 8-bit integers with a scale per output
+    formats: tuple[Rounding, ...] = ()  # roundings whose errors are measured in one window, in every third layer
 
 
 def measure(model: Path, text: Path, device: str, measurements: Sequence[Options]) -> list[dict[str, Any]]:

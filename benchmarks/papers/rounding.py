@@ -34,21 +34,13 @@ _H12 = """
 
 @dataclass(frozen=True)
 class Rounding:
-    """One way of rounding.
+    """One way of rounding."""
 
-    Attributes:
-        form: none, int8, int6, int4, fp8, fp6 or fp4. 6 means 4 bits to sum and 8 bits to gather.
-        group: neighbouring values with a common range, or `TOKEN` for all values of a token.
-        symmetric: ranges around zero; floating formats have no others.
-        hadamard: every token is transformed before rounding, and back afterwards.
-        only: `output` or `down` for one kind of layer alone.
-    """
-
-    form: str = "none"
-    group: int = 128
-    symmetric: bool = False
-    hadamard: bool = False
-    only: str = ""
+    form: str = "none"  # none, int8, int6, int4, fp8, fp6 or fp4; 6 means 4 bits to sum and 8 bits to gather
+    group: int = 128  # neighbouring values with a common range, or `TOKEN` for all values of a token
+    symmetric: bool = False  # ranges around zero; floating formats have no others
+    hadamard: bool = False  # every token is transformed before rounding, and back afterwards
+    only: str = ""  # `output` or `down` for one kind of layer alone
 
     @property
     def steps(self) -> tuple[str, str]:

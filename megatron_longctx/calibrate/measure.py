@@ -94,21 +94,15 @@ def median_over_ranks(group: dist.ProcessGroup, measure: Callable[[], Sequence[f
 
 @dataclass(frozen=True)
 class Testbed:
-    """The ranks, devices and workload to measure.
-
-    Attributes:
-        device: that of the calling rank.
-        kernel: a provider of attention, or `auto`.
-        transport: how messages travel; None if none are measured.
-    """
+    """The ranks, devices and workload to measure."""
 
     __test__ = False  # no test class for pytest
 
     group: dist.ProcessGroup
-    device: torch.device
+    device: torch.device  # of the calling rank
     workload: Workload
-    kernel: str = "auto"
-    transport: Transport | None = None
+    kernel: str = "auto"  # a provider of attention, or `auto`
+    transport: Transport | None = None  # None if no messages are measured
 
     @property
     def n(self) -> int:
@@ -145,18 +139,14 @@ class Testbed:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure.
+    """How much to measure."""
 
-    Attributes:
-        max_tokens: the longest kernel call with all heads. With the heads in p parts, calls are up to p times as long,
-            but no longer than a sequence over all ranks.
-        length: the job's sequence length, for which whole steps are measured, too.
-    """
-
+    # The longest kernel call with all heads. With heads in p parts, calls are up to p times as long, but no longer
+    # than a sequence over all ranks.
     max_tokens: int
     min_tokens: int
     repeats: int
-    length: int | None = None
+    length: int | None = None  # the job's sequence length, for which whole steps are measured, too
 
     @classmethod
     def of(cls, device: torch.device, max_tokens: int | None = None, length: int | None = None) -> Effort:

@@ -52,18 +52,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory of a rank of the pipeline stage that needs most.
-
-    Attributes:
-        tokens: tokens of a micro-batch on the rank that has most of them.
-        host_bytes: pinned host memory (CUDA) of a rank of the stage that needs most of that.
-    """
+    """The memory of a rank of the pipeline stage that needs most."""
 
     stage: int
-    tokens: int
+    tokens: int  # of a micro-batch, on the rank that has most of them
     resident: tuple[Term, ...]
     phases: tuple[Phase, ...]
-    host_bytes: int
+    host_bytes: int  # pinned host memory (CUDA) of a rank of the stage that needs most of that
 
     @property
     def peak(self) -> Phase:

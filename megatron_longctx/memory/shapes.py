@@ -25,19 +25,12 @@ from ..schedules.kernel_calls import of_gpus
 
 @dataclass(frozen=True)
 class Job:
-    """A configured training job whose memory is predicted.
-
-    Attributes:
-        vocab_size: rows of the embedding.
-        data_parallel_size: data-parallel ranks. The distributed optimizer shards over these and the context-parallel
-            ranks.
-        fused: RMSNorm and SwiGLU are one kernel each, as on GPUs. On CPUs their intermediate results are kept.
-    """
+    """A configured training job whose memory is predicted."""
 
     config: Config
-    vocab_size: int
-    data_parallel_size: int = 1
-    fused: bool = True
+    vocab_size: int  # rows of the embedding
+    data_parallel_size: int = 1  # the distributed optimizer shards over these and the context-parallel ranks
+    fused: bool = True  # RMSNorm and SwiGLU are one kernel each, as on GPUs; CPUs keep intermediate results
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "data_parallel_size"):
@@ -210,28 +203,16 @@ def router_parameters(job: Job) -> int:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """The activations of one layer for one micro-batch, in bytes.
+    """The activations of one layer for one micro-batch, in bytes."""
 
-    Attributes:
-        input: the layer's input.
-        result: attention's out and lse.
-        attention: the other activations of attention that backward reads: norm, q, keys and values, or what is kept of
-            other ranks' blocks.
-        qkv: the part of `attention` that the attention call itself reads.
-        mlp: everything after attention: norm, its input, the MLP.
-        fc1: the part of `mlp` that is the output of the MLP's first matrix.
-        norm: what one norm keeps besides its input.
-        tile: with tiles, the activations of one, which replace those of the whole MLP.
-    """
-
-    input: int
-    result: int
-    attention: int
-    qkv: int
-    mlp: int
-    fc1: int
-    norm: int
-    tile: int
+    input: int  # the layer's input
+    result: int  # attention's out and lse
+    attention: int  # what else backward reads of attention: norm, q, keys and values, or kept blocks of other ranks
+    qkv: int  # the part of `attention` that the attention call itself reads
+    mlp: int  # everything after attention: norm, its input, the MLP
+    fc1: int  # the part of `mlp` that is the output of the MLP's first matrix
+    norm: int  # what one norm keeps besides its input
+    tile: int  # with tiles, the activations of one, which replace those of the whole MLP
 
     @property
     def total(self) -> int:
@@ -315,17 +296,11 @@ def expert_bytes(job: Job) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """The memory of attention besides saved activations, in bytes.
+    """The memory of attention besides saved activations, in bytes."""
 
-    Attributes:
-        buffers: received blocks; allocated between calls, and shared by all layers.
-        published: memory that peers read, outside torch's caching allocator.
-        backward: the largest amount that one backward call needs besides these, including its inputs.
-    """
-
-    buffers: int
-    published: int
-    backward: int
+    buffers: int  # received blocks; allocated between calls, and shared by all layers
+    published: int  # memory that peers read, outside torch's caching allocator
+    backward: int  # the most that one backward call needs besides these, including its inputs
 
 
 def attention_bytes(job: Job) -> AttentionBytes:

@@ -75,17 +75,11 @@ class StepFlops:
 
 @dataclass(frozen=True)
 class Work:
-    """The amount of data that a step processes.
+    """The amount of data that a step processes."""
 
-    Attributes:
-        tokens: tokens of all sequences.
-        pairs: visible pairs of a query and a key, of all sequences and layers.
-        dense_pairs: pairs of every query and every key of its sequence, in one layer.
-    """
-
-    tokens: int
-    pairs: int
-    dense_pairs: int
+    tokens: int  # of all sequences
+    pairs: int  # visible pairs of a query and a key, of all sequences and layers
+    dense_pairs: int  # of every query and every key of its sequence, in one layer
 
     def __add__(self, other: Work) -> Work:
         return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.dense_pairs + other.dense_pairs)

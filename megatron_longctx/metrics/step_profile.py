@@ -36,19 +36,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProfile:
-    """The time of a step on one rank.
+    """The time of a step on one rank."""
 
-    Attributes:
-        seconds: from the beginning of the first operation to the end of the last.
-        busy: seconds on the compute stream, keyed by kind. With `IDLE` they add up to `seconds`.
-        beside: seconds on other streams, keyed by kind. They overlap with `busy`.
-        longest: name, seconds and calls of the operations with the largest share of the compute stream.
-    """
-
-    seconds: float
-    busy: dict[str, float]
-    beside: dict[str, float]
-    longest: tuple[tuple[str, float, int], ...]
+    seconds: float  # from the beginning of the first operation to the end of the last
+    busy: dict[str, float]  # seconds on the compute stream by kind; with `IDLE` they add up to `seconds`
+    beside: dict[str, float]  # seconds on other streams by kind; they overlap with `busy`
+    longest: tuple[tuple[str, float, int], ...]  # name, seconds, calls of the longest on the compute stream
 
     def as_dict(self) -> dict[str, Any]:
         return {
