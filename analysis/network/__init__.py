@@ -1,1 +1,1 @@
-"""Parallelism modes on a network that is really limited: namespaces and rate-limited links on one machine."""
+"""Parallelism modes on a network with limited links: namespaces and rate-limited links on one machine."""

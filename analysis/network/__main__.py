@@ -1,9 +1,11 @@
-"""Measure the modes on emulated networks: `python -m analysis.network [--case mesh8] [--out FOLDER]`.
+"""Measure modes on emulated networks: `python -m analysis.network [--case mesh8] [--out FOLDER]`.
 
-Writes `network_emulated.json`, `.md` (a table) and `.png` (a picture); with `--case ratios` `network_ratios.*`: `tasp`
-beside `zigzag` where there is more to compute, for which the machine must be idle; with `--case sums` `network_sums.*`:
-modes on two nodes with partial gradients summed inside a node before they cross, and without; with `--case overlap`
-`network_overlap.*`: modes whose messages travel while they compute, and the same where these are waited for first.
+Writes `network_emulated.json`, `.md` (tables) and `.png`, or `network_CASE.*` for one case:
+
+- `ratios`: `tasp` compared with `zigzag` for more computation; the machine must be idle;
+- `sums`: modes on two nodes, with and without sums of partial gradients inside a node before they cross;
+- `overlap`: modes with and without overlap of messages and computation;
+- the name of a network: all modes on it, causal and full.
 """
 
 from __future__ import annotations
@@ -20,50 +22,47 @@ from megatron_longctx.schedules import ModeOptions
 from megatron_longctx.schedules.cost import Workload
 from megatron_longctx.topology import Cluster, Mesh, Network
 
-from .job import Found, Job, Mode
-from .report import draw, speedups, table
-from .report import overlaps as overlap_table
-from .report import ratios as ratio_table
-from .report import sums as sum_table
-from .run import run
+from . import job as tables
+from .emulate import run
+from .job import Job, Mode, Result
 
-LINK = 0.0025  # GiB/s, some 21 Mbit/s: slow enough that a few CPU cores keep up with all links at once
+LINK = 0.0025  # GiB/s, about 21 Mbit/s: slow enough for a few CPU cores to keep up with all links at the same time
 MESH8 = Cluster("mesh8", 1, 8, Mesh(LINK))
 NODES = Cluster("nodes2x4", 2, 4, Mesh(8 * LINK), Network(4, LINK))
 SHARED = Cluster("nodes2x4_one_nic", 2, 4, Mesh(16 * LINK), Network(1, 2 * LINK))
 FLAT = ("ring", "zigzag", "striped", "helper", "all_gather", "ulysses")
+HEADS = Workload(32, 32, 128, element_bytes=4)
 
 
-def jobs() -> dict[str, list[Job]]:
-    """The cases by name: one network, causal and full."""
-    found = {}
+def networks() -> dict[str, list[Job]]:
+    """Return the jobs of every network, causal and full."""
+    jobs = {}
     for cluster in (MESH8, NODES, SHARED):
-        options = ModeOptions(cluster=cluster)
-        modes = [Mode(name) for name in FLAT] + [Mode("tasp", options)]
-        inner = (2, 4) if cluster.nodes == 1 else (4,)
-        modes += [Mode("usp", ModeOptions(inner_size=k)) for k in inner]
-        modes += [Mode("double_ring", ModeOptions(inner_size=k)) for k in (4,) if cluster.nodes > 1]
-        causal = Job(cluster, tuple(modes), length=256, workload=Workload(32, 32, 128, element_bytes=4))
+        modes = [Mode(name) for name in FLAT] + [Mode("tasp", ModeOptions(cluster=cluster))]
+        modes += [Mode("usp", ModeOptions(inner_size=k)) for k in ((2, 4) if cluster.nodes == 1 else (4,))]
+        if cluster.nodes > 1:
+            modes.append(Mode("double_ring", ModeOptions(inner_size=4)))
+        causal = Job(cluster, tuple(modes), length=256, workload=HEADS)
         full = replace(causal, causal=False, modes=tuple(m for m in modes if m.schedule not in ("striped", "helper")))
-        found[cluster.name] = [causal, full]
-    return found
+        jobs[cluster.name] = [causal, full]
+    return jobs
 
 
 def ratios() -> list[Job]:
-    """One mesh with links of several speeds; one KV head, since every byte is then computed with most."""
+    """Return one mesh with links of several speeds. With one KV head, there is most computation for every byte."""
     workload = Workload(8, 1, 128, element_bytes=4)
     modes = (Mode("zigzag"), Mode("tasp", ModeOptions(cluster=MESH8)))
-    found = [Job(replace(MESH8, name="mesh8, 512 tokens"), modes, 512, workload, others=(256, 1024))]
+    jobs = [Job(replace(MESH8, name="mesh8, 512 tokens"), modes, 512, workload, others=(256, 1024))]
     for times in (1, 2, 4, 8):
         name = f"mesh8, 2,048 tokens, {8.6 * LINK * times * 1000:.0f} Mbit/s"
         cluster = replace(MESH8, name=name, intra=Mesh(LINK * times))
-        found.append(Job(cluster, modes, length=2048, workload=workload, others=(1024, 4096)))
-    return found
+        jobs.append(Job(cluster, modes, length=2048, workload=workload, others=(1024, 4096)))
+    return jobs
 
 
 def sums() -> list[Job]:
-    """Two nodes, with a NIC for each rank and with one."""
-    found = []
+    """Return two nodes, with a NIC per rank and with one NIC."""
+    jobs = []
     for cluster in (NODES, SHARED):
         named = [("zigzag", None), ("ring", None), ("double_ring", 4), ("tasp", None)]
         modes = [
@@ -71,42 +70,41 @@ def sums() -> list[Job]:
             for name, inner in named
             for setting in ("false", "true")
         ]
-        found.append(Job(cluster, tuple(modes), length=256, workload=Workload(32, 32, 128, element_bytes=4)))
-    return found
+        jobs.append(Job(cluster, tuple(modes), length=256, workload=HEADS))
+    return jobs
 
 
 def overlaps() -> list[Job]:
-    """Meshes of `ratios`, with the schedule that DistFlashAttn prints and two others."""
+    """Return the meshes of `ratios` with the schedule that DistFlashAttn prints and two others."""
     modes = [Mode(name, overlap=overlap) for name in ("ring", "helper", "zigzag") for overlap in (False, True)]
     return [replace(job, modes=tuple(modes), others=()) for job in ratios()[2:]]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    cases = jobs()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure a case and write its files; return 1 if it failed."""
+    jobs = networks()
+    cases = {
+        "all": ([job for each in jobs.values() for job in each], tables.speedups),
+        **{name: (each, tables.speedups) for name, each in jobs.items()},
+        "ratios": (ratios(), tables.ratios),
+        "sums": (sums(), tables.sums),
+        "overlap": (overlaps(), tables.overlaps),
+    }
     parser = argparse.ArgumentParser(prog="python -m analysis.network", description=__doc__)
-    parser.add_argument(
-        "--case", default="all", choices=("all", *cases, "ratios", "sums", "overlap"), help="which network"
-    )
+    parser.add_argument("--case", default="all", choices=tuple(cases), help="what to measure")
     parser.add_argument("--out", type=Path, default=Path("analysis/results"), help="folder of the results")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     if not args.out.is_dir():
         parser.error(f"--out {args.out}: expected a folder that exists")
-    if args.case == "ratios":
-        chosen, tables = ratios(), (table, ratio_table)
-    elif args.case == "overlap":
-        chosen, tables = overlaps(), (table, overlap_table)
-    elif args.case == "sums":
-        chosen, tables = sums(), (table, sum_table)
-    else:
-        chosen, tables = [job for name in cases if args.case in ("all", name) for job in cases[name]], (table, speedups)
-    found: list[Found] = []
-    networks = []
+    chosen, second_table = cases[args.case]
+    results: list[Result] = []
+    measured = []
     try:
         for job in chosen:
             print(f"{job.cluster.name}, {'causal' if job.causal else 'full'}", file=sys.stderr)
             outcome = run(job)
-            found += outcome.found
-            networks.append({
+            results += outcome.results
+            measured.append({
                 "name": job.cluster.name, "causal": job.causal, "length": job.length, "workload": asdict(job.workload),
                 "repeats": job.repeats, "cluster": asdict(job.cluster),
                 "links_measured_over_described": outcome.links,
@@ -116,15 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     facts = environment()
-    data = {"what": "modes on emulated networks, forward and backward", "environment": facts, "networks": networks}
+    data = {"what": "modes on emulated networks, forward and backward", "environment": facts, "networks": measured}
     stem = args.out / ("network_emulated" if args.case == "all" else f"network_{args.case}")
-    shown = "\n\n".join(write(found) for write in tables)
+    shown = f"{tables.table(results)}\n\n{second_table(results)}"
     text = f"{facts['date'][:10]}, commit {str(facts['commit'])[:9]}. Seconds.\n\n{shown}\n"
     stem.with_suffix(".md").write_text(text)
-    stem.with_suffix(".json").write_text(
-        json.dumps({**data, "measurements": [asdict(each) for each in found]}, indent=1) + "\n"
-    )
-    draw(found, stem.with_suffix(".png"))
+    data["measurements"] = [asdict(each) for each in results]
+    stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    tables.draw(results, stem.with_suffix(".png"))
     print(text)
     return 0
 

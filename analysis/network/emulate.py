@@ -1,30 +1,83 @@
-"""Hosts as network namespaces, links as veth pairs that `htb` holds to a rate. Linux, iproute2.
+"""Emulated hosts, which are network namespaces, and links, which are veth pairs limited by `htb` (Linux, iproute2).
 
-`isolated` re-runs a command in user, network, mount and process namespaces of its own, where it may do all this
-without touching the machine's network, and with which everything disappears, however it ends.
+`run` re-runs this module in separate user, network, mount and process namespaces. There it may create hosts and links
+without affecting the machine's network, and everything disappears with it, however it ends.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+import tempfile
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_longctx.topology import Cluster, Mesh, Network
 
-_ISOLATED = [
-    "unshare",
-    "--user",
-    "--map-root-user",
-    "--net",
-    "--mount",
-    "--pid",
-    "--fork",
-    "--kill-child",
-    "--mount-proc",
-]
-_FRAMING = 1514 / 1448  # bytes of a full packet on the link for each byte that a program sends over TCP
+from .job import Job, Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+_ISOLATED = (
+    *("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid"),
+    *("--fork", "--kill-child", "--mount-proc"),
+)
+_FRAMING = 1514 / 1448  # bytes of a full packet on the link per byte that a program sends over TCP
+
+
+def run(job: Job, timeout: float = 1200.0) -> Outcome:
+    """Measure `job` on an emulated network; progress goes to standard error.
+
+    Raises:
+        PermissionError: this machine cannot emulate a network, with the reason.
+        RuntimeError: a rank failed, with the end of its output.
+        TimeoutError: the job did not end in time.
+    """
+    reason = reason_not_possible()
+    if reason is not None:
+        raise PermissionError(f"a limited network cannot be emulated here: {reason}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job.save(folder / "job")
+        inner = [sys.executable, "-m", "analysis.network.emulate", name]
+        command = [*_ISOLATED, "sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh", *inner]
+        # Addresses here have no names, of which torch would warn.
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        try:
+            # No process outlives this one: the process namespace ends with its first process.
+            done = subprocess.run(command, cwd=ROOT, env={**os.environ, **quiet, **path}, timeout=timeout, check=False)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{job.cluster.name}: not done within {timeout:.0f} s") from None
+        if done.returncode:
+            logs = {log.stem: log.read_text().strip() for log in sorted(folder.glob("*.log"))}
+            ends = "\n".join(f"{name}: …{text[-1500:]}" for name, text in logs.items() if text)
+            raise RuntimeError(f"{job.cluster.name}: a rank failed.\n{ends}")
+        outcome = pickle.loads((folder / "outcome").read_bytes())
+        assert isinstance(outcome, Outcome)
+        return outcome
+
+
+def main() -> int:
+    """Build the network and start a worker per rank, inside the namespaces. The first worker that fails ends all."""
+    folder = Path(sys.argv[1])
+    cluster = Job.load(folder / "job").cluster
+    build(cluster)
+    workers = []
+    for rank in range(cluster.n):
+        command = ["ip", "netns", "exec", namespace(rank)]
+        command += [sys.executable, "-m", "analysis.network.worker", str(folder), str(rank)]
+        log = (folder / f"rank{rank}.log").open("w")
+        # Rank 0 prints the progress; errors of all ranks go into their logs.
+        workers.append(subprocess.Popen(command, stdout=sys.stderr if rank == 0 else log, stderr=log))
+    while any(worker.poll() is None for worker in workers):
+        if any(worker.poll() for worker in workers):
+            break  # the others end with this process
+        time.sleep(0.1)
+    return int(any(worker.poll() for worker in workers))  # the code of a signal is negative
 
 
 def address(rank: int) -> str:
@@ -36,26 +89,23 @@ def namespace(rank: int) -> str:
 
 
 def reason_not_possible() -> str | None:
-    """Why this machine cannot emulate a network; None where it can."""
+    """Return why this machine cannot emulate a network; None if it can."""
     for tool in ("unshare", "ip", "tc"):
         if shutil.which(tool) is None:
             return f"the program {tool} is missing (package util-linux or iproute2)"
     steps = ("mount -t tmpfs tmpfs /run", "ip netns add a", "ip -n a link add x type veth peer name y")
-    trial = " && ".join((*steps, *(f"tc -n a {line}" for line in _limited("x", 1.0))))
+    trial = " && ".join((*steps, *(f"tc -n a {line}" for line in _limits("x", 1.0))))
     done = subprocess.run([*_ISOLATED, "sh", "-c", trial], capture_output=True, text=True, check=False)
     if done.returncode:
         return f"the kernel or its settings do not permit it ({done.stderr.strip()})"
     return None
 
 
-def isolated(command: Sequence[str]) -> list[str]:
-    """The command line that runs `command` where `build` may be called."""
-    return [*_ISOLATED, "sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh", *command]
+def _limits(device: str, gibps: float) -> list[str]:
+    """Return `tc` commands that limit a device's rate.
 
-
-def _limited(device: str, gibps: float) -> list[str]:
-    """Commands for `tc`. Acknowledgements (packets below 64 bytes) go first: in a queue with the data of the other
-    direction they would halve it."""
+    Acknowledgements (packets below 64 bytes) go first. In one queue with data they would halve the other direction.
+    """
     rate = round(gibps * 2**30 * 8 * _FRAMING)
     share = f"htb rate {{}}bit ceil {rate}bit burst 32kb cburst 32kb quantum 60000"
     return [
@@ -69,19 +119,19 @@ def _limited(device: str, gibps: float) -> list[str]:
 
 @dataclass
 class _Batch:
-    """Commands by namespace, run in batches: a program start for each would take most of the time."""
+    """Commands with their namespaces. They run in batches, since starting a program for each would take longer."""
 
     links: list[tuple[str, str]] = field(default_factory=list)
     ip: list[tuple[str, str]] = field(default_factory=list)
     tc: list[tuple[str, str]] = field(default_factory=list)
 
     def link(self, a: str, at_a: str, b: str, at_b: str, gibps: float | None) -> None:
-        """A veth pair between interface `at_a` of namespace `a` and `at_b` of `b`, limited in both directions."""
+        """Add a veth pair between interface `at_a` of namespace `a` and `at_b` of `b`, limited in both directions."""
         self.links.append((a, f"link add {at_a} type veth peer name {at_b} netns {b}"))
         for where, device in ((a, at_a), (b, at_b)):
             self.ip.append((where, f"link set {device} up"))
             if gibps is not None:
-                self.tc += [(where, line) for line in _limited(device, gibps)]
+                self.tc += [(where, line) for line in _limits(device, gibps)]
 
     def route(self, where: str, to: str, device: str, via: str = "") -> None:
         self.ip.append((where, f"route add {to} {f'via {via} ' if via else ''}dev {device}" + " onlink" * bool(via)))
@@ -100,13 +150,13 @@ def _run(command: list[str], text: str = "") -> None:
 
 
 def build(cluster: Cluster) -> None:
-    """Make hosts and links as `cluster` describes them: one namespace a rank, named by `namespace`.
+    """Create the hosts and links of `cluster`, with one namespace per rank.
 
-    Links inside a node: one for each pair of ranks. Between nodes: every NIC hangs on one router in the middle; ranks
-    that share a NIC do so through a router of their node.
+    Inside a node, every pair of ranks has a link. Between nodes, every NIC is connected to one central router; ranks
+    that share a NIC are connected through a router of their node.
 
     Raises:
-        ValueError: links of a kind that this does not build.
+        ValueError: links of a kind that cannot be emulated.
         RuntimeError: a command failed.
     """
     if cluster.ranks_per_node > 1 and not isinstance(cluster.intra, Mesh):
@@ -126,14 +176,14 @@ def build(cluster: Cluster) -> None:
     routers = _connect_nodes(batch, cluster, names) if cluster.nodes > 1 else []
     for name in (*names, *routers):
         _run(["ip", "netns", "add", name])
-    for name in (*names, *routers):  # hosts keep a connection's rate while it is idle, as clusters are set to
+    for name in (*names, *routers):  # connections keep their rate while idle, as clusters are configured to
         for key, value in (("ip_forward", name in routers), ("tcp_slow_start_after_idle", False)):
             _run(["ip", "netns", "exec", name, "sh", "-c", f"echo {int(value)} > /proc/sys/net/ipv4/{key}"])
     batch.run()
 
 
 def _connect_nodes(batch: _Batch, cluster: Cluster, names: list[str]) -> list[str]:
-    """Links and routes between nodes; returns the routers' namespaces."""
+    """Add links and routes between nodes; return the namespaces of the routers."""
     network = cluster.network
     assert isinstance(network, Network)
     shares = min(network.nics, cluster.ranks_per_node)
@@ -160,3 +210,7 @@ def _connect_nodes(batch: _Batch, cluster: Cluster, names: list[str]) -> list[st
                 batch.route(port, address(rank), f"r{rank}")
                 batch.route("core", address(rank), port, address(253))
     return routers
+
+
+if __name__ == "__main__":
+    sys.exit(main())

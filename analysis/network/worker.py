@@ -1,4 +1,4 @@
-"""One rank on an emulated network: checks the links, runs the modes, prices them. `python -m ... FOLDER RANK`."""
+"""One rank on an emulated network: measures links and modes, and predicts the modes. `python -m ... FOLDER RANK`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron_longctx.schedules.select import Candidate, Problem, rank_modes
 from megatron_longctx.testing.references import dense_attention, random_qkv, shard
 
 from .emulate import address
-from .job import Found, Job, Mode, Outcome
+from .job import Job, Mode, Outcome, Result
 
 _PORT = 29500
 _CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def main() -> None:
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     job = Job.load(folder / "job")
     n = job.cluster.n
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # where a host's one address is
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # has the only address of a host
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=300)
     store = dist.TCPStore(address(0), _PORT, n, rank == 0, timeout=limit)
@@ -62,23 +62,22 @@ class _Rank:
 
     def run(self) -> Outcome:
         job = self.job
-        self._say(f"{job.cluster.name}: checking links")
+        self._print(f"{job.cluster.name}: checking links")
         step_s, message_s = self._message_seconds()
         rates = self._link_rates()
-        self._say("measuring kernel calls")
+        self._print("measuring kernel calls")
         effort = Effort(max_tokens=min(job.length, 512), min_tokens=8, repeats=3)
         kernels = kernel_costs(Testbed(self.group, _CPU, job.workload), effort)
         costs = replace(kernels, step_s=step_s, message_s=message_s)
-        found = []
+        results = []
         for mode in job.modes:
-            found.append(self._mode(mode, costs))
-            self._say(
-                f"{found[-1].mode}: {found[-1].forward_s:.2f} s + {found[-1].backward_s:.2f} s, "
-                f"predicted {found[-1].ratio:.2f} of that"
-            )
-        return Outcome(tuple(found), rates, step_s, message_s)
+            result = self._mode(mode, costs)
+            results.append(result)
+            times = f"{result.forward_s:.2f} s + {result.backward_s:.2f} s"
+            self._print(f"{result.mode}: {times}, predicted {result.ratio:.2f} of that")
+        return Outcome(tuple(results), rates, step_s, message_s)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self.rank == 0:
             print(f"  {text}", flush=True)
 
@@ -88,16 +87,18 @@ class _Rank:
         return float(worst)
 
     def _message_seconds(self) -> tuple[float, float]:
-        """What a step takes besides its bytes, and each message that a rank sends or receives in it: of steps with one
-        small message to the next rank, and with one to every other. Ranks share processors here, so that many messages
-        take much longer than one."""
+        """Return the seconds of a step besides its bytes, and of each message that a rank sends or receives in it.
+
+        They follow from steps with one small message to the next rank, and with one to every other rank. Ranks share
+        processors here, so many messages take much longer than one.
+        """
         shifts = range(1, self.job.cluster.n)
-        one, all_of_them = (self._slowest(self._exchange_seconds(some, 64, 20)) for some in (shifts[:1], shifts))
-        message_s = max(0.0, all_of_them - one) / max(1, 2 * (len(shifts) - 1))
+        one, every = (self._slowest(self._exchange_seconds(some, 64, 20)) for some in (shifts[:1], shifts))
+        message_s = max(0.0, every - one) / max(1, 2 * (len(shifts) - 1))
         return max(0.0, one - 2 * message_s), message_s
 
     def _exchange_seconds(self, shifts: Sequence[int], size: int, repeats: int) -> float:
-        """Every rank sends `size` bytes to the ranks that are so much further, and receives as many."""
+        """Return the seconds in which every rank sends `size` bytes to the ranks `shifts` further on."""
         n = self.job.cluster.n
         out = torch.zeros(size, dtype=torch.uint8)
         into = [torch.zeros(size, dtype=torch.uint8) for _ in shifts]
@@ -112,13 +113,13 @@ class _Rank:
         return statistics.median(times)
 
     def _link_rates(self) -> tuple[float, float]:
-        """Measured over described rate of the links into this rank; the lowest and the highest of all ranks."""
+        """Return the lowest and the highest ratio of measured to described rates, over the links of all ranks."""
         cluster = self.job.cluster
         found = []
         for shift in range(1, cluster.n):
             source = (self.rank - shift) % cluster.n
             route = cluster.route(source, self.rank)
-            # Others that share the way at this shift share its rate.
+            # Messages of the same shift that share a resource share its rate.
             sharing = [
                 sum(resource in cluster.route(r, (r + shift) % cluster.n).resources for r in range(cluster.n))
                 for resource in route.resources
@@ -128,32 +129,34 @@ class _Rank:
             dist.all_gather_object(sizes, size)
             size = min(sizes)
             seconds = self._exchange_seconds([shift], size, 2)
-            if size == sizes[self.rank]:  # the others' links were not the limit
+            if size == sizes[self.rank]:  # no other link was the limit
                 found.append(size / seconds / GIB / (route.gibps / max(sharing)))
         low, high = self._slowest(-min(found)), self._slowest(max(found))
         return -low, high
 
-    def _mode(self, mode: Mode, costs: Costs) -> Found:
+    def _mode(self, mode: Mode, costs: Costs) -> Result:
         job, samples = self.job, list[ModeSample]()
         for length in job.others:
-            measured, priced, _ = self._passes(mode, length, costs)
-            for backward, (seconds, said) in enumerate(zip(measured, priced.predicted, strict=True)):
-                samples.append(ModeSample(priced.name, length, bool(backward), seconds / said))
-        measured, priced, error = self._passes(mode, job.length, replace(costs, modes=tuple(samples)))
-        assert priced.forward is not None
+            measured, candidate, _ = self._passes(mode, length, costs)
+            for backward, (seconds, predicted_s) in enumerate(zip(measured, candidate.predicted, strict=True)):
+                samples.append(ModeSample(candidate.name, length, bool(backward), seconds / predicted_s))
+        measured, candidate, error = self._passes(mode, job.length, replace(costs, modes=tuple(samples)))
+        assert candidate.forward is not None
         messages = [0.0] * job.cluster.n
-        for span in priced.forward.spans:
+        for span in candidate.forward.spans:
             messages[span.rank] += (span.lane == "transfer") * (span.stop - span.start)
-        computing = max(priced.forward.compute_s) / max(messages)
-        predicted = priced.predicted
+        computing = max(candidate.forward.compute_s) / max(messages)
+        predicted = candidate.predicted
         if not mode.overlap:
-            assert priced.backward is not None
-            predicted = not_overlapped(priced.forward), not_overlapped(priced.backward)
-        return Found(job.cluster.name, mode.name, job.causal, *measured, *predicted, error, computing)
+            assert candidate.backward is not None
+            predicted = not_overlapped(candidate.forward), not_overlapped(candidate.backward)
+        return Result(job.cluster.name, mode.name, job.causal, *measured, *predicted, error, computing)
 
     def _passes(self, mode: Mode, length: int, costs: Costs) -> tuple[tuple[float, float], Candidate, float]:
-        """Forward and backward over so many tokens: median seconds, what is predicted, and, of the job's length, the
-        error."""
+        """Measure forward and backward over `length` tokens; return median seconds, the prediction, and the error.
+
+        The error is 0 for other lengths than the job's.
+        """
         job, workload = self.job, self.job.workload
         options, summed = mode.options, mode.sum_in_node
         attention = ContextParallelAttention(
@@ -182,12 +185,12 @@ class _Rank:
             torch.autograd.grad(out, leaves, grad_out)
             backward.append(self._slowest(time.perf_counter() - start))
         problem = Problem(job.cluster.n, mask, Target(workload), options=options, sum_in_node=summed)
-        (priced,) = rank_modes(problem, job.cluster, costs, candidates=[attention.mode], timeline=True)
-        assert not priced.reason, priced.reason
-        return (statistics.median(forward), statistics.median(backward)), priced, error
+        (candidate,) = rank_modes(problem, job.cluster, costs, candidates=[attention.mode], timeline=True)
+        assert not candidate.reason, candidate.reason
+        return (statistics.median(forward), statistics.median(backward)), candidate, error
 
     def _error(self, results: list[Tensor], layout: Layout) -> float:
-        """The largest of this and all other ranks."""
+        """Return the largest error of all ranks."""
         truth = [shard(x, layout, self.rank) for x in self.truth.values()]
         errors = [float((a - b).norm() / b.norm()) if b.numel() else 0.0 for a, b in zip(results, truth, strict=True)]
         return self._slowest(max(errors))
@@ -198,7 +201,7 @@ class _Rank:
 
 
 def _whole(length: int, w: Workload) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and the gradient of out, of the whole sequence; the same on every rank."""
+    """Return q, k, v and the gradient of out for the whole sequence, the same on every rank."""
     return random_qkv(length, 1, w.num_heads, w.num_kv_heads, w.head_dim, torch.float32)
 
 
