@@ -1,6 +1,6 @@
-"""`docs/configuration.md`, from the typed configuration: `python -m analysis.configuration_page` writes it again.
+"""Write `docs/configuration.md` from the typed configuration: `python -m analysis.configuration_page`.
 
-What a key means is the comment beside or above its field in the sources of `megatron_longctx/config`.
+The meaning of a key is the comment beside or above its field in the sources of `megatron_longctx/config`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _FIELD = re.compile(r"    (\w+): [^=]+ = ")
 
 
 def comments(cls: Any) -> dict[str, str]:
-    """What the source of a dataclass says beside or above each of its fields."""
+    """Return the comments beside or above the fields of a dataclass, keyed by field."""
     found: dict[str, str] = {}
     above: list[str] = []
     for line in inspect.getsource(cls).splitlines():
@@ -105,32 +105,32 @@ def comments(cls: Any) -> dict[str, str]:
 
 
 def meanings(cls: Any, prefix: str = "") -> dict[str, str]:
-    """By the full names of all keys."""
+    """Return the meanings of all keys, by their full names."""
     found = {}
     types = get_type_hints(cls)
-    said = {name: text for base in reversed(cls.__mro__[:-1]) for name, text in comments(base).items() if text}
+    by_field = {name: text for base in reversed(cls.__mro__[:-1]) for name, text in comments(base).items() if text}
     for each in fields(cls):
         if is_dataclass(types[each.name]):
             found |= meanings(types[each.name], f"{prefix}{each.name}.")
         else:
-            found[prefix + each.name] = said.get(each.name) or _PLAIN.get(prefix + each.name, "")
+            found[prefix + each.name] = by_field.get(each.name) or _PLAIN.get(prefix + each.name, "")
     return found
 
 
 def page() -> str:
-    """The whole of it, in Markdown."""
-    said, sections = meanings(Config), get_type_hints(Config)
+    """Return the page in Markdown."""
+    meaning, sections = meanings(Config), get_type_hints(Config)
     lines = [_HEAD]
     for section, keys in keys_of(Config).items():
         lines.append(f"## {section}\n")
         about = inspect.getdoc(sections[section]) or ""
-        if about and not about.startswith(sections[section].__name__):  # else dataclass has made it up
+        if about and not about.startswith(sections[section].__name__):  # else dataclass generated it
             lines.append(" ".join(about.split()) + "\n")
         lines += ["| key | default | may be | meaning |", "|---|---|---|---|"]
         for key in keys:
             default = "null" if key.default is None else str(key.default).lower() if key.kind is bool else key.default
             may_be = (key.bounds.expected if key.bounds else "true or false") + (", or null" if key.nullable else "")
-            cells = (f"`{key.name}`", f"`{default}`", may_be, said[key.name])
+            cells = (f"`{key.name}`", f"`{default}`", may_be, meaning[key.name])
             lines.append("| " + " | ".join(str(cell).replace("|", "\\|").replace("*", "\\*") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)

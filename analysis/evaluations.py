@@ -1,7 +1,7 @@
-"""Evaluations side by side: `python -m analysis.evaluations OUT --title TITLE NAME=FOLDER[,FOLDER...] ...`.
+"""Compare evaluations: `python -m analysis.evaluations OUT --title TITLE NAME=FOLDER[,FOLDER...] ...`.
 
-Each NAME is a model, each FOLDER one that `megatron-longctx eval` has written: several of other tasks or lengths, where
-each was asked on a GPU of its own. OUT.json keeps all but the answers, OUT.md has the tables, OUT.png losses by
+NAME is a model, FOLDER a folder that `megatron-longctx eval` wrote. A model has several folders if its tasks or lengths
+were evaluated separately. OUT.json contains everything except the answers, OUT.md the tables, OUT.png losses by
 position and scores by length.
 """
 
@@ -19,15 +19,15 @@ from benchmarks.report import table
 from megatron_longctx.errors import refuse
 
 LOSSES = "loss_by_position"
-Tasks = Mapping[str, Mapping[str, Any]]
-"""By task, what was found by length, as `eval.json` has it."""
+Model = Mapping[str, Any]
+"""The merged evaluations of one model, as `read` returns them."""
 
 
 def read(folders: Sequence[Path]) -> dict[str, Any]:
-    """One model's evaluations as one.
+    """Merge the evaluations of one model.
 
     Raises:
-        ValueError: a folder without an evaluation; one of other weights or settings of the model; a length twice.
+        ValueError: a folder without a complete evaluation, of other weights or settings, or with a length of another.
     """
     whole: dict[str, Any] = {}
     for folder in folders:
@@ -43,73 +43,66 @@ def read(folders: Sequence[Path]) -> dict[str, Any]:
         if other := [key for key, value in about.items() if whole[key] != value]:
             raise refuse("folder", folder, f"the {other[0]} of {folders[0]}", "Give it a name of its own.")
         for task, each in found["tasks"].items():
-            mine = whole["tasks"].setdefault(task, {"text": each.get("text"), "lengths": {}})
-            if twice := mine["lengths"].keys() & each["lengths"].keys():
+            lengths = whole["tasks"].setdefault(task, {"text": each.get("text"), "lengths": {}})["lengths"]
+            if twice := lengths.keys() & each["lengths"].keys():
                 raise refuse("folder", folder, f"{task} of other lengths than {min(twice)}", "Leave one out.")
-            mine["lengths"] |= {length: _without_answers(of) for length, of in each["lengths"].items()}
+            for length, results in each["lengths"].items():  # with the number of questions instead of their answers
+                lengths[length] = {key: len(v) if key == "questions" else v for key, v in results.items()}
     return whole
 
 
-def _without_answers(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Of every question what was said is in the folder; here their number is enough."""
-    return {key: len(value) if key == "questions" else value for key, value in found.items()}
-
-
-def scores(tasks: Tasks) -> dict[str, dict[int, float]]:
-    """In %, by task and length."""
-    return {
+def scores(model: Model) -> dict[str, dict[int, float]]:
+    """Return scores in percent by task and length, with the mean over the tasks for lengths that all tasks have."""
+    by_task = {
         task: {int(length): 100 * each["score"] for length, each in found["lengths"].items()}
-        for task, found in tasks.items()
+        for task, found in model["tasks"].items()
         if task != LOSSES
+    }
+    lengths = sorted({length for found in by_task.values() for length in found})
+    common = [n for n in lengths if all(n in found for found in by_task.values())]
+    return by_task | {"mean": {n: fmean(found[n] for found in by_task.values()) for n in common}}
+
+
+def losses(model: Model) -> dict[int, dict[tuple[int, int], float | None]]:
+    """Return mean losses by length of the text and range of positions."""
+    lengths = model["tasks"].get(LOSSES, {}).get("lengths", {})
+    return {
+        int(length): {(r["first"], r["stop"]): r["loss"] for r in each["positions"]} for length, each in lengths.items()
     }
 
 
-def means(by_task: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
-    """Over the tasks, by length, where all of them were asked."""
-    lengths = sorted({length for mine in by_task.values() for length in mine})
-    return {n: fmean(mine[n] for mine in by_task.values()) for n in lengths if all(n in m for m in by_task.values())}
-
-
-def tables(title: str, models: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown: scores by task and length, then losses by position, models beside each other."""
+def tables(title: str, models: Mapping[str, Model]) -> str:
+    """Return Markdown with scores by task and length, then losses by position, for all models."""
     environment = next(iter(models.values()))["environment"]
     gpu = environment.get("device") or "CPU"
     parts = [f"# {title}", f"{environment['date']}; {gpu}; commit {environment['commit']}"]
-    by_model = {name: scores(model["tasks"]) for name, model in models.items()}
-    lengths = sorted({n for found in by_model.values() for mine in found.values() for n in mine})
+    score = {name: scores(model) for name, model in models.items()}
+    lengths = sorted({n for found in score.values() for of_task in found.values() for n in of_task})
     if lengths:
-        known = dict.fromkeys(task for found in by_model.values() for task in found)
+        tasks = [task for task in dict.fromkeys(task for found in score.values() for task in found) if task != "mean"]
         rows = [
-            [task, name, *(_cell(found.get(task, {}).get(n), ".0f") for n in lengths)]
-            for task in known
-            for name, found in by_model.items()
-        ]
-        rows += [
-            ["mean", name, *(_cell(means(found).get(n), ".1f") for n in lengths)] for name, found in by_model.items()
+            [task, name, *(_cell(found.get(task, {}).get(n), ".1f" if task == "mean" else ".0f") for n in lengths)]
+            for task in (*tasks, "mean")
+            for name, found in score.items()
         ]
         parts.append("Answers that were said, in %, by the length of the text in tokens.")
         parts.append(table(["task", "model", *(f"{n:,}" for n in lengths)], rows))
-    for length in sorted({int(n) for model in models.values() for n in _curves(model)}):
-        shown = {name: _curves(model).get(str(length)) for name, model in models.items()}
-        ranges = dict.fromkeys((r["first"], r["stop"]) for each in shown.values() if each for r in each["positions"])
-        loss = {
-            name: {(r["first"], r["stop"]): r["loss"] for r in each["positions"]} if each else {}
-            for name, each in shown.items()
-        }
+    loss = {name: losses(model) for name, model in models.items()}
+    for length in sorted({n for found in loss.values() for n in found}):
+        ranges = dict.fromkeys(each for found in loss.values() for each in found.get(length, ()))
+        of_models = [found.get(length, {}) for found in loss.values()]
         rows = [
-            [f"{first:,} to {stop - 1:,}", *(_cell(loss[name].get((first, stop)), ".3f") for name in models)]
+            [f"{first:,} to {stop - 1:,}", *(_cell(found.get((first, stop)), ".3f") for found in of_models)]
             for first, stop in ranges
         ]
         text = next(model["tasks"][LOSSES]["text"] for model in models.values() if LOSSES in model["tasks"])
-        parts += [
-            f"Losses in nats by position, texts of {length:,} tokens ({text}).",
-            table(["position", *models], rows),
-        ]
+        parts.append(f"Losses in nats by position, texts of {length:,} tokens ({text}).")
+        parts.append(table(["position", *models], rows))
     return "\n\n".join(parts) + "\n"
 
 
-def draw(path: Path, title: str, models: Mapping[str, Mapping[str, Any]]) -> None:
-    """Losses by position of the longest texts, and mean scores by length."""
+def draw(path: Path, title: str, models: Mapping[str, Model]) -> None:
+    """Draw losses by position of the longest texts, and mean scores by length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -117,12 +110,12 @@ def draw(path: Path, title: str, models: Mapping[str, Mapping[str, Any]]) -> Non
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for name, model in models.items():
-        if curves := _curves(model):
-            longest = curves[max(curves, key=int)]["positions"]
-            points = [((r["first"] + r["stop"]) / 2, r["loss"]) for r in longest if r["loss"] is not None]
+        if loss := losses(model):
+            ranges = loss[max(loss)].items()
+            points = [((first + stop) / 2, each) for (first, stop), each in ranges if each is not None]
             left.plot(*zip(*points, strict=True), marker=".", label=name)
-        if mine := means(scores(model["tasks"])):
-            right.plot(list(mine), list(mine.values()), marker="o", label=name)
+        if means := scores(model)["mean"]:
+            right.plot(list(means), list(means.values()), marker="o", label=name)
     left.set(xlabel="position in the text (tokens)", ylabel="mean loss (nats per token)", title="Losses by position")
     right.set(xlabel="length of the text (tokens)", ylabel="answers found (%, mean of all tasks)", ylim=(0, 105))
     right.set_title("Needles and tasks of RULER")
@@ -136,17 +129,12 @@ def draw(path: Path, title: str, models: Mapping[str, Mapping[str, Any]]) -> Non
     pyplot.close(figure)
 
 
-def _curves(model: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = model["tasks"].get(LOSSES, {}).get("lengths", {})
-    return found
-
-
 def _cell(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the three files; 2 on a user's error."""
+    """Write the three files; return 2 if the arguments are refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="path of the results, without suffix")
     parser.add_argument("models", nargs="+", metavar="NAME=FOLDER[,FOLDER...]")

@@ -1,9 +1,9 @@
-"""What quantized sums cost a language model: `python -m analysis.perplexity [--steps 300] [--out FOLDER] [words]`.
+"""Measure what quantized sums cost a language model: `python -m analysis.perplexity [--steps 300] [--out FOLDER]`.
 
-Trains a small GPT over two tensor-parallel ranks on the sources of Python's standard library (or goes on with the run
-of an earlier call), then takes its perplexity on the library's tests, which it has not seen, with the sums of its
-row-parallel layers quantized in every way; and, over two context-parallel ranks, with 8-bit keys and values. Writes
-`perplexity_reductions.json`, `.md` (tables) and `.png`. Flash Communication, tables 4 and 6, are the pattern.
+Trains a small GPT over two tensor-parallel ranks on the sources of Python's standard library, or resumes the run of an
+earlier call. Then computes its perplexity on the library's tests, which it has not seen, with the sums of its
+row-parallel layers quantized in every way, and, over two context-parallel ranks, with 8-bit keys and values. Writes
+`perplexity_reductions.json`, `.md` (tables) and `.png`, after tables 4 and 6 of Flash Communication.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.report import paired
 from benchmarks.report import table as markdown
 from megatron_longctx.comm.local_ranks import run_ranks
 from megatron_longctx.compose import compose_config
@@ -42,14 +43,13 @@ _WORDS = (
 
 
 @dataclass(frozen=True)
-class Found:
-    """perplexity: over all tokens. more: of the mean loss than unquantized (nats), and its standard error over pairs of
-    windows."""
+class Result:
+    """The perplexity of one setting, over all tokens."""
 
     reduction: ReductionConfig
     perplexity: float
-    more: float
-    noise: float
+    more: float  # increase of the mean loss over unquantized sums, in nats
+    noise: float  # its standard error over pairs of windows
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class Found:
 
 
 def settings() -> list[ReductionConfig]:
-    """None, every mode and group size, symmetric or not, and the coarsest for one kind of layer alone."""
+    """Return no quantization, every mode, group size and kind of range, and int4 for one kind of layer alone."""
     found = [ReductionConfig()]
     for symmetric in (False, True):
         found += [ReductionConfig(m, m, size, symmetric, 0.0) for size in GROUP_SIZES for m in MODES]
@@ -66,8 +66,7 @@ def settings() -> list[ReductionConfig]:
 
 
 def _rank(rank: int, configs: Sequence[Config], num_windows: int) -> list[list[float]]:
-    """Train as the first of `configs` says, or load what was trained; then, by configuration, the mean loss of every
-    window over the ranks that share it."""
+    """Train as the first of `configs` says, or load the trained weights; return losses by configuration and window."""
     from megatron_longctx.mcore import model
     from megatron_longctx.mcore.sequence import build_sequence
     from megatron_longctx.mcore.tokenizer import build_tokenizer
@@ -94,8 +93,8 @@ def _rank(rank: int, configs: Sequence[Config], num_windows: int) -> list[list[f
             for batch in windows.split(8):
                 whole = {"tokens": batch[:, :-1], "labels": batch[:, 1:]}
                 mine = sequence.shard_batch(whole | {"position_ids": positions.expand(len(batch), -1)})
-                found = gpt(mine["tokens"], mine["position_ids"], None, labels=mine["labels"])
-                sums.append(found.double().sum(1))
+                of_tokens = gpt(mine["tokens"], mine["position_ids"], None, labels=mine["labels"])
+                sums.append(of_tokens.double().sum(1))
         total = torch.cat(sums)
         dist.all_reduce(total, group=trainer.groups.cp)
         losses.append((total / data.seq_length).tolist())
@@ -106,7 +105,7 @@ def _rank(rank: int, configs: Sequence[Config], num_windows: int) -> list[list[f
 
 
 def held_out(tokenizer: Any, length: int, num_windows: int) -> torch.Tensor:
-    """`[num_windows, length + 1]` tokens of the standard library's tests, which `prepare("stdlib")` leaves out.
+    """Return `[num_windows, length + 1]` tokens of the standard library's tests, which `prepare("stdlib")` excludes.
 
     Raises:
         ValueError: a Python without its tests.
@@ -114,7 +113,7 @@ def held_out(tokenizer: Any, length: int, num_windows: int) -> torch.Tensor:
     folder = Path(sysconfig.get_paths()["stdlib"]) / "test"
     tokens: list[int] = []
     for path in sorted(folder.glob("test_*.py")):
-        # From the middle of each file: the first lines are much alike.
+        # From the middle of each file: the first lines are too similar.
         text = path.read_text(encoding="utf-8", errors="replace")
         tokens += tokenizer.tokenize(text[len(text) // 2 :])[: 4 * (length + 1)]
         if len(tokens) >= num_windows * (length + 1):
@@ -122,43 +121,36 @@ def held_out(tokenizer: Any, length: int, num_windows: int) -> torch.Tensor:
     raise ValueError(f"{folder}: expected the tests of Python's standard library. Use a Python that has them.")
 
 
-def findings(losses: Sequence[Sequence[float]]) -> list[Found]:
-    """From each setting's losses of the same windows, the first without quantizing."""
-    found = []
-    for reduction, each in zip(settings(), losses, strict=True):
-        found.append(Found(reduction, math.exp(statistics.fmean(each)), *paired(each, losses[0])))
-    return found
-
-
-def paired(losses: Sequence[float], of: Sequence[float]) -> tuple[float, float]:
-    """How much more the mean of `losses` is than that `of` the same windows, and its standard error."""
-    more = [a - b for a, b in zip(losses, of, strict=True)]
-    return statistics.fmean(more), statistics.stdev(more) / math.sqrt(len(more))
+def results(losses: Sequence[Sequence[float]]) -> list[Result]:
+    """Return the results from the losses of every setting for the same windows, the first unquantized."""
+    return [
+        Result(reduction, math.exp(statistics.fmean(each)), *paired(each, losses[0]))
+        for reduction, each in zip(settings(), losses, strict=True)
+    ]
 
 
 def kv_table(losses: Sequence[Sequence[float]]) -> str:
-    """Markdown, of losses with exact and with 8-bit keys and values."""
-    exact, rounded = losses
-    more, noise = paired(rounded, exact)
-    rows = [["exact", f"{math.exp(statistics.fmean(exact)):.4f}", ""]]
-    rows.append(["8-bit", f"{math.exp(statistics.fmean(rounded)):.4f}", f"{more:+.5f} ± {noise:.5f}"])
+    """Return Markdown from losses with exact and with 8-bit keys and values."""
+    exact, rounded = (math.exp(statistics.fmean(each)) for each in losses)
+    more, noise = paired(losses[1], losses[0])
+    rows = [["exact", f"{exact:.4f}", ""], ["8-bit", f"{rounded:.4f}", f"{more:+.5f} ± {noise:.5f}"]]
     return markdown(["keys and values", "perplexity", "loss more by (nats)"], rows)
 
 
-def table(found: Sequence[Found]) -> str:
-    """Markdown."""
+def table(found: Sequence[Result]) -> str:
+    """Return Markdown with all settings."""
     rows = []
     for each in found:
-        plain = each.name == "none"
-        group = "" if plain else str(each.reduction.group_size)
-        ranges = "" if plain else "symmetric" if each.reduction.symmetric else "asymmetric"
-        more = "" if plain else f"{each.more:+.5f} ± {each.noise:.5f}"
-        rows.append([each.name, group, ranges, f"{each.perplexity:.4f}", more])
+        details = ["", ""], ""
+        if each.name != "none":
+            ranges = "symmetric" if each.reduction.symmetric else "asymmetric"
+            details = [str(each.reduction.group_size), ranges], f"{each.more:+.5f} ± {each.noise:.5f}"
+        rows.append([each.name, *details[0], f"{each.perplexity:.4f}", details[1]])
     return markdown(["sums", "group", "ranges", "perplexity", "loss more by (nats)"], rows)
 
 
-def draw(found: Sequence[Found], path: Path) -> None:
-    """Perplexity by mode, a line for each group size and kind of range."""
+def draw(found: Sequence[Result], path: Path) -> None:
+    """Draw perplexity by mode, with a line per group size and kind of range."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -180,43 +172,44 @@ def draw(found: Sequence[Found], path: Path) -> None:
     plt.close(figure)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m analysis.perplexity", description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--windows", type=int, default=128, help="windows of the sequence length to evaluate")
     parser.add_argument("--threads", type=int, default=1, help="threads of each of the two ranks")
     parser.add_argument("--out", type=Path, default=Path("analysis/results"), help="folder of the results")
     parser.add_argument("words", nargs="*", help="settings of the run, after those of this analysis")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     if not args.out.is_dir():
         parser.error(f"--out {args.out}: expected a folder that exists")
     config = compose_config([*_WORDS, f"train.steps={args.steps}", *args.words])
     prepare_missing(config.data)
     facts = environment()
     RunFolder.of(config).path.mkdir(parents=True, exist_ok=True)
-    reduced = [replace(config, reduction=reduction) for reduction in settings()]
-    losses = run_ranks(_rank, RANKS, reduced, args.windows, timeout=3600.0, threads=args.threads)[0]
+
+    def losses(configs: Sequence[Config]) -> list[list[float]]:
+        ran = run_ranks(_rank, RANKS, configs, args.windows, timeout=3600.0, threads=args.threads)
+        of_rank: list[list[float]] = ran[0]
+        return of_rank
+
+    found = results(losses([replace(config, reduction=reduction) for reduction in settings()]))
     par = replace(config.parallelism, tensor_parallel_size=1, context_parallel_size=RANKS)
     sharded = replace(config, parallelism=par)
-    kv_int8 = replace(sharded, attention=replace(config.attention, kv_int8=True))
-    kv = run_ranks(_rank, RANKS, [sharded, kv_int8], args.windows, timeout=3600.0, threads=args.threads)[0]
-    found = findings(losses)
-    tokens = args.windows * config.data.seq_length
+    kv = losses([sharded, replace(sharded, attention=replace(config.attention, kv_int8=True))])
+    tokens, batch = args.windows * config.data.seq_length, config.train.global_batch_size
     about = (
         f"{facts['date'][:10]}, commit {str(facts['commit'])[:9]}. {args.steps} steps of {config.data.seq_length} x "
+        f"{batch} bytes of source text; perplexity per byte on {tokens:,} unseen bytes. "
+        "Differences are paired over windows, with their standard error."
     )
-    about += f"{config.train.global_batch_size} bytes of source text; perplexity per byte on {tokens:,} unseen bytes. "
-    about += "Differences are paired over windows, with their standard error."
     stem = args.out / "perplexity_reductions"
     text = f"{about}\n\n{table(found)}\n\n{RANKS} context-parallel ranks, zigzag:\n\n{kv_table(kv)}\n"
     stem.with_suffix(".md").write_text(text)
     data = {"what": "perplexity with quantized sums", "environment": facts, "config": config.as_dict()}
-    rows = [{**asdict(f), "reduction": asdict(f.reduction)} for f in found]
-    stem.with_suffix(".json").write_text(
-        json.dumps({**data, "tokens": tokens, "found": rows, "kv_losses": kv}, indent=1) + "\n"
-    )
+    data |= {"tokens": tokens, "found": [asdict(each) for each in found], "kv_losses": kv}
+    stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
     draw(found, stem.with_suffix(".png"))
-    print(stem.with_suffix(".md").read_text())
+    print(text)
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Record training runs as a result: one JSON with configuration, environment and steps, and one Markdown table.
+"""Record training runs as a result: a JSON file with configuration, environment and steps, and a Markdown table.
 
     python -m analysis.record --out analysis/results/NAME --title "what was measured" runs/a runs/b
 
-Medians leave out the first steps, in which kernels are chosen and memory is first allocated, and a profiled one.
+Medians exclude the first steps, which choose kernels and allocate memory, and a profiled step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COLUMNS = (
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Everything recorded of one run.
+    """Return everything that one run recorded.
 
     Raises:
         ValueError: the folder lacks a file of a run, or has no steps.
@@ -49,9 +49,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         config = yaml.safe_load((folder / "resolved.yaml").read_text())
         environment = json.loads((folder / "environment.json").read_text())
     except FileNotFoundError as error:
-        raise ValueError(
-            f"{error.filename}: expected this file of a training run. Give a folder under runs/."
-        ) from None
+        missing = f"{error.filename}: expected this file of a training run. Give a folder under runs/."
+        raise ValueError(missing) from None
     if not steps:
         raise ValueError(f"{folder}/metrics.jsonl: expected at least one step. Train the run first.")
     profiled = (config.get("logging") or {}).get("profile_step")
@@ -61,7 +60,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         for _, key, _ in COLUMNS
         if (values := [step[key] for step in steady if step.get(key) is not None])
     }
-    seconds = [step["perf/step_s"] for step in steady]  # packs are of unequal work: all of them, none chosen
+    seconds = [step["perf/step_s"] for step in steady]  # packs differ in work, so the mean is over all of them
     tokens = [step["perf/tokens_per_s"] * took for step, took in zip(steady, seconds, strict=True)]
     medians["mean_tokens_per_s"] = sum(tokens) / sum(seconds)
     prediction = folder / "prediction.json"  # of `analysis.training_cases`
@@ -71,32 +70,25 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Markdown: one row a run."""
+    """Return Markdown with one row per run."""
     head = ["run", "layers", "tokens", "CP", "TP", "schedule", "recompute", "steps", "first loss", "last loss"]
     rows = []
     for run in runs:
         config, steps = run["config"], run["steps"]
         par = config["parallelism"]
-        rows.append(
-            [
-                run["name"],
-                str(config["model"]["num_layers"]),
-                f"{config['data']['seq_length']:,}",
-                str(par["context_parallel_size"]),
-                str(par["tensor_parallel_size"]),
-                config["attention"].get("baseline") or par["schedule"],
-                config["recompute"]["mode"] if "recompute" in config else "-",
-                str(len(steps)),
-                f"{steps[0]['train/loss']:.4f}",
-                f"{steps[-1]['train/loss']:.4f}",
-                *(format(run["medians"][key], form) if key in run["medians"] else "-" for _, key, form in COLUMNS),
-            ]
-        )
+        rows.append([
+            *(run["name"], str(config["model"]["num_layers"]), f"{config['data']['seq_length']:,}"),
+            *(str(par["context_parallel_size"]), str(par["tensor_parallel_size"])),
+            config["attention"].get("baseline") or par["schedule"],
+            config["recompute"]["mode"] if "recompute" in config else "-",
+            *(str(len(steps)), f"{steps[0]['train/loss']:.4f}", f"{steps[-1]['train/loss']:.4f}"),
+            *(format(run["medians"][key], form) if key in run["medians"] else "-" for _, key, form in COLUMNS),
+        ])  # fmt: skip
     return markdown(head + [title for title, _, _ in COLUMNS], rows)
 
 
 def describe_environment(environment: dict[str, Any]) -> str:
-    """One line: date, hardware, versions, commit."""
+    """Return one line with date, hardware, versions and commit."""
     packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
     gpu = ""
     if "cuda" in environment:
@@ -107,7 +99,7 @@ def describe_environment(environment: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write `OUT.json` and `OUT.md`; 2 on a user's error."""
+    """Write `OUT.json` and `OUT.md`; return 2 if a folder is refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="path without suffix")
@@ -124,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write(runs: Sequence[dict[str, Any]], out: Path, title: str, note: str) -> str:
-    """Write `OUT.json` and `OUT.md` of what `read_run` gave; returns their names."""
+    """Write `OUT.json` and `OUT.md` with results of `read_run`; return their names."""
     out.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{out}.json").write_text(json.dumps({"title": title, "note": note, "runs": runs}, indent=1))
     parts = [f"# {title}", describe_environment(runs[0]["environment"]), table(runs)]

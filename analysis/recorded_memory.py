@@ -1,4 +1,4 @@
-"""Peaks of memory that training runs on GPUs had, from `analysis/results/`, beside what the memory model says."""
+"""Peaks of memory in recorded training runs on GPUs, from `analysis/results/`, and the memory model's predictions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron_longctx.schedules import Kind
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
 EARLIER = ("llama3_8b_128k_cp8_h200",)
-"""Runs of code without Megatron's fused cross-entropy, which holds every logit once more in fp32, and without peer
-memory: what is predicted for today's code is not what they ran."""
+"""Runs before Megatron's fused cross-entropy, which holds every logit once more in fp32, and before peer memory:
+predictions for today's code do not apply to them."""
 RECORDED = (
     "llama3_8b_training_h200_x4",
     "llama3_8b_recompute_h200_x4",
@@ -30,7 +30,7 @@ RECORDED = (
 
 @dataclass(frozen=True)
 class Peak:
-    """measured: GiB in torch's caching allocator on rank 0, as the run wrote it: what peers read is not in it."""
+    """The peak of a run: GiB in torch's caching allocator on rank 0, without memory that peers read."""
 
     config: Config
     measured: float
@@ -53,14 +53,16 @@ class Peak:
 
     @property
     def predicted(self) -> float:
-        """GiB in the allocator."""
+        """The predicted GiB in the allocator."""
         return predict(self.job).allocated_bytes / GIB
 
 
 @dataclass(frozen=True)
 class AttentionPeak:
-    """A mode's forward and backward alone, over peer memory. measured: the most bytes in the allocator beside q, k, v
-    and the gradient of the output, as the benchmark wrote it."""
+    """The peak of a mode's forward and backward alone, over peer memory.
+
+    `measured` is in bytes in the allocator, without q, k, v and the gradient of the output, as the benchmark wrote it.
+    """
 
     name: str
     config: Config
@@ -73,23 +75,26 @@ class AttentionPeak:
         sizes = {kind: job.tokens * workload.token_bytes(kind) for kind in Kind}
         if not job.programs[1][0].reads_own.isdisjoint((Kind.Q_GRAD, Kind.KV)):
             return backward - 2 * sizes[Kind.Q] - sizes[Kind.KV]
-        return backward - sizes[Kind.GRAD] + sizes[Kind.OUT]  # of what it was given it reads the gradient alone
+        return backward - sizes[Kind.GRAD] + sizes[Kind.OUT]  # of its arguments it reads only the gradient
 
 
 def attention_peaks() -> Iterator[AttentionPeak]:
-    """Of passes too long to be replayed from graphs, whose memory is not counted so, of the code since fea8452. None of
-    modes that merge partial results: they were recorded when fewer of these waited to be merged at once."""
+    """Yield the peaks of recorded passes whose memory today's code predicts.
+
+    They are passes since fea8452 that are too long to be replayed from graphs, whose memory is not counted in this way.
+    Modes that merge partial results are excluded: fewer of these waited to be merged when the modes were recorded.
+    """
     llama = compose_config(["model=llama3_8b", "attention.transport=peer"])
     for ranks in (4, 2):
         result = f"attention_peers_h200_x{ranks}"
         for cell in json.loads((RESULTS / f"{result}.json").read_text())["measurements"]:
             name, length = cell["name"], cell["length"]
-            now = cell.get("commit", "fea8452").startswith(("fea8452", "7d5fdb3"))
-            if not (now and cell.get("ours") and cell.get("peak_bytes") and length // ranks > 4096):
+            current = cell.get("commit", "fea8452").startswith(("fea8452", "7d5fdb3"))
+            if not (current and cell.get("ours") and cell.get("peak_bytes") and length // ranks > 4096):
                 continue
             if name.split()[0] in ("zigzag", "all_gather"):
                 continue
-            alone = name.startswith("one device")  # over as many tokens as are the FLOPs of a rank
+            alone = name.startswith("one device")  # over the number of tokens with the FLOPs of one rank
             config = replace(
                 llama,
                 model=replace(llama.model, num_kv_heads=int(cell["heads"].split(":")[1])),
@@ -105,12 +110,14 @@ def attention_peaks() -> Iterator[AttentionPeak]:
 
 
 def recorded_peaks(results: tuple[str, ...] = RECORDED) -> Iterator[Peak]:
-    """Of all recorded runs of these results, but early ones with offload, which left layers' inputs on the device then.
-    Settings that there are no more are left out."""
+    """Yield the peaks of these results, except for early runs with offload, which kept layer inputs on the device.
+
+    Settings that no longer exist are ignored.
+    """
     for result in results:
         for run in json.loads((RESULTS / f"{result}.json").read_text())["runs"]:
             parts = {name: _known(type(getattr(Config(), name)), values) for name, values in run["config"].items()}
-            if result in EARLIER:  # whose settings did not name a transport yet: there was one
+            if result in EARLIER:  # recorded when there was only one transport
                 parts["attention"] = replace(parts["attention"], transport="p2p")
             if parts["recompute"].mode == OFFLOAD and result != ONE_GPU:
                 continue
@@ -118,6 +125,6 @@ def recorded_peaks(results: tuple[str, ...] = RECORDED) -> Iterator[Peak]:
 
 
 def _known(part: type, values: dict[str, Any]) -> Any:
-    """A part of a configuration as it was recorded, without settings that have gone since."""
+    """Return a recorded part of a configuration without settings that no longer exist."""
     names = {field.name for field in fields(part)}
     return part(**{name: value for name, value in values.items() if name in names})

@@ -1,4 +1,4 @@
-"""`docs/rooms.md`, from the packages' docstrings and the import law: `python -m analysis.rooms_page` writes it."""
+"""Write `docs/rooms.md` from the docstrings of packages and the import law: `python -m analysis.rooms_page`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ rooms above it. Only `mcore` imports Megatron, and only `serving` imports Starle
 `python -m analysis.rooms_page` generates this page from the docstrings of the packages; a test compares it with them.
 [Architecture](architecture.md) explains how the rooms work together.
 """
-# Where the tests are of what has no folder of its own among them.
+# The tests of rooms that have no test folder of the same name.
 _TESTS = {
     "names": ("tests/metrics", "tests/training"),
     "errors": ("tests/config",),
@@ -35,7 +35,7 @@ _TESTS = {
 
 
 def source(room: str) -> Path:
-    """Of the docstring."""
+    """Return the file with the docstring of a room."""
     package = ROOT / PACKAGE / room
     return package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
 
@@ -43,12 +43,12 @@ def source(room: str) -> Path:
 def section(room: str) -> Iterator[str]:
     path = source(room).relative_to(ROOT)
     shown = path.parent if path.name == "__init__.py" else path
-    said = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8")))
-    if not said:
+    docstring = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+    if not docstring:
         raise ValueError(f"{path}: expected a docstring, which is the section of docs/rooms.md. Write one.")
     yield f"## {room.strip('_')}\n"
     yield f"[`{shown.as_posix()}`](../{path.as_posix()})\n"
-    yield f"{said}\n"
+    yield f"{docstring}\n"
     allowed = ", ".join(f"`{each}`" for each in NEEDED_BY_METRICS) if room == "metrics" else ""
     imports = [f"Imports only {allowed}."] if allowed else []
     for of_room, module, excepted in FORBIDDEN:
@@ -60,9 +60,9 @@ def section(room: str) -> Iterator[str]:
 
 
 def page() -> str:
-    """The whole of it, in Markdown."""
-    there = [room for room in ROOMS if source(room).is_file()]
-    return "\n".join([_HEAD, *(line for room in there for line in section(room))])
+    """Return the page in Markdown."""
+    existing = [room for room in ROOMS if source(room).is_file()]
+    return "\n".join([_HEAD, *(line for room in existing for line in section(room))])
 
 
 if __name__ == "__main__":

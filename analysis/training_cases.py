@@ -1,10 +1,11 @@
-"""Several training runs by one set of ranks: `python -m analysis.training_cases CASES.yaml OUT [--ranks N]`.
+"""Train several cases on the same ranks: `python -m analysis.training_cases CASES.yaml OUT [--ranks N]`.
 
-CASES.yaml names a title, settings shared by all (as on the command line of `megatron-longctx train`) and those of every
-case. Each becomes an ordinary run folder under `run.root`, one after the other in the same processes, which compile and
-choose kernels once. `documents:` may name datasets that are made where they are missing, text cut into documents of
-drawn lengths (`benchmarks.cases.dataset_documents`): `data/x: {kind: log_normal, tokens: 1000000}`. OUT.json and OUT.md
-are made of the runs as `analysis.record` does. A case that fails ends the job; those before it are recorded.
+CASES.yaml has a title, settings shared by all cases (as on the command line of `megatron-longctx train`) and settings
+of every case. Every case becomes an ordinary run folder under `run.root`. All run one after the other in the same
+processes, which compile and choose kernels once. `documents:` may name datasets to make if they are missing, from text
+that is cut into documents of drawn lengths (`benchmarks.cases.dataset_documents`), for example
+`data/x: {kind: log_normal, tokens: 1000000}`. OUT.json and OUT.md record the runs as `analysis.record` does. A case
+that fails ends the job; earlier cases are recorded.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from megatron_longctx.training.text import Source, prepare, prepare_missing
 
 @dataclass(frozen=True)
 class Cases:
-    """title, note: of the table. configs: every case's, its name the run's. documents: datasets to make, by prefix."""
+    """The contents of a file of cases; each case is named by its run, and `documents` are datasets by prefix."""
 
     title: str
     note: str
@@ -52,7 +53,7 @@ class Cases:
 
 
 def read_cases(path: Path) -> Cases:
-    """The cases of a file.
+    """Return the cases of a file.
 
     Raises:
         ValueError: a file of another form, or settings that are refused.
@@ -62,16 +63,15 @@ def read_cases(path: Path) -> Cases:
     except (OSError, yaml.YAMLError) as error:
         raise refuse("cases", path, "a readable YAML file", str(error)) from error
     if not isinstance(found, Mapping) or not isinstance(found.get("cases"), Mapping) or "title" not in found:
-        raise refuse(
-            "cases", path, "`title:`, `shared:` and `cases:`, names with lists of settings", "See analysis/cases."
-        )
+        expected = "`title:`, `shared:` and `cases:`, names with lists of settings"
+        raise refuse("cases", path, expected, "See analysis/cases.")
     shared = found.get("shared", [])
     configs = tuple(compose_config([*shared, *words, f"run.name={name}"]) for name, words in found["cases"].items())
     return Cases(str(found["title"]), str(found.get("note", "")), configs, found.get("documents", {}))
 
 
 def make_documents(prefix: Path, kind: str, tokens: int) -> None:
-    """A dataset of byte-level tokens whose documents have the lengths of a kind; the text is the standard library's."""
+    """Write a dataset of byte-level tokens: text of the standard library in documents of a kind."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     lengths = dataset_documents(kind, tokens)
     with tempfile.TemporaryDirectory(dir=prefix.parent) as folder:
@@ -83,7 +83,7 @@ def make_documents(prefix: Path, kind: str, tokens: int) -> None:
 
 
 def _cut(lengths: Sequence[int]) -> Iterator[str]:
-    """Texts of so many bytes each, less the token that ends a document; the library over and over."""
+    """Yield texts of these lengths in bytes, minus the token that ends a document; the library is repeated."""
     files = cycle(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
     left = ""
     for length in lengths:
@@ -94,14 +94,14 @@ def _cut(lengths: Sequence[int]) -> Iterator[str]:
 
 
 def _rank(rank: int, cases: Cases, out: Path) -> None:
-    """Train every case and record it; each leaves nothing on the device for the next."""
+    """Train and record every case; free the device's memory in between."""
     from megatron_longctx.mcore import groups
     from megatron_longctx.training.loop import Trainer
     from megatron_longctx.training.signals import StopRequest
     from megatron_longctx.training.worker import configure_logging
 
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    done = []
+    recorded = []
     for config in cases.configs:
         folder = RunFolder.of(config)
         if rank == 0:
@@ -117,24 +117,23 @@ def _rank(rank: int, cases: Cases, out: Path) -> None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         if rank == 0:
-            done.append(read_run(folder.path))
-            write(done, out, cases.title, cases.note)
+            recorded.append(read_run(folder.path))
+            write(recorded, out, cases.title, cases.note)
 
 
 def predict(config: Config, ranks: int) -> None:
     """Write the predicted peak of the allocator's memory into the run's folder, for the table."""
-    vocab_size = padded_vocab_size(
-        config.model, build_tokenizer(config.data.tokenizer, config.data.tokenizer_path).vocab_size
-    )
+    tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
+    vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
     job = memory.Job(config, vocab_size, data_parallel_size(config, ranks), fused=torch.cuda.is_available())
     path = RunFolder.of(config).path
     path.mkdir(parents=True, exist_ok=True)
-    found = memory.predict(job).allocated_bytes / 2**30
-    (path / "prediction.json").write_text(json.dumps({"predicted_peak_gib": found}) + "\n")
+    gib = memory.predict(job).allocated_bytes / 2**30
+    (path / "prediction.json").write_text(json.dumps({"predicted_peak_gib": gib}) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the cases and record them; 2 on a user's error."""
+    """Run the cases and record them; return 2 if they are refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", type=Path)
     parser.add_argument("out", type=Path, help="path of the result, without suffix")
@@ -145,9 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = read_cases(arguments.cases)
         gpus = gpu_ranks()
         ranks = arguments.ranks or gpus or max(c.parallelism.model_parallel_size for c in cases.configs)
-        for prefix, asked in cases.documents.items():
+        for prefix, kind in cases.documents.items():
             if not Path(f"{prefix}.bin").exists():
-                make_documents(Path(prefix), **asked)
+                make_documents(Path(prefix), **kind)
         for config in cases.configs:
             prepare_missing(config.data)
             check(config, ranks)

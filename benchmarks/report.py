@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +44,12 @@ class Report:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
+
+
+def paired(losses: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
+    """Return the mean increase of losses of the same texts over `baseline`, and its standard error."""
+    increases = [loss - before for loss, before in zip(losses, baseline, strict=True)]
+    return statistics.fmean(increases), statistics.stdev(increases) / math.sqrt(len(increases))
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.report import check_least
+from benchmarks.report import check_least, paired
 from megatron_longctx.errors import refuse
 from megatron_longctx.metrics.environment import environment
 from megatron_longctx.training.ranks import Ranks
@@ -106,9 +106,7 @@ def formats(own: Sequence[Weights]) -> Table:
 
 def _loss_increase(found: Weights, rounding: Rounding) -> tuple[float, float]:
     """Return the increase of the loss over exact sums for the same texts, and its standard error."""
-    pairs = zip(found["losses"][str(rounding)], found["losses"]["none"], strict=True)
-    increases = [ours - exact for ours, exact in pairs]
-    return statistics.fmean(increases), statistics.stdev(increases) / math.sqrt(len(increases))
+    return paired(found["losses"][str(rounding)], found["losses"]["none"])
 
 
 def _error(own: Weights, rounding: Rounding, kind: str) -> float:

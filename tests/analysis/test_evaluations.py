@@ -1,4 +1,4 @@
-"""Evaluations beside each other: their tables, and what cannot be one model's."""
+"""Comparisons of evaluations: their tables, and folders that do not belong to one model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _losses(*values: float) -> dict[str, Any]:
     return {"text": "essays", "lengths": {str(16 * len(values)): {"positions": ranges}}}
 
 
-def test_models_stand_beside_each_other(tmp_path: Path) -> None:
+def test_models_are_compared(tmp_path: Path) -> None:
     short = _folder(tmp_path / "short", {"needle": _score((1024, 0.5)), "niah_single": _score((1024, 1.0))})
     long = _folder(tmp_path / "long", {"needle": _score((2048, 0.25)), "loss_by_position": _losses(2.5, 1.25)})
     after = _folder(
@@ -41,7 +41,7 @@ def test_models_stand_beside_each_other(tmp_path: Path) -> None:
     for line in (
         "| needle | before | 50 | 25 |",
         "| needle | after |  | 75 |",
-        "| mean | before | 75.0 |  |",  # at 2,048 one of its tasks is missing
+        "| mean | before | 75.0 |  |",  # one of its tasks has no score at 2,048
         "| 0 to 15 | 2.500 | 2.000 |",
         "| 16 to 31 | 1.250 | 1.000 |",
     ):
@@ -51,16 +51,16 @@ def test_models_stand_beside_each_other(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
-def test_what_is_not_one_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_of_different_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = _folder(tmp_path / "one", {"needle": _score((1024, 0.5))})
     later = _folder(tmp_path / "later", {"needle": _score((2048, 0.5))}, iteration=4)
     cut = _folder(tmp_path / "cut", {"needle": _score((2048, 0.5))}, complete=False)
-    for folders, said in (
+    for folders, message in (
         (f"{one},{cut}", "expected one of an evaluation that came to its end"),
         (f"{one},{later}", "expected the iteration of"),
         (f"{one},{one}", "expected needle of other lengths than 1024"),
         (str(tmp_path), "expected one with an eval.json"),
     ):
         assert evaluations.main([str(tmp_path / "out"), f"x={folders}", "--title", "x"]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()

@@ -33,9 +33,7 @@ def test_links_are_limited_and_modes_are_right(permitted: None, cluster: Cluster
         job.Job(cluster, modes, length=64, workload=Workload(8, 8, 64, element_bytes=4), repeats=1), timeout=PATIENCE_S
     )
     low, high = outcome.links
-    assert (
-        0.5 < low <= high < 1.6
-    )  # flows get unequal shares of the described rate; loopback is 100 times as fast
+    assert 0.5 < low <= high < 1.6  # flows get unequal shares of the described rate; loopback is 100 times as fast
     assert [result.mode for result in outcome.results] == ["zigzag", "tasp", "zigzag, no overlap"]
     for result in outcome.results:
         assert result.error < 1e-5 and result.forward_s > 0 and result.predicted_backward_s > 0 and result.computing > 0

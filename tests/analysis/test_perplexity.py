@@ -1,4 +1,4 @@
-"""What is reported of perplexities with quantized sums, and what they are taken on."""
+"""Tables of perplexities with quantized sums, and the text that they use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_perplexities_are_paired_with_the_unquantized(tmp_path: Path) -> None:
     assert settings[0].output_projection == "none" and len(settings) == 1 + 2 * 3 * 3 + 2
     plain = [1.0, 2.0, 3.0]
     losses = [plain] + [[x + 0.01 * number + 0.001 * x for x in plain] for number in range(1, len(settings))]
-    found = perplexity.findings(losses)
+    found = perplexity.results(losses)
     assert found[0].perplexity == pytest.approx(math.exp(2.0)) and found[0].more == found[0].noise == 0
     assert found[3].more == pytest.approx(0.032) and found[3].noise == pytest.approx(0.001 / math.sqrt(3))
     rows = perplexity.table(found).splitlines()
@@ -29,7 +29,7 @@ def test_perplexities_are_paired_with_the_unquantized(tmp_path: Path) -> None:
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_held_out_text_has_no_part_in_training() -> None:
+def test_held_out_windows_are_distinct() -> None:
     windows = perplexity.held_out(build_tokenizer("byte-level", None), 128, 16)
     assert windows.shape == (16, 129) and windows.dtype == torch.int64
     assert len({tuple(window.tolist()) for window in windows}) == 16

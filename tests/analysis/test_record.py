@@ -1,4 +1,4 @@
-"""What a recorded run's medians leave out."""
+"""Medians of a recorded run exclude the first steps and a profiled step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _run(folder: Path, seconds: list[float], profile_step: int | None) -> Path:
 
 
 @pytest.mark.parametrize(("profiled", "expected"), [(None, 4.5), (5, 4.0)])
-def test_the_first_steps_and_a_profiled_one_are_not_in_medians(
+def test_medians_exclude_the_first_steps_and_a_profiled_one(
     tmp_path: Path, profiled: int | None, expected: float
 ) -> None:
     run = read_run(_run(tmp_path / "a", [90.0, 8.0, 7.0, 4.0, 5.0], profiled))
@@ -32,5 +32,5 @@ def test_the_first_steps_and_a_profiled_one_are_not_in_medians(
     assert run["medians"]["mean_tokens_per_s"] == pytest.approx({4.5: 180 / 9, 4.0: 90 / 4}[expected])
 
 
-def test_a_run_of_warm_up_steps_alone_has_medians_of_them(tmp_path: Path) -> None:
+def test_a_run_of_only_warm_up_steps_has_medians_of_them(tmp_path: Path) -> None:
     assert read_run(_run(tmp_path / "a", [9.0, 2.0], 2))["medians"]["perf/step_s"] == 5.5

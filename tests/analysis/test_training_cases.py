@@ -1,4 +1,4 @@
-"""Cases that are compared: the committed files are settings that compose, and others are refused by name."""
+"""Files of cases: the committed ones compose, and invalid ones are refused by name."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_committed_cases_compose(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("title: a", "`cases:`"),
         ("cases: {a: []}", "`title:`"),
@@ -31,11 +31,11 @@ def test_committed_cases_compose(path: Path) -> None:
         ("{title: a, cases: {a: [model.num_layers=0]}}", "model.num_layers=0"),
     ],
 )
-def test_other_files_are_refused(tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cases.yaml"
     path.write_text(text)
     assert main([str(path), str(tmp_path / "out")]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
