@@ -24,11 +24,7 @@ Model = Mapping[str, Any]
 
 
 def read(folders: Sequence[Path]) -> dict[str, Any]:
-    """Merge the evaluations of one model.
-
-    Raises:
-        ValueError: a folder without a complete evaluation, of other weights or settings, or with a length of another.
-    """
+    """Merge the evaluations of one model; refuse incomplete ones, other models, and lengths that occur twice."""
     whole: dict[str, Any] = {}
     for folder in folders:
         try:

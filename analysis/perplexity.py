@@ -105,11 +105,7 @@ def _rank(rank: int, configs: Sequence[Config], num_windows: int) -> list[list[f
 
 
 def held_out(tokenizer: Any, length: int, num_windows: int) -> torch.Tensor:
-    """Return `[num_windows, length + 1]` tokens of the standard library's tests, which `prepare("stdlib")` excludes.
-
-    Raises:
-        ValueError: a Python without its tests.
-    """
+    """Return `[num_windows, length + 1]` tokens of the standard library's tests, which `prepare("stdlib")` excludes."""
     folder = Path(sysconfig.get_paths()["stdlib"]) / "test"
     tokens: list[int] = []
     for path in sorted(folder.glob("test_*.py")):

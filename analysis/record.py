@@ -39,11 +39,7 @@ COLUMNS = (
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return everything that one run recorded.
-
-    Raises:
-        ValueError: the folder lacks a file of a run, or has no steps.
-    """
+    """Return everything that one run recorded; ValueError if it lacks a file or has no steps."""
     try:
         steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         config = yaml.safe_load((folder / "resolved.yaml").read_text())

@@ -53,11 +53,7 @@ class Cases:
 
 
 def read_cases(path: Path) -> Cases:
-    """Return the cases of a file.
-
-    Raises:
-        ValueError: a file of another form, or settings that are refused.
-    """
+    """Return the cases of a file."""
     try:
         found: Any = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:

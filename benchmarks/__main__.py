@@ -1,4 +1,7 @@
-"""`python -m benchmarks NAME ... --out FILE.json` runs a benchmark. The file of that name has its options and code."""
+"""`python -m benchmarks NAME ... --out FILE.json` runs a benchmark.
+
+The module of that name has `add_arguments(parser)`, and `run(arguments)`, which raises ValueError for unusable options.
+"""
 
 from __future__ import annotations
 

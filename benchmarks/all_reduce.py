@@ -52,11 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure; write JSON and a Markdown table after every size.
-
-    Raises:
-        ValueError: sizes or ranks that cannot be used.
-    """
+    """Measure; write JSON and a Markdown table after every size."""
     ranks = Ranks.of(arguments.ranks, arguments.device)
     largest = (arguments.largest_mib or (512 if ranks.device == "cuda" else 4)) * 2**20
     smallest = arguments.smallest_kib * 1024

@@ -81,11 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, and write JSON and a Markdown table after every case.
-
-    Raises:
-        ValueError: what cannot be measured.
-    """
+    """Measure, and write JSON and a Markdown table after every case."""
     names = tuple(MODES) if arguments.modes == "all" else tuple(arguments.modes.split(","))
     for name in names:
         if name not in MODES:

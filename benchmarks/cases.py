@@ -94,9 +94,6 @@ def cases(names: str, lengths: str, heads: str, head_dim: int, dtype: str) -> li
 
     Args:
         names: masks like `causal,documents=24@7+window=1024,documents=100:28`. heads: like `32:8,32:32`.
-
-    Raises:
-        ValueError: another form, or heads that do not divide.
     """
     check_least("--head-dim", head_dim)
     found = []
@@ -134,11 +131,7 @@ def _with_mask(case: Case, name: str, lengths: str) -> Iterator[Case]:
 
 
 def _drawn_documents(length: int, count: int, seed: int) -> tuple[int, ...]:
-    """Draw `count` document lengths with the sum `length` from a log-normal distribution.
-
-    Raises:
-        ValueError: they would not fit.
-    """
+    """Draw `count` document lengths with the sum `length` from a log-normal distribution."""
     spare = length // UNIT - count
     if spare < 0:
         raise refuse("--masks", f"documents={count}@{seed}", f"at most {length // UNIT} in {length} tokens", "Fewer.")
@@ -176,9 +169,6 @@ def dataset_documents(kind: str, tokens: int) -> tuple[int, ...]:
     Args:
         kind: `log_normal` for the distribution of the pack of 128K tokens, or `long_tail`: most documents have less
             than 4K tokens, and one in a hundred has 128K; these have two fifths of all tokens.
-
-    Raises:
-        ValueError: another kind.
     """
     draw = random.Random(0)
     kinds: dict[str, Callable[[], int]] = {

@@ -39,11 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Fit, and write JSON and a Markdown table.
-
-    Raises:
-        ValueError: too few prompts.
-    """
+    """Fit, and write JSON and a Markdown table."""
     measured = [each for path in arguments.prompts for each in prompts(json.loads(path.read_text()), arguments.ranks)]
     fitted = fit(measured)
     words = " ".join(f"inference.rule_{n}={x:.4g}" for n, x in zip(("alpha", "beta", "gamma"), fitted, strict=True))
@@ -69,11 +65,7 @@ def prompts(data: Any, ranks: int | None = None) -> list[Prompt]:
 
 
 def fit(measured: Sequence[Prompt]) -> Coefficients:
-    """Return alpha, beta and gamma.
-
-    Raises:
-        ValueError: fewer than 4 prompts.
-    """
+    """Return alpha, beta and gamma."""
     if len(measured) < 4:
         raise refuse("--prompts", len(measured), "4 or more prompts with pass_kv and pass_q", "Measure more of them.")
     rows = torch.tensor([[*_terms(p), 1.0] for p in measured], dtype=torch.float64)

@@ -48,9 +48,6 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure; write JSON and a Markdown report after every measurement.
 
     Links that are not calibrated for the heads of the model are calibrated first.
-
-    Raises:
-        ValueError: settings or sizes that cannot be used.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise refuse("RANK", os.environ["RANK"], "to be started once", "Run it without torchrun: it starts its ranks.")

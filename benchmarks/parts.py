@@ -45,11 +45,7 @@ class Parts:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, write JSON and a Markdown table after every length.
-
-    Raises:
-        ValueError: settings or sizes that cannot be used.
-    """
+    """Measure, write JSON and a Markdown table after every length."""
     check_least("--iterations", arguments.iterations)
     lengths = sorted(numbers("--lengths", arguments.lengths, 2))
     config = for_losses(compose_config([*arguments.settings, f"data.seq_length={lengths[-1]}"]))

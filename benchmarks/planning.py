@@ -41,11 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, and write JSON and a Markdown table.
-
-    Raises:
-        ValueError: options that cannot be used.
-    """
+    """Measure, and write JSON and a Markdown table."""
     if arguments.pack not in packs():
         raise refuse("--pack", arguments.pack, "one of " + ", ".join(packs()), "Choose one of these.")
     check_least("--ranks", arguments.ranks)

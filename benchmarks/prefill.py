@@ -56,11 +56,7 @@ class Results:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure on as many ranks as the tensor-parallel size; write JSON and a Markdown table after every length.
-
-    Raises:
-        ValueError: settings or sizes that cannot be used.
-    """
+    """Measure on as many ranks as the tensor-parallel size; write JSON and a Markdown table after every length."""
     names = tuple(dict.fromkeys(arguments.reductions.split(",")))
     if not set(names) <= set(REDUCTIONS):
         raise refuse("--reductions", arguments.reductions, "of " + ", ".join(REDUCTIONS), "Separate them by commas.")

@@ -40,11 +40,7 @@ ERRORS = (
 
 
 def make(arguments: argparse.Namespace) -> Results:
-    """Measure perplexities of the given models; those of others come from the recorded JSON.
-
-    Raises:
-        ValueError: files or sizes that cannot be used.
-    """
+    """Measure perplexities of the given models; those of others come from the recorded JSON."""
     if bool(arguments.model) != (arguments.text is not None):
         raise refuse("--text", arguments.text, "the essays where --model is given, else none", "Give both, or neither.")
     check_least("--windows", arguments.windows, 2)

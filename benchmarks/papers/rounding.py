@@ -95,11 +95,7 @@ def _float(groups: Tensor, bits: int) -> Tensor:
 
 @cache
 def hadamard(size: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
-    """Return an orthogonal `[size, size]` matrix with entries of equal magnitude, from those of order 2 and 12.
-
-    Raises:
-        ValueError: the size is not a product of these.
-    """
+    """Return an orthogonal `[size, size]` matrix with entries of equal magnitude, from those of order 2 and 12."""
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
     twelve = torch.tensor([[1.0 if c == "+" else -1.0 for c in row] for row in _H12.split()])
     found, left = torch.ones(1, 1), size

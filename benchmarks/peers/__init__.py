@@ -65,9 +65,6 @@ def check_parts(case: Case, parts: int) -> None:
 
     In fp32, ring-flash-attn 0.1.8 accumulates in the buffers that its next kernel call overwrites, so its gradients are
     wrong (observed), and TransformerEngine refuses it.
-
-    Raises:
-        ValueError: names what was expected.
     """
     if case.element_bytes != 2:
         raise ValueError("fp32: expected bf16")
