@@ -91,7 +91,7 @@ _FIELD = re.compile(r"    (\w+): [^=]+ = ")
 
 def comments(cls: Any) -> dict[str, str]:
     """Return the comments beside or above the fields of a dataclass, keyed by field."""
-    found: dict[str, str] = {}
+    by_field: dict[str, str] = {}
     above: list[str] = []
     for line in inspect.getsource(cls).splitlines():
         if line.startswith("    # "):
@@ -99,22 +99,22 @@ def comments(cls: Any) -> dict[str, str]:
             continue
         if (field := _FIELD.match(line)) is not None:
             beside = line.partition("  # ")[2]
-            found[field[1]] = " ".join([*above, *([beside] if beside else [])]).removeprefix("... ")
+            by_field[field[1]] = " ".join([*above, *([beside] if beside else [])]).removeprefix("... ")
         above = []
-    return found
+    return by_field
 
 
 def meanings(cls: Any, prefix: str = "") -> dict[str, str]:
     """Return the meanings of all keys, by their full names."""
-    found = {}
+    by_key = {}
     types = get_type_hints(cls)
     by_field = {name: text for base in reversed(cls.__mro__[:-1]) for name, text in comments(base).items() if text}
     for each in fields(cls):
         if is_dataclass(types[each.name]):
-            found |= meanings(types[each.name], f"{prefix}{each.name}.")
+            by_key |= meanings(types[each.name], f"{prefix}{each.name}.")
         else:
-            found[prefix + each.name] = by_field.get(each.name) or _PLAIN.get(prefix + each.name, "")
-    return found
+            by_key[prefix + each.name] = by_field.get(each.name) or _PLAIN.get(prefix + each.name, "")
+    return by_key
 
 
 def page() -> str:

@@ -28,17 +28,17 @@ def read(folders: Sequence[Path]) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     for folder in folders:
         try:
-            found = json.loads((folder / "eval.json").read_text())
+            evaluation = json.loads((folder / "eval.json").read_text())
         except (OSError, ValueError) as error:
             raise refuse("folder", folder, "one with an eval.json", str(error)) from error
-        if not found.get("complete", True):
+        if not evaluation.get("complete", True):
             raise refuse("folder", folder, "one of an evaluation that came to its end", "Run `eval` again.")
-        about = {"run": found["run"], "iteration": found["iteration"], "model": found["config"]["model"]}
+        about = {"run": evaluation["run"], "iteration": evaluation["iteration"], "model": evaluation["config"]["model"]}
         if not whole:
-            whole = {**about, "environment": found["environment"], "tasks": {}}
+            whole = {**about, "environment": evaluation["environment"], "tasks": {}}
         if other := [key for key, value in about.items() if whole[key] != value]:
             raise refuse("folder", folder, f"the {other[0]} of {folders[0]}", "Give it a name of its own.")
-        for task, each in found["tasks"].items():
+        for task, each in evaluation["tasks"].items():
             lengths = whole["tasks"].setdefault(task, {"text": each.get("text"), "lengths": {}})["lengths"]
             if twice := lengths.keys() & each["lengths"].keys():
                 raise refuse("folder", folder, f"{task} of other lengths than {min(twice)}", "Leave one out.")
@@ -50,13 +50,13 @@ def read(folders: Sequence[Path]) -> dict[str, Any]:
 def scores(model: Model) -> dict[str, dict[int, float]]:
     """Return scores in percent by task and length, with the mean over the tasks for lengths that all tasks have."""
     by_task = {
-        task: {int(length): 100 * each["score"] for length, each in found["lengths"].items()}
-        for task, found in model["tasks"].items()
+        task: {int(length): 100 * each["score"] for length, each in of_task["lengths"].items()}
+        for task, of_task in model["tasks"].items()
         if task != LOSSES
     }
-    lengths = sorted({length for found in by_task.values() for length in found})
-    common = [n for n in lengths if all(n in found for found in by_task.values())]
-    return by_task | {"mean": {n: fmean(found[n] for found in by_task.values()) for n in common}}
+    lengths = sorted({length for of_task in by_task.values() for length in of_task})
+    common = [n for n in lengths if all(n in of_task for of_task in by_task.values())]
+    return by_task | {"mean": {n: fmean(of_task[n] for of_task in by_task.values()) for n in common}}
 
 
 def losses(model: Model) -> dict[int, dict[tuple[int, int], float | None]]:
@@ -73,22 +73,24 @@ def tables(title: str, models: Mapping[str, Model]) -> str:
     gpu = environment.get("device") or "CPU"
     parts = [f"# {title}", f"{environment['date']}; {gpu}; commit {environment['commit']}"]
     score = {name: scores(model) for name, model in models.items()}
-    lengths = sorted({n for found in score.values() for of_task in found.values() for n in of_task})
+    lengths = sorted({n for of_model in score.values() for of_task in of_model.values() for n in of_task})
     if lengths:
-        tasks = [task for task in dict.fromkeys(task for found in score.values() for task in found) if task != "mean"]
+        tasks = [
+            task for task in dict.fromkeys(task for of_model in score.values() for task in of_model) if task != "mean"
+        ]
         rows = [
-            [task, name, *(_cell(found.get(task, {}).get(n), ".1f" if task == "mean" else ".0f") for n in lengths)]
+            [task, name, *(_cell(of_model.get(task, {}).get(n), ".1f" if task == "mean" else ".0f") for n in lengths)]
             for task in (*tasks, "mean")
-            for name, found in score.items()
+            for name, of_model in score.items()
         ]
         parts.append("Answers that were said, in %, by the length of the text in tokens.")
         parts.append(table(["task", "model", *(f"{n:,}" for n in lengths)], rows))
     loss = {name: losses(model) for name, model in models.items()}
-    for length in sorted({n for found in loss.values() for n in found}):
-        ranges = dict.fromkeys(each for found in loss.values() for each in found.get(length, ()))
-        of_models = [found.get(length, {}) for found in loss.values()]
+    for length in sorted({n for of_model in loss.values() for n in of_model}):
+        ranges = dict.fromkeys(each for of_model in loss.values() for each in of_model.get(length, ()))
+        of_models = [of_model.get(length, {}) for of_model in loss.values()]
         rows = [
-            [f"{first:,} to {stop - 1:,}", *(_cell(found.get((first, stop)), ".3f") for found in of_models)]
+            [f"{first:,} to {stop - 1:,}", *(_cell(of_model.get((first, stop)), ".3f") for of_model in of_models)]
             for first, stop in ranges
         ]
         text = next(model["tasks"][LOSSES]["text"] for model in models.values() if LOSSES in model["tasks"])

@@ -59,10 +59,14 @@ class Result:
 
 def settings() -> list[ReductionConfig]:
     """Return no quantization, every mode, group size and kind of range, and int4 for one kind of layer alone."""
-    found = [ReductionConfig()]
+    configs = [ReductionConfig()]
     for symmetric in (False, True):
-        found += [ReductionConfig(m, m, size, symmetric, 0.0) for size in GROUP_SIZES for m in MODES]
-    return [*found, ReductionConfig("int4", "none", 128, False, 0.0), ReductionConfig("none", "int4", 128, False, 0.0)]
+        configs += [ReductionConfig(m, m, size, symmetric, 0.0) for size in GROUP_SIZES for m in MODES]
+    return [
+        *configs,
+        ReductionConfig("int4", "none", 128, False, 0.0),
+        ReductionConfig("none", "int4", 128, False, 0.0),
+    ]
 
 
 def _rank(rank: int, configs: Sequence[Config], num_windows: int) -> list[list[float]]:
@@ -133,10 +137,10 @@ def kv_table(losses: Sequence[Sequence[float]]) -> str:
     return markdown(["keys and values", "perplexity", "loss more by (nats)"], rows)
 
 
-def table(found: Sequence[Result]) -> str:
+def table(measured: Sequence[Result]) -> str:
     """Return Markdown with all settings."""
     rows = []
-    for each in found:
+    for each in measured:
         details = ["", ""], ""
         if each.name != "none":
             ranges = "symmetric" if each.reduction.symmetric else "asymmetric"
@@ -145,7 +149,7 @@ def table(found: Sequence[Result]) -> str:
     return markdown(["sums", "group", "ranges", "perplexity", "loss more by (nats)"], rows)
 
 
-def draw(found: Sequence[Result], path: Path) -> None:
+def draw(measured: Sequence[Result], path: Path) -> None:
     """Draw perplexity by mode, with a line per group size and kind of range."""
     import matplotlib
 
@@ -155,11 +159,11 @@ def draw(found: Sequence[Result], path: Path) -> None:
     figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for color, size in zip(("tab:blue", "tab:green", "tab:red"), GROUP_SIZES, strict=True):
         for symmetric in (False, True):
-            chosen = [f for f in found if (f.reduction.group_size, f.reduction.symmetric) == (size, symmetric)]
+            chosen = [f for f in measured if (f.reduction.group_size, f.reduction.symmetric) == (size, symmetric)]
             heights = [next(f.perplexity for f in chosen if f.name == mode) for mode in MODES]
             label = f"groups of {size}, {'symmetric' if symmetric else 'asymmetric'}"
             axis.plot(MODES, heights, "--" if symmetric else "-", marker="o", color=color, label=label)
-    axis.axhline(found[0].perplexity, color="0.3", linewidth=1, label="unquantized")
+    axis.axhline(measured[0].perplexity, color="0.3", linewidth=1, label="unquantized")
     axis.set_ylabel("perplexity (per byte)")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8, handlelength=4)
@@ -188,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         of_rank: list[list[float]] = ran[0]
         return of_rank
 
-    found = results(losses([replace(config, reduction=reduction) for reduction in settings()]))
+    measured = results(losses([replace(config, reduction=reduction) for reduction in settings()]))
     par = replace(config.parallelism, tensor_parallel_size=1, context_parallel_size=RANKS)
     sharded = replace(config, parallelism=par)
     kv = losses([sharded, replace(sharded, attention=replace(config.attention, kv_int8=True))])
@@ -199,12 +203,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Differences are paired over windows, with their standard error."
     )
     stem = args.out / "perplexity_reductions"
-    text = f"{about}\n\n{table(found)}\n\n{RANKS} context-parallel ranks, zigzag:\n\n{kv_table(kv)}\n"
+    text = f"{about}\n\n{table(measured)}\n\n{RANKS} context-parallel ranks, zigzag:\n\n{kv_table(kv)}\n"
     stem.with_suffix(".md").write_text(text)
     data = {"what": "perplexity with quantized sums", "environment": facts, "config": config.as_dict()}
-    data |= {"tokens": tokens, "found": [asdict(each) for each in found], "kv_losses": kv}
+    data |= {"tokens": tokens, "found": [asdict(each) for each in measured], "kv_losses": kv}
     stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-    draw(found, stem.with_suffix(".png"))
+    draw(measured, stem.with_suffix(".png"))
     print(text)
     return 0
 

@@ -80,9 +80,9 @@ def attention(result: Path, out: Path | None) -> None:
         cases = [(length, mask) for length, mask, _ in groups]
         width = 0.84 / len(names)
         for i, name in enumerate(names):
-            found = {_group(m): m["percent_of_one_device"] for m in measured if (m["heads"], m["name"]) == (pair, name)}
-            at = [k + (i - (len(names) - 1) / 2) * width for k, group in enumerate(groups) if group in found]
-            panel.bar(at, [found[g] for g in groups if g in found], width * 0.94, color=colours[name], label=name)
+            speed = {_group(m): m["percent_of_one_device"] for m in measured if (m["heads"], m["name"]) == (pair, name)}
+            at = [k + (i - (len(names) - 1) / 2) * width for k, group in enumerate(groups) if group in speed]
+            panel.bar(at, [speed[g] for g in groups if g in speed], width * 0.94, color=colours[name], label=name)
         panel.axhline(100, color="#888888", linewidth=0.8)
         labels = [
             f"{n // 1024}K" + f"\n{mask}" * (mask != "causal") + f"\n{commit[:7]}" * (cases.count((n, mask)) > 1)
@@ -128,9 +128,9 @@ def inference(out: Path) -> None:
         session = manager.open()
         *_, chunks = (manager.append({session: tokens}) for tokens in (*TURNS[:-1], new))
         batch = Batch(RANKS, manager.slots_per_rank, chunks)
-        found = {mode: simulate(batch.plan(mode), cluster, WORKLOAD, timeline=True) for mode in CACHE_MODES}
-        longest = max(simulation.seconds for simulation in found.values())
-        for column, (mode, simulation) in enumerate(found.items()):
+        simulations = {mode: simulate(batch.plan(mode), cluster, WORKLOAD, timeline=True) for mode in CACHE_MODES}
+        longest = max(simulation.seconds for simulation in simulations.values())
+        for column, (mode, simulation) in enumerate(simulations.items()):
             axes = figure.add_subplot(grid[row, column])
             _draw_lanes(axes, simulation, longest)
             title = f"{mode}: {new:,} new over {cached:,} cached, {simulation.seconds * 1e3:.2f} ms"

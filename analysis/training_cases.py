@@ -55,15 +55,15 @@ class Cases:
 def read_cases(path: Path) -> Cases:
     """Return the cases of a file."""
     try:
-        found: Any = yaml.safe_load(path.read_text())
+        contents: Any = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise refuse("cases", path, "a readable YAML file", str(error)) from error
-    if not isinstance(found, Mapping) or not isinstance(found.get("cases"), Mapping) or "title" not in found:
+    if not isinstance(contents, Mapping) or not isinstance(contents.get("cases"), Mapping) or "title" not in contents:
         expected = "`title:`, `shared:` and `cases:`, names with lists of settings"
         raise refuse("cases", path, expected, "See analysis/cases.")
-    shared = found.get("shared", [])
-    configs = tuple(compose_config([*shared, *words, f"run.name={name}"]) for name, words in found["cases"].items())
-    return Cases(str(found["title"]), str(found.get("note", "")), configs, found.get("documents", {}))
+    shared = contents.get("shared", [])
+    configs = tuple(compose_config([*shared, *words, f"run.name={name}"]) for name, words in contents["cases"].items())
+    return Cases(str(contents["title"]), str(contents.get("note", "")), configs, contents.get("documents", {}))
 
 
 def make_documents(prefix: Path, kind: str, tokens: int) -> None:

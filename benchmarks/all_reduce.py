@@ -91,10 +91,10 @@ class Results:
 
     @property
     def by_way(self) -> dict[str, dict[int, Measured]]:
-        found: dict[str, dict[int, Measured]] = {}
+        grouped: dict[str, dict[int, Measured]] = {}
         for m in self.measured:
-            found.setdefault(m.way, {})[m.num_bytes] = m
-        return found
+            grouped.setdefault(m.way, {})[m.num_bytes] = m
+        return grouped
 
 
 def record(report: Report, ranks: int, dtype: str, results: Results) -> str:

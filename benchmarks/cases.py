@@ -96,14 +96,14 @@ def cases(names: str, lengths: str, heads: str, head_dim: int, dtype: str) -> li
         names: masks like `causal,documents=24@7+window=1024,documents=100:28`. heads: like `32:8,32:32`.
     """
     check_least("--head-dim", head_dim)
-    found = []
+    chosen = []
     for pair in heads.split(","):
         h, _, g = pair.partition(":")
         if not (h.isdecimal() and g.isdecimal() and int(g) and int(h) and int(h) % int(g) == 0):
             raise refuse("--heads", pair, "query:KV heads like 32:8, the first a multiple", "Correct them.")
         case = Case((), int(h), int(g), head_dim, 2 if dtype == "bf16" else 4)
-        found += [each for name in names.split(",") for each in _with_mask(case, name, lengths)]
-    return found
+        chosen += [each for name in names.split(",") for each in _with_mask(case, name, lengths)]
+    return chosen
 
 
 def _with_mask(case: Case, name: str, lengths: str) -> Iterator[Case]:
@@ -136,9 +136,9 @@ def _drawn_documents(length: int, count: int, seed: int) -> tuple[int, ...]:
     if spare < 0:
         raise refuse("--masks", f"documents={count}@{seed}", f"at most {length // UNIT} in {length} tokens", "Fewer.")
     weights = [random.Random(f"{seed} {i}").lognormvariate(0.0, 1.2) for i in range(count)]
-    found = [UNIT * (1 + int(spare * weight / sum(weights))) for weight in weights]
-    found[weights.index(max(weights))] += length - sum(found)
-    return tuple(found)
+    lengths = [UNIT * (1 + int(spare * weight / sum(weights))) for weight in weights]
+    lengths[weights.index(max(weights))] += length - sum(lengths)
+    return tuple(lengths)
 
 
 def packs() -> dict[str, tuple[int, ...]]:
@@ -182,12 +182,12 @@ def dataset_documents(kind: str, tokens: int) -> tuple[int, ...]:
 
 def _fill(length: int, draw: Callable[[], int]) -> tuple[int, ...]:
     """Draw documents until they have `length` tokens. All but the last, which is cut, are rounded to units."""
-    found: list[int] = []
+    drawn: list[int] = []
     left = length
     while left:
-        found.append(min(draw(), left))
-        left -= found[-1]
-    ends = list(accumulate((max(UNIT, round(each / UNIT) * UNIT) for each in found), initial=0))
+        drawn.append(min(draw(), left))
+        left -= drawn[-1]
+    ends = list(accumulate((max(UNIT, round(each / UNIT) * UNIT) for each in drawn), initial=0))
     rounded = [min(stop, length) - start for start, stop in pairwise(ends) if start < length]
     rounded[-1] += length - sum(rounded)
     return tuple(rounded)

@@ -56,11 +56,11 @@ def run(arguments: argparse.Namespace) -> None:
 def prompts(data: Any, ranks: int | None = None) -> list[Prompt]:
     """Return the prompts, anywhere in a benchmark's JSON, that were measured in both modes on several ranks."""
     if isinstance(data, dict):
-        found = [each for value in data.values() for each in prompts(value, ranks)]
+        nested = [each for value in data.values() for each in prompts(value, ranks)]
         times, n = data.get("seconds"), data.get("context_parallel_size", 1)
         if isinstance(times, dict) and {"pass_kv", "pass_q"} <= set(times) and n > 1 and ranks in (None, n):
-            found.append(Prompt(data["new"], data["cached"], times["pass_kv"]["p50"], times["pass_q"]["p50"]))
-        return found
+            nested.append(Prompt(data["new"], data["cached"], times["pass_kv"]["p50"], times["pass_q"]["p50"]))
+        return nested
     return [each for value in data for each in prompts(value, ranks)] if isinstance(data, list) else []
 
 

@@ -10,7 +10,8 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from .inference_ranks import Decoded, FirstToken, Sweep, measure
 from .report import Report, check_least, numbers, table
 
 logger = logging.getLogger(__name__)
+
+Results = tuple[Sequence[FirstToken], Sequence[Decoded]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
     decoded: list[Decoded] = []
     for job, ranks in zip(jobs, ranks_of_jobs, strict=True):
         report = Report(arguments.out, ranks.device, what, about, "random weights; times in ms, of the slowest rank")
-        record = Record(report, job, sweep, tuple(first), tuple(decoded))
-        of_size = run_on_ranks(ranks, measure, job, sweep, record)
+        save = partial(record, report, job, sweep, (tuple(first), tuple(decoded)))
+        of_size = run_on_ranks(ranks, measure, job, sweep, save)
         first += of_size[0]
         decoded += of_size[1]
     print(tables(first, decoded))
@@ -87,27 +90,20 @@ def sweep_of(arguments: argparse.Namespace) -> Sweep:
     return Sweep(lengths, rates, batches, arguments.iterations, arguments.tokens, arguments.decode_only, modes)
 
 
-@dataclass(frozen=True)
-class Record:
-    """Writes the results of one size so far, after the results `first` and `decoded` of other sizes."""
-
-    report: Report
-    config: Config
-    sweep: Sweep
-    first: tuple[FirstToken, ...]
-    decoded: tuple[Decoded, ...]
-
-    def __call__(self, first: list[FirstToken], decoded: list[Decoded]) -> None:
-        first, decoded, config = [*self.first, *first], [*self.decoded, *decoded], self.config
-        data = {
-            "model": asdict(config.model),
-            "inference": asdict(config.inference),
-            "precision": config.train.precision,
-            "tensor_parallel_size": config.parallelism.tensor_parallel_size,
-            "sweep": asdict(self.sweep),
-            **as_data(first, decoded),
-        }
-        self.report.write(data, tables(first, decoded))
+def record(
+    report: Report, config: Config, sweep: Sweep, earlier: Results, first: list[FirstToken], decoded: list[Decoded]
+) -> None:
+    """Write the results of one size so far, after the `earlier` ones of other sizes."""
+    first, decoded = [*earlier[0], *first], [*earlier[1], *decoded]
+    data = {
+        "model": asdict(config.model),
+        "inference": asdict(config.inference),
+        "precision": config.train.precision,
+        "tensor_parallel_size": config.parallelism.tensor_parallel_size,
+        "sweep": asdict(sweep),
+        **as_data(first, decoded),
+    }
+    report.write(data, tables(first, decoded))
 
 
 def _sized(config: Config, sweep: Sweep, n: int) -> Config:
@@ -142,8 +138,8 @@ def _calibrate_missing(config: Config) -> None:
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """Return the mean, and the 50th, 90th and 99th percentile by nearest rank."""
     ranked = sorted(seconds)
-    found = {f"p{p}": ranked[max(0, math.ceil(p / 100 * len(ranked)) - 1)] for p in (50, 90, 99)}
-    return {"mean": sum(ranked) / len(ranked), **found}
+    named = {f"p{p}": ranked[max(0, math.ceil(p / 100 * len(ranked)) - 1)] for p in (50, 90, 99)}
+    return {"mean": sum(ranked) / len(ranked), **named}
 
 
 def as_data(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> dict[str, Any]:
@@ -180,9 +176,9 @@ def tables(first: Sequence[FirstToken], decoded: Sequence[Decoded]) -> str:
 def _first_table(first: Sequence[FirstToken]) -> str:
     modes, rows = list(dict.fromkeys(mode for m in first for mode in m.seconds)), []
     for m in first:
-        found = {mode: percentiles(seconds) for mode, seconds in m.seconds.items()}
+        by_mode = {mode: percentiles(seconds) for mode, seconds in m.seconds.items()}
         times = [
-            " / ".join(f"{found[mode][p] * 1e3:.2f}" for p in ("p50", "p90", "p99")) if mode in found else ""
+            " / ".join(f"{by_mode[mode][p] * 1e3:.2f}" for p in ("p50", "p90", "p99")) if mode in by_mode else ""
             for mode in modes
         ]
         slower = "" if m.slower is None else f"{m.slower:.1%}"

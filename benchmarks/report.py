@@ -29,8 +29,8 @@ class Report:
     @cached_property
     def environment(self) -> dict[str, Any]:
         """The environment of the ranks."""
-        found = environment()
-        return found | {"device": "cpu"} if self.device == "cpu" else found
+        current = environment()
+        return current | {"device": "cpu"} if self.device == "cpu" else current
 
     def write(self, data: Mapping[str, Any], text: str) -> str:
         """Write `data` as JSON and `text` as Markdown, both with their origin, and return `text`."""
@@ -74,10 +74,10 @@ def numbers(name: str, text: str, least: float, separator: str = ",", *, distinc
         ValueError: the text has another form.
     """
     try:
-        found = tuple(map(type(least), text.split(separator)))
+        values = tuple(map(type(least), text.split(separator)))
     except ValueError:
-        found = ()
-    if not found or not all(number >= least for number in found):
+        values = ()
+    if not values or not all(number >= least for number in values):
         kind = "whole numbers" if isinstance(least, int) else "numbers"
         raise refuse(name, text, f"{kind} of {least:g} or more, separated by {separator!r}", "Correct it.")
-    return tuple(dict.fromkeys(found)) if distinct else found
+    return tuple(dict.fromkeys(values)) if distinct else values

@@ -115,7 +115,7 @@ class _Rank:
     def _link_rates(self) -> tuple[float, float]:
         """Return the lowest and the highest ratio of measured to described rates, over the links of all ranks."""
         cluster = self.job.cluster
-        found = []
+        ratios = []
         for shift in range(1, cluster.n):
             source = (self.rank - shift) % cluster.n
             route = cluster.route(source, self.rank)
@@ -130,8 +130,8 @@ class _Rank:
             size = min(sizes)
             seconds = self._exchange_seconds([shift], size, 2)
             if size == sizes[self.rank]:  # no other link was the limit
-                found.append(size / seconds / GIB / (route.gibps / max(sharing)))
-        low, high = self._slowest(-min(found)), self._slowest(max(found))
+                ratios.append(size / seconds / GIB / (route.gibps / max(sharing)))
+        low, high = self._slowest(-min(ratios)), self._slowest(max(ratios))
         return -low, high
 
     def _mode(self, mode: Mode, costs: Costs) -> Result:

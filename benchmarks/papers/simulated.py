@@ -29,8 +29,8 @@ class Machine:
     @classmethod
     def measured(cls) -> Machine:
         """Return four H200s of one host over peer memory, as `megatron-longctx calibrate` measured 32:8 heads."""
-        found = load_calibration(RESULTS / "papers_calibration_h200_x4.json")
-        return cls(found.cluster, found.costs, over_peers=True)
+        calibration = load_calibration(RESULTS / "papers_calibration_h200_x4.json")
+        return cls(calibration.cluster, calibration.costs, over_peers=True)
 
     def target(self, workload: Workload) -> Target:
         m, n = self.cluster.ranks_per_node, self.cluster.n
@@ -54,9 +54,9 @@ class Passes:
 def passes(mode: Mode | str, machine: Machine, workload: Workload, length: int, layout: str = "auto") -> Passes:
     """Simulate causal attention over all ranks of the machine."""
     plan = build_plan(mode, machine.cluster.n, length, layout=layout)
-    found = [simulate(each, machine.cluster, machine.target(workload), machine.costs, timeline=True)
+    simulations = [simulate(each, machine.cluster, machine.target(workload), machine.costs, timeline=True)
              for each in (plan, backward_plan(plan))]  # fmt: skip
-    return Passes(*found)
+    return Passes(*simulations)
 
 
 def one_rank(machine: Machine, workload: Workload, length: int) -> Passes:
@@ -65,9 +65,12 @@ def one_rank(machine: Machine, workload: Workload, length: int) -> Passes:
     return passes("zigzag", alone, workload, length)
 
 
-def not_overlapped(found: Simulation) -> float:
+def not_overlapped(simulation: Simulation) -> float:
     """Return the seconds if ranks waited for every message: computation and messages of the busiest rank."""
-    return max(sum(span.stop - span.start for span in found.spans if span.rank == rank) for rank in range(found.plan.n))
+    return max(
+        sum(span.stop - span.start for span in simulation.spans if span.rank == rank)
+        for rank in range(simulation.plan.n)
+    )
 
 
 def moved(plan: Plan, workload: Workload) -> float:

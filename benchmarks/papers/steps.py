@@ -35,8 +35,8 @@ def a100s(n: int) -> Machine:
 def step(model: Llama, n: int, length: int, mode: Mode | str = PRINTED, *, again: bool = False) -> float:
     """Return the seconds of a training step of a sequence over n ranks; with `again`, backward repeats attention."""
     machine = a100s(n)
-    found = passes(mode, machine, model.workload, length)
-    attention = found.seconds + (found.forward.seconds if again else 0.0)
+    simulated = passes(mode, machine, model.workload, length)
+    attention = simulated.seconds + (simulated.forward.seconds if again else 0.0)
     return model.layers * (attention + _linear(model, length / n, machine))
 
 

@@ -77,14 +77,14 @@ def cases(name: str, mask: str, rings: int = -1) -> tuple[Case, ...]:
     """Simulate forward passes with the rings of a decomposition, by its index; -1 for the chosen one."""
     cluster = clusters()[name]
     chosen = choose(cluster)[0] if rings < 0 else decompositions(cluster)[rings]
-    found = []
+    simulated = []
     for length in LENGTHS:
         for batch in BATCHES:
             one, several = (_pass(mode, cluster, mask, length, batch) for mode in (_baseline(mask), Tasp(chosen.rings)))
             messages = [_messages(each) for each in (one, several)]
             ratio = max(one.compute_s) / messages[0]
-            found.append(Case(length, batch, ratio, one.seconds / several.seconds, messages[0] / messages[1]))
-    return tuple(found)
+            simulated.append(Case(length, batch, ratio, one.seconds / several.seconds, messages[0] / messages[1]))
+    return tuple(simulated)
 
 
 def _baseline(mask: str) -> str:
@@ -97,10 +97,10 @@ def _pass(mode: Mode | str, cluster: Cluster, mask: str, length: int, batch: int
     return simulate(plan, cluster, Target(workload), Costs.of_device(cluster.device), timeline=True)
 
 
-def _messages(found: Simulation) -> float:
+def _messages(simulation: Simulation) -> float:
     """Return the message seconds of the rank whose messages take longest."""
-    times = [0.0] * found.plan.n
-    for span in found.spans:
+    times = [0.0] * simulation.plan.n
+    for span in simulation.spans:
         times[span.rank] += (span.lane == "transfer") * (span.stop - span.start)
     return max(times)
 
@@ -120,14 +120,14 @@ def figures_5_and_6() -> Table:
     rows: list[list[Cell]] = []
     for name in clusters():
         for mask in ("full", "causal"):
-            found = [each for each in cases(name, mask) if each.batch >= _LARGE]
-            bound = [each.whole for each in found if each.ratio < 1]
+            large = [each for each in cases(name, mask) if each.batch >= _LARGE]
+            bound = [each.whole for each in large if each.ratio < 1]
             mean, most = PAPERS.get((name, mask), (None, None))
             rows.append([
                 *(name, mask, choose(clusters()[name])[0].name),
-                *(cell(statistics.fmean(each.whole for each in found), "d"), paper(mean)),
-                *(cell(max(each.whole for each in found), "d"), paper(most)),
-                cell(max(each.messages for each in found), "d"),
+                *(cell(statistics.fmean(each.whole for each in large), "d"), paper(mean)),
+                *(cell(max(each.whole for each in large), "d"), paper(most)),
+                cell(max(each.messages for each in large), "d"),
                 cell(statistics.fmean(bound), "d") if bound else None,
             ])  # fmt: skip
     columns = [
@@ -144,8 +144,8 @@ def choices() -> Table:
         chosen = choose(cluster)[0].name
         for number, each in enumerate(decompositions(cluster)):
             if number:
-                found = [case.whole for case in cases(name, "causal", number) if case.batch >= _LARGE]
-                figures = (cell(1e3 * each.seconds, "f"), cell(statistics.fmean(found), "d"))
+                speedups = [case.whole for case in cases(name, "causal", number) if case.batch >= _LARGE]
+                figures = (cell(1e3 * each.seconds, "f"), cell(statistics.fmean(speedups), "d"))
                 last = (paper(theirs.get((name, each.name))), "taken" if each.name == chosen else "")
                 rows.append([name, each.name, str(len(each.rings)), *figures, *last])
     columns = ["cluster", "decomposition", "rings", "ms a GiB", "mean speed-up", "paper", ""]
@@ -197,12 +197,12 @@ def planning() -> Table:
 
 def emulated() -> Table:
     """Show what `python -m analysis.network` recorded."""
-    found = recorded("network_emulated")["measurements"]
+    measurements = recorded("network_emulated")["measurements"]
     rows: list[list[Cell]] = []
-    for network in sorted({each["network"] for each in found}):
+    for network in sorted({each["network"] for each in measurements}):
         for mask in ("causal", "full"):
             wanted = (network, mask == "causal")
-            of = {each["mode"]: each for each in found if (each["network"], each["causal"]) == wanted}
+            of = {each["mode"]: each for each in measurements if (each["network"], each["causal"]) == wanted}
             if "tasp" in of and "zigzag" in of:
                 times = [of["zigzag"][way] / of["tasp"][way] for way in _PASSES[:2]]
                 rows.append([network, mask, *(cell(each, "e") for each in times)])
@@ -251,11 +251,11 @@ _GAINS = ("forward, times as fast as zigzag", "simulated", "backward", "simulate
 
 def _recorded(result: str, mode: str, other: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the measurements of both modes on every network."""
-    found = recorded(result)["measurements"]
-    for each in found:
+    measurements = recorded(result)["measurements"]
+    for each in measurements:
         for way in ("", "predicted_"):
             each[f"{way}both_s"] = each[f"{way}forward_s"] + each[f"{way}backward_s"]
-    of = {(each["network"], each["mode"]): each for each in found}
+    of = {(each["network"], each["mode"]): each for each in measurements}
     return [(of[key], of[key[0], other]) for key in of if key[1] == mode]
 
 
@@ -267,7 +267,7 @@ def _gains(one: dict[str, Any], other: dict[str, Any], *passes: str) -> Iterator
 
 
 def _column(table: Table, column: int) -> list[float]:
-    return [float(found["value"]) for row in table.rows if isinstance(found := row[column], dict)]
+    return [float(number["value"]) for row in table.rows if isinstance(number := row[column], dict)]
 
 
 def facts(tables: Sequence[Table]) -> dict[str, float]:

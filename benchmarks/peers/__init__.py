@@ -36,7 +36,7 @@ class Peers(NamedTuple):
 
 def peers(group: dist.ProcessGroup, kernel: str) -> Peers:
     """Return the peers that all ranks of `group` can import. All ranks call this together."""
-    found = Peers([], [], [])
+    present = Peers([], [], [])
     for name, distribution in _DISTRIBUTIONS.items():
         reason, contenders = None, []
         try:
@@ -46,11 +46,11 @@ def peers(group: dist.ProcessGroup, kernel: str) -> Peers:
             reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
         reason = next((reason for reason in from_all(group, reason) if reason is not None), None)
         if reason is None:
-            found.contenders.extend(contenders)
-            found.notes.append(f"{distribution or name}{_version(distribution)}: {peer.NOTE}")
+            present.contenders.extend(contenders)
+            present.notes.append(f"{distribution or name}{_version(distribution)}: {peer.NOTE}")
         else:
-            found.absent.append(f"{distribution or name} is not measured: {reason}")
-    return found
+            present.absent.append(f"{distribution or name} is not measured: {reason}")
+    return present
 
 
 def _version(distribution: str | None) -> str:

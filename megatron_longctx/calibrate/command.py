@@ -58,10 +58,10 @@ def calibrate(ranks: Ranks, config: Config, max_tokens: int | None = None) -> Pa
     Raises:
         ValueError, JobFailed: as for `run`.
     """
-    found: Calibration = run_on_ranks(ranks, _measure, ranks, config, max_tokens)
-    path = calibration_path(found.device, found.cluster.n, found.workload, found.transport)
-    save_calibration(found, path)
-    logger.info("%s\ncalibration written to %s", "\n".join(summary(found)), path)
+    calibration: Calibration = run_on_ranks(ranks, _measure, ranks, config, max_tokens)
+    path = calibration_path(calibration.device, calibration.cluster.n, calibration.workload, calibration.transport)
+    save_calibration(calibration, path)
+    logger.info("%s\ncalibration written to %s", "\n".join(summary(calibration)), path)
     return path
 
 
@@ -93,12 +93,12 @@ def _measure(rank: int, ranks: Ranks, config: Config, max_tokens: int | None = N
     return Calibration(str(facts["device"]), kernel.name, transport_name(transport), cluster, workload, costs, facts)
 
 
-def summary(found: Calibration) -> list[str]:
+def summary(result: Calibration) -> list[str]:
     """Return lines with the rates of links and kernels, and the corrections of modes."""
-    costs, link = found.costs, found.cluster.route(0, 1)
+    costs, link = result.costs, result.cluster.route(0, 1)
     modes = [mode for mode in costs.modes if not mode.backward]
     return [
-        f"{found.device}: {link.gibps:.3g} GiB/s from rank to rank, latency {link.latency_s * 1e6:.1f} us; kernel "
-        f"{found.kernel} up to {costs.forward_tflops:.3g} TFLOP/s forward, {costs.backward_tflops:.3g} backward",
+        f"{result.device}: {link.gibps:.3g} GiB/s from rank to rank, latency {link.latency_s * 1e6:.1f} us; kernel "
+        f"{result.kernel} up to {costs.forward_tflops:.3g} TFLOP/s forward, {costs.backward_tflops:.3g} backward",
         *(f"  {m.mode}, {m.length:,} tokens: {m.ratio:.2f} times the simulated time" for m in modes),
     ]

@@ -157,5 +157,5 @@ class Effort:
     def mode_lengths(self, device: torch.device, ranks: int) -> tuple[int, ...]:
         """Return the sequence lengths of whole steps: a short and a long one (one on CPUs), and `length` if larger."""
         per_rank = (4096, 16384) if device.type == "cuda" else (64,)
-        found = {ranks * tokens for tokens in per_rank if tokens <= self.max_tokens} or {ranks * self.max_tokens}
-        return tuple(sorted(found | ({self.length} if self.length and self.length >= min(found) else set())))
+        lengths = {ranks * tokens for tokens in per_rank if tokens <= self.max_tokens} or {ranks * self.max_tokens}
+        return tuple(sorted(lengths | ({self.length} if self.length and self.length >= min(lengths) else set())))

@@ -58,12 +58,12 @@ def host_operation_seconds(testbed: Testbed, cluster: Cluster, costs: Costs) -> 
     target = Target(shape.workload, engine.kernel.takes, testbed.transport.hosts)
 
     def measure() -> list[float]:
-        found = []
+        seconds = []
         for mode in CACHE_MODES:
             lowering = Lowering(batch.plan(mode), target)
             operations = simulate(lowering.plan, cluster, target, costs).operations
-            found.append(_pass_seconds(testbed, batch, lowering, shape, engine) / operations)
-        return [statistics.median(found)]
+            seconds.append(_pass_seconds(testbed, batch, lowering, shape, engine) / operations)
+        return [statistics.median(seconds)]
 
     return median_over_ranks(testbed.group, measure)[0]
 
@@ -86,11 +86,11 @@ def _pass_seconds(testbed: Testbed, batch: Batch, lowering: Lowering, shape: Cac
 def candidate_modes(n: int, workload: Workload, cluster: Cluster, length: int = 0) -> list[Mode]:
     """Return all modes that `auto` considers for `n` ranks, and Ulysses in two chunks of the heads."""
     choices = Choices(n, length, workload.num_kv_heads, cluster)
-    found: list[Mode] = []
+    modes: list[Mode] = []
     for mode in MODES.values():
         with suppress(ValueError):
-            found += mode.candidates(choices)
-    return found if Ulysses(2) in found else [*found, Ulysses(2)]
+            modes += mode.candidates(choices)
+    return modes if Ulysses(2) in modes else [*modes, Ulysses(2)]
 
 
 def modes_to_measure(ranking: Sequence[Candidate]) -> list[Candidate]:
@@ -112,7 +112,7 @@ def mode_samples(testbed: Testbed, cluster: Cluster, costs: Costs, lengths: Sequ
         costs: those that the simulation uses.
     """
     assert testbed.transport is not None
-    target, found = Target(testbed.workload, testbed.choose_kernel().takes, testbed.transport.hosts), []
+    target, samples = Target(testbed.workload, testbed.choose_kernel().takes, testbed.transport.hosts), []
     for length in lengths:
         problem = Problem(testbed.n, causal(length), target, keep_received="auto")
         modes = candidate_modes(testbed.n, testbed.workload, cluster, length)
@@ -121,8 +121,8 @@ def mode_samples(testbed: Testbed, cluster: Cluster, costs: Costs, lengths: Sequ
         chosen = from_all(testbed.group, [each.name for each in modes_to_measure(ranking)])[0]
         for candidate in sorted((each for each in ranking if each.name in chosen), key=lambda each: each.name):
             ratio = _step_seconds(testbed, candidate, length) / candidate.seconds
-            found += [ModeSample(candidate.name, length, backward, ratio) for backward in (False, True)]
-    return tuple(found)
+            samples += [ModeSample(candidate.name, length, backward, ratio) for backward in (False, True)]
+    return tuple(samples)
 
 
 def _step_seconds(testbed: Testbed, candidate: Candidate, length: int) -> float:

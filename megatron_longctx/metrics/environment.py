@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
     """Return the date (UTC), commit, versions of packages, CUDA, cuDNN and NCCL, and the device."""
     import torch  # here, so that the formulas and sinks need no torch
 
-    found: dict[str, Any] = {
+    described: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "python": platform.python_version(),
@@ -46,14 +46,14 @@ def environment() -> dict[str, Any]:
     if torch.cuda.is_available():
         nccl_version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         nccl, sharing = ".".join(map(str, nccl_version)), gpus.ranks_per_gpu()
-        found |= {
+        described |= {
             "device": torch.cuda.get_device_name() + (f" shared by {sharing} ranks" if sharing > 1 else ""),
             "devices_per_host": torch.cuda.device_count(),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
             "nccl": nccl,
         }
-    return found
+    return described
 
 
 def current_device_name() -> str | None:
@@ -71,10 +71,10 @@ def write(folder: Path, ranks: int) -> None:
 def read(folder: Path) -> dict[str, Any]:
     """Return what `write` wrote; empty if it is missing, as in runs of earlier versions."""
     try:
-        found = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        written = json.loads((folder / _FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return written if isinstance(written, dict) else {}
 
 
 def commit() -> str | None:

@@ -211,12 +211,12 @@ def start_wandb(folder: Path, config: Config, mode: Any) -> Any:
     """
     import wandb  # here, so that a disabled or broken W&B costs nothing
 
-    found = environment.read(folder)
+    ran_on = environment.read(folder)
     derived = {
-        "facts": environment.facts(config.as_dict(), found),
-        "environment": found,
+        "facts": environment.facts(config.as_dict(), ran_on),
+        "environment": ran_on,
         "flop_formula": FORMULA,
-        "peak_tflops_per_gpu": peak_tflops(found.get("device"), config.logging.peak_tflops),
+        "peak_tflops_per_gpu": peak_tflops(ran_on.get("device"), config.logging.peak_tflops),
     }
     folder.mkdir(parents=True, exist_ok=True)
     id_file = folder / "wandb_id.txt"
@@ -226,7 +226,7 @@ def start_wandb(folder: Path, config: Config, mode: Any) -> Any:
         project=config.logging.wandb_project,
         name=config.run.name,
         id=id_file.read_text(encoding="utf-8").strip(),
-        **environment.labels(config, found),
+        **environment.labels(config, ran_on),
         resume="allow" if mode == "online" else None,  # offline there is no server to resume from; the id suffices
         dir=str(folder),
         mode=mode,
