@@ -45,16 +45,16 @@ STATES = {
 Cell = str | dict[str, Any] | None
 
 
-def cell(value: float | None, source: str, digits: int = 2, unit: str = "") -> Cell:
+def cell(value: float | None, source: str, digits: int = 2) -> Cell:
     """Return a number of a table with its source, a key of `SOURCES`."""
     if value is None or not math.isfinite(value):
         return None
-    return {"value": value, "source": source, "text": f"{value:,.{digits}f}{unit}"}
+    return {"value": value, "source": source, "text": f"{value:,.{digits}f}"}
 
 
-def paper(value: float | None, digits: int = 2, unit: str = "") -> Cell:
+def paper(value: float | None, digits: int = 2) -> Cell:
     """Return a number of the paper."""
-    return cell(value, "paper", digits, unit)
+    return cell(value, "paper", digits)
 
 
 @dataclass(frozen=True)

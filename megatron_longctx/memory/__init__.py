@@ -6,5 +6,5 @@ finds the longest sequence that fits.
 
 from .command import report, summary
 from .fit import SAFE_SHARE, check, max_length
-from .model import STATES_PIECE, Phase, Prediction, Term, predict
+from .model import STATES_PIECE, Prediction, predict
 from .shapes import Job
