@@ -121,13 +121,15 @@ def page() -> str:
     """The whole of it, in Markdown."""
     said, sections = meanings(Config), get_type_hints(Config)
     lines = [_HEAD]
-    for section, keys in keys_of(Config).items():
+    for section in sections:
         lines.append(f"## {section}\n")
         about = inspect.getdoc(sections[section]) or ""
         if about and not about.startswith(sections[section].__name__):  # else dataclass has made it up
             lines.append(" ".join(about.split()) + "\n")
         lines += ["| key | default | may be | meaning |", "|---|---|---|---|"]
-        for key in keys:
+        for key in keys_of(Config).values():
+            if not key.name.startswith(f"{section}."):
+                continue
             default = "null" if key.default is None else str(key.default).lower() if key.kind is bool else key.default
             may_be = (key.bounds.expected if key.bounds else "true or false") + (", or null" if key.nullable else "")
             cells = (f"`{key.name}`", f"`{default}`", may_be, said[key.name])

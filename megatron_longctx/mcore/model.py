@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from ..config import Config, LatentKeys, ModelConfig
+from ..config import LATENT_KEYS, Config, ModelConfig
 from ..models.rope import frequencies_of
 from .experts import expert_settings
 from .head import ChunkedHeadGPT
@@ -217,7 +217,7 @@ def fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
     )
     special = {key: getattr(model, key) for key in keys}
     if model.latent:
-        special |= {field.name: getattr(model, field.name) for field in fields(LatentKeys)}
+        special |= {key: getattr(model, key) for key in LATENT_KEYS}
     if model.rope_scaling.kind != "none":
         special["rope_scaling"] = asdict(model.rope_scaling)
     if model.num_moe_experts is not None:

@@ -213,5 +213,5 @@ def test_a_recipe_with_aliases_is_refused_by_its_name(own_recipes: Path) -> None
     (own_recipes / "model/bomb.yaml").write_text("name: &a x\n")
     assert refusal("model=bomb") == (
         "recipes/model/bomb.yaml: expected a recipe (line 1: an anchor or alias where values are expected). "
-        "Mend the file."
+        "Correct the file."
     )
