@@ -11,7 +11,7 @@ from megatron.core.tokenizers import MegatronTokenizer
 from megatron_longctx.mcore.tokenizer import build_tokenizer, text_of
 from megatron_longctx.models import chat as chat_room
 from megatron_longctx.models.chat import Chat, chat_of, special_tokens, template_of
-from megatron_longctx.models.chat_template import ChatTemplate, NotATemplate
+from megatron_longctx.models.chat_template import ChatTemplate, InvalidTemplate
 from megatron_longctx.serving.text_stream import TextStream
 
 TEMPLATE = """\
@@ -94,7 +94,7 @@ def test_what_templates_of_hugging_face_use(tmp_path: Path) -> None:
     [
         ("{% for m in messages %}", r"expected a Jinja template \(line 1: Unexpected end of template"),
         ("\n{{ messages | nonsense }}", r"expected a Jinja template \(line 2: No filter named 'nonsense'"),
-        ("{{ 1 // 0 }}", r"lays out a user's question \(messages: the chat template fails on them \(ZeroDivisionError"),
+        ("{{ 1 // 0 }}", r"formats a user's question \(messages: the chat template fails on them \(ZeroDivisionError"),
         ("{{ raise_exception('only tools') }}", r"refused by the chat template: only tools\)"),
         ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
         ("{{ messages.append(1) }}", "access to attribute .append. of .list. object is unsafe"),
@@ -127,8 +127,8 @@ DOUBLING = (
     ids=["loops", "power", "text", "format", "doubling"],
 )
 def test_a_template_is_bounded_in_time_and_memory(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_room, "_MOST_CPU_S", 1.0)
-    with pytest.raises(ValueError, match=r"lays out a user's question \(messages: .*(takes more than|Error)"):
+    monkeypatch.setattr(chat_room, "_MAX_CPU_S", 1.0)
+    with pytest.raises(ValueError, match=r"formats a user's question \(messages: .*(takes more than|Error)"):
         chat(source, tmp_path)
 
 
@@ -146,7 +146,7 @@ def test_a_template_that_went_beyond_its_bounds_for_one_chat_serves_the_next() -
 
 def test_a_template_that_cannot_be_parsed_ends_nothing_but_itself() -> None:
     for source in ("{{ " + "[" * 3000, "{{ " + "(" * 100_000 + ")" * 100_000 + " }}", "{% if x %}" * 3000):
-        with pytest.raises(NotATemplate, match=r"^\S.{5,}"):
+        with pytest.raises(InvalidTemplate, match=r"^\S.{5,}"):
             ChatTemplate(source, cpu_s=5)
 
 

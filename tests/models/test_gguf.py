@@ -259,7 +259,7 @@ def test_what_files_of_gemma3_do_not_say_is_as_llama_cpp_has_it(
         ),
         (
             lambda w: (w.add_tokenizer_model("llama"), w.add_remove_extra_whitespaces(True)),
-            r"tokenizer\.ggml\.remove_extra_whitespaces=set: expected text that is taken as it is",
+            r"tokenizer\.ggml\.remove_extra_whitespaces=set: expected text that is not changed",
         ),
         (
             lambda w: w.add_tensor("rope_freqs.weight", numpy.ones(4, "f4")),
@@ -284,7 +284,7 @@ def test_damaged_and_foreign_files_are_refused(both: tuple[Path, Path], tmp_path
     content = both[1].read_bytes()
     for piece in (b"", b"GGUF", content[:1000], content[: len(content) // 2], b"x" * 5000):
         path.write_bytes(piece)
-        with pytest.raises(ValueError, match=r"model\.gguf: damaged, or no GGUF file"):
+        with pytest.raises(ValueError, match=r"model\.gguf: damaged, or not a GGUF file"):
             GgufFile(path)
     gguf_of_another = gguf.GGUFWriter(path, "mamba")
     gguf_of_another.write_header_to_file()

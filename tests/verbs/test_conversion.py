@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], list[str], str]] = {
     "no config": ("llama", _without("config.json"), [], r"SOURCE=.*: expected a folder with config\.json"),
     "no JSON": ("llama", _cut("config.json"), [], r"config\.json: expected a JSON file"),
     "no weights": ("llama", _without("model.safetensors"), [], r"expected model\.safetensors, or .*pickles"),
-    "truncated": ("llama", _cut("model.safetensors"), [], r"model\.safetensors: damaged, or no safetensors file"),
+    "truncated": ("llama", _cut("model.safetensors"), [], r"model\.safetensors: damaged, or not a safetensors file"),
     "missing shard": (
         "qwen2, in shards", _without_second_shard, [],
         r"model-00002-of-0000\d\.safetensors: expected this file of the model; it is missing",
