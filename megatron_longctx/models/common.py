@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import ModelConfig
 from .fields import RESTORE, Fields, refuse_field
+from .rope import read_rope, write_rope
 from .weights import EXPERTS, EXPERTS_GATE_UP, GATE_UP, QKV, VOCAB, Form, Weight
 
 ATTENTION, MLP = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp."
@@ -17,13 +18,20 @@ _GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 _DENSE, _EXPERTS = f"{MLP}linear_fc", f"{MLP}experts.experts.linear_fc"
 
 
-def read(fields: Fields, hidden_act: str = "silu", norm_epsilon: float = 1e-6) -> dict[str, Any]:
-    """Read the fields that all decoders of Llama's form share: all but biases and RoPE.
+def read(
+    fields: Fields, hidden_act: str = "silu", norm_epsilon: float = 1e-6, rope_base: float = 10_000.0
+) -> dict[str, Any]:
+    """Read the fields that all decoders of Llama's form share: all but biases.
 
     Args:
         hidden_act: of the family.
-        norm_epsilon: the default.
+        norm_epsilon, rope_base: the defaults.
     """
+    return {**read_shape(fields, hidden_act, norm_epsilon), **read_rope(fields, rope_base)}
+
+
+def read_shape(fields: Fields, hidden_act: str = "silu", norm_epsilon: float = 1e-6) -> dict[str, Any]:
+    """Read the same without RoPE."""
     hidden, heads = fields.require("hidden_size"), fields.require("num_attention_heads")
     fields.expect("hidden_act", hidden_act)
     fields.expect("pretraining_tp", 1)
@@ -56,6 +64,7 @@ def write(model: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": model.norm_epsilon,
         "attention_dropout": 0.0,
         "tie_word_embeddings": model.tie_embeddings,
+        **write_rope(model),
     }
 
 
@@ -141,13 +150,18 @@ def with_separate_experts(model: ModelConfig, router: str, gate: str, up: str, d
     return with_experts(decoder_weights(model), router, (of_each(gate, up), EXPERTS_GATE_UP), (of_each(down), EXPERTS))
 
 
+def require_head_sizes(fields: Fields) -> None:
+    """Refuse files without sizes whose defaults in `transformers` are those of one model."""
+    fields.require("head_dim")
+    fields.require("num_key_value_heads")
+
+
 def full_attention_only(fields: Fields) -> None:
-    """Refuse windows, which `layer_types` and `use_sliding_window` may request.
+    """Refuse windows, which `layer_types` may request. `use_sliding_window` is expected to be false.
 
     Raises:
         ValueError: names the field.
     """
-    fields.expect("use_sliding_window", False)
     fields.ignore("sliding_window", "max_window_layers")  # without use_sliding_window
     fields.expect("layer_types", [FULL] * len(fields.get("layer_types", [])))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from typing import Any
 
@@ -27,12 +27,14 @@ class Family:
     Attributes:
         name: `model_type` in `config.json`.
         architectures: its classes in `transformers`; exports name the first.
-        read: converts fields to keys of `ModelConfig`. It reads every field that it supports; `vocab_size`,
-            `max_position_embeddings`, `initializer_range` and the harmless fields of all families are read for it.
-            Fields that it leaves unread are refused.
+        read: converts fields to keys of `ModelConfig`. It reads every field that it supports, except `constants`,
+            `vocab_size`, `max_position_embeddings`, `initializer_range` and the harmless fields of all families, which
+            are read for it. Fields that stay unread are refused.
         write: converts a model to the fields that `read` reads, with every field whose default in `transformers`
             differs. It may ignore keys that it cannot express: the result is read back and compared.
         weights: returns the weights of a model of this family.
+        constants: fields with a single supported value, which is the default of `transformers`.
+        keys: keys of `ModelConfig` with the same value in all models of this family.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Family:
     read: Callable[[Fields], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
     weights: Callable[[ModelConfig], Sequence[Weight]]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, Any] = field(default_factory=dict)
 
     def model_of(self, config: Mapping[str, Any]) -> tuple[ModelConfig, int]:
         """Return the model that a `config.json` describes, and the longest sequence that it was made for.
@@ -50,9 +54,11 @@ class Family:
         fields = Fields(config)
         vocab_size, seq_length = fields.require("vocab_size"), fields.require("max_position_embeddings")
         keys = {"name": self.name, "vocab_size": vocab_size, "init_std": fields.get("initializer_range", 0.02)}
+        for name, value in self.constants.items():
+            fields.expect(name, value)
         keys |= self.read(fields)
         fields.refuse_unread()
-        model = ModelConfig(**keys)
+        model = ModelConfig(**{**keys, **self.keys})
         check_model(model)
         check_value("data.seq_length", seq_length)
         return model, seq_length
@@ -69,6 +75,7 @@ class Family:
             "vocab_size": vocab_size,
             "max_position_embeddings": seq_length,
             "initializer_range": model.init_std,
+            **self.constants,
             **self.write(model),
         }
         read_back = _function(self.model_of(config)[0])
@@ -97,6 +104,6 @@ def check_same_function(model: ModelConfig, published: ModelConfig, source: str)
 
 def _function(model: ModelConfig) -> dict[str, Any]:
     """Return the keys that determine the function that a model computes."""
-    names = [field.name for field in fields_of(ModelConfig) if field.name not in _NO_EFFECT]
+    names = [each.name for each in fields_of(ModelConfig) if each.name not in _NO_EFFECT]
     function = {name: getattr(model, name) for name in names}
     return function | {"head_dim": model.kv_channels, "moe_layer_freq": layer_list(model.expert_layers)}

@@ -49,16 +49,15 @@ class Fields:
             raise refuse_field(name, value, TYPE_NAMES[kind], RESTORE)
         return value
 
-    def require(self, *names: str) -> int:
-        """Check that fields are integers, and return the value of the last.
+    def require(self, name: str) -> int:
+        """Return the value of a field.
 
         Raises:
-            ValueError: a field is absent, or not an integer.
+            ValueError: the field is absent, or not an integer.
         """
-        for name in names:
-            value = self.get(name, None, int)
-            if value is None:
-                raise refuse_field(name, None, "an integer", RESTORE)
+        value = self.get(name, None, int)
+        if value is None:
+            raise refuse_field(name, None, "an integer", RESTORE)
         return int(value)
 
     def expect(self, name: str, *supported: Any, remedy: str = "Models with another value are not supported.") -> None:

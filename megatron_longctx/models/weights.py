@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -49,110 +48,77 @@ class Dims:
         }
 
 
-class Form(Protocol):
+@dataclass(frozen=True)
+class Form:
     """How a parameter consists of published tensors.
 
-    `join` and `split` are each other's inverse, bit for bit. Both accept tensors on the meta device, which shapes are
-    computed with. Rows are the first dimension of weights and biases.
+    `join` returns the parameter that parts, in the order of `Weight.published`, make up; `split` returns its parts.
+    They are each other's inverse, bit for bit. Both accept tensors on the meta device, by which shapes are computed.
+    Rows are the first dimension of weights and biases.
     """
 
-    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        """Return the parameter that `parts`, in the order of `Weight.published`, make up."""
-        ...
-
-    def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        """Return the parts of a parameter."""
-        ...
+    join: Callable[[Sequence[Tensor], Dims], Tensor]
+    split: Callable[[Tensor, Dims], Sequence[Tensor]]
 
 
-class _Unchanged:
-    """The same tensor."""
-
-    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        return parts[0]
-
-    def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        return (whole,)
-
-
-class _GateUp:
-    """The rows of a gated MLP's gate, then those of its up projection."""
-
-    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        return torch.cat(list(parts))
-
-    def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        return whole.chunk(2)
-
-
-class _Qkv:
+def _qkv() -> Form:
     """Queries, keys and values. Megatron groups rows by KV head: its queries, its key, its value."""
 
-    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        return torch.cat([self._by_kv_head(part, dims) for part in parts], dim=1).flatten(0, 1)
-
-    def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        sizes = [dims.sizes[rows] // dims.model.num_kv_heads for rows in ("query", "key_value", "key_value")]
-        return [part.flatten(0, 1) for part in torch.split(self._by_kv_head(whole, dims), sizes, dim=1)]
-
-    def _by_kv_head(self, rows: Tensor, dims: Dims) -> Tensor:
+    def by_kv_head(rows: Tensor, dims: Dims) -> Tensor:
         return rows.view(dims.model.num_kv_heads, -1, *rows.shape[1:])
 
+    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        return torch.cat([by_kv_head(part, dims) for part in parts], dim=1).flatten(0, 1)
 
-class _Vocabulary:
-    """A row for every token, padded with zeros to the rows of Megatron's embedding."""
+    def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+        sizes = [dims.sizes[rows] // dims.model.num_kv_heads for rows in ("query", "key_value", "key_value")]
+        return [part.flatten(0, 1) for part in torch.split(by_kv_head(whole, dims), sizes, dim=1)]
 
-    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        missing = dims.sizes["padded_vocab"] - dims.vocab
-        return torch.cat([parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])]) if missing else parts[0]
-
-    def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        return (whole[: dims.vocab],)
+    return Form(join, split)
 
 
-@dataclass(frozen=True)
-class _Experts:
+def _join_vocabulary(parts: Sequence[Tensor], dims: Dims) -> Tensor:
+    missing = dims.sizes["padded_vocab"] - dims.vocab
+    return torch.cat([parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])]) if missing else parts[0]
+
+
+def _experts(form: Form, count: int) -> Form:
     """A parameter of all experts, `[E, ...]`, of which each has `count` published tensors in the form `form`."""
 
-    form: Form
-    count: int
+    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        return torch.stack([form.join(parts[i : i + count], dims) for i in range(0, len(parts), count)])
 
-    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        firsts = range(0, len(parts), self.count)
-        return torch.stack([self.form.join(parts[first : first + self.count], dims) for first in firsts])
-
-    def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        return [part for expert in whole for part in self.form.split(expert, dims)]
+    return Form(join, lambda whole, dims: [part for expert in whole for part in form.split(expert, dims)])
 
 
-@dataclass(frozen=True)
-class _TransposedExperts:
+def _transposed_experts(interleaved: bool) -> Form:
     """A published tensor with the transposed weights of all experts, `[E, in, out]`, or their biases, `[E, out]`.
 
-    With `interleaved`, columns of the gate and of the up projection alternate along `out`.
+    If `interleaved`, columns of the gate and of the up projection alternate along `out`.
     """
 
-    interleaved: bool = False
-
-    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        whole = parts[0]
-        if self.interleaved:
-            whole = torch.cat([whole[..., ::2], whole[..., 1::2]], dim=-1)
-        return self._transposed(whole)
-
-    def split(self, whole: Tensor, dims: Dims) -> Sequence[Tensor]:
-        part = self._transposed(whole)
-        if self.interleaved:
-            part = torch.stack(part.chunk(2, dim=-1), dim=-1).flatten(-2)
-        return (part,)
-
-    def _transposed(self, tensor: Tensor) -> Tensor:
+    def transposed(tensor: Tensor) -> Tensor:
         return tensor.transpose(1, 2).contiguous() if tensor.ndim == 3 else tensor
 
+    def join(parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        (whole,) = parts
+        return transposed(torch.cat([whole[..., ::2], whole[..., 1::2]], dim=-1) if interleaved else whole)
 
-UNCHANGED, GATE_UP, QKV, VOCAB = _Unchanged(), _GateUp(), _Qkv(), _Vocabulary()
-EXPERTS, EXPERTS_GATE_UP = _Experts(UNCHANGED, 1), _Experts(GATE_UP, 2)
-TRANSPOSED_EXPERTS, TRANSPOSED_EXPERTS_GATE_UP = _TransposedExperts(), _TransposedExperts(interleaved=True)
+    def split(whole: Tensor, dims: Dims) -> Sequence[Tensor]:
+        part = transposed(whole)
+        return (torch.stack(part.chunk(2, dim=-1), dim=-1).flatten(-2) if interleaved else part,)
+
+    return Form(join, split)
+
+
+UNCHANGED = Form(lambda parts, dims: parts[0], lambda whole, dims: (whole,))
+# The rows of a gated MLP's gate, then those of its up projection.
+GATE_UP = Form(lambda parts, dims: torch.cat(list(parts)), lambda whole, dims: whole.chunk(2))
+QKV = _qkv()
+# A row for every token, padded with zeros to the rows of Megatron's embedding.
+VOCAB = Form(_join_vocabulary, lambda whole, dims: (whole[: dims.vocab],))
+EXPERTS, EXPERTS_GATE_UP = _experts(UNCHANGED, 1), _experts(GATE_UP, 2)
+TRANSPOSED_EXPERTS, TRANSPOSED_EXPERTS_GATE_UP = _transposed_experts(False), _transposed_experts(True)
 
 
 @dataclass(frozen=True)

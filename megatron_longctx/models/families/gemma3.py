@@ -10,41 +10,27 @@ from .. import common
 from ..common import FULL, MLP, SLIDING
 from ..family import Family
 from ..fields import RESTORE, Fields, refuse_field
-from ..rope import read_scaling, write_scaling
+from ..rope import read_scaling
 from ..weights import Weight
 
 _BASES = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
 _NORM = "model.layers.{layer}.%s_layernorm.weight"
-_FUNCTION = {
-    "activation": "geglu",
-    "zero_centered_norms": True,
-    "qk_norm": True,
-    "post_norms": True,
-    "scale_embedding": True,
-}
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.expect("hidden_activation", "gelu_pytorch_tanh")
-    fields.expect("attention_bias", False)
     fields.expect("partial_rotary_factor", 1.0)
     fields.expect("use_bidirectional_attention", False)
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
         fields.expect(name, None, remedy="Soft-capping is not supported.")
-    fields.require("head_dim", "num_key_value_heads")  # defaults of `transformers` are those of one size
+    common.require_head_sizes(fields)
     tied = fields.get("tie_word_embeddings", True)
-    keys = common.read(fields)
+    keys = common.read_shape(fields)
     scalar = fields.get("query_pre_attn_scalar", 256, float)
     if scalar <= 0:
         raise refuse_field("query_pre_attn_scalar", scalar, "a number above 0", RESTORE)
     usual = scalar == (keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"])
-    return {
-        **keys,
-        **_FUNCTION,
-        "tie_embeddings": tied,
-        "attention_scale": None if usual else scalar**-0.5,
-        **_read_layers(fields, keys["num_layers"]),
-    }
+    scale = None if usual else scalar**-0.5
+    return keys | {"tie_embeddings": tied, "attention_scale": scale, **_read_layers(fields, keys["num_layers"])}
 
 
 def _read_layers(fields: Fields, num_layers: int) -> dict[str, Any]:
@@ -86,14 +72,10 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     scalar = model.kv_channels if model.attention_scale is None else round(model.attention_scale**-2)
     return {
         **fields,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
         "query_pre_attn_scalar": scalar,
         "sliding_window": common.sliding_window(model),
         "layer_types": common.layer_types(model),
-        "rope_theta": model.rope_base,
         "rope_local_base_freq": model.window_rope_base or model.rope_base,
-        "rope_scaling": write_scaling(model.rope_scaling),
         "final_logit_softcapping": None,
         "attn_logit_softcapping": None,
     }
@@ -112,4 +94,9 @@ def _weights(model: ModelConfig) -> list[Weight]:
     return [*weights, *post_norms, *common.qk_norms()]
 
 
-FAMILY = Family("gemma3_text", ("Gemma3ForCausalLM",), _read, _write, _weights)
+FAMILY = Family(
+    "gemma3_text", ("Gemma3ForCausalLM",), _read, _write, _weights,
+    constants={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+    keys={"activation": "geglu", "zero_centered_norms": True, "scale_embedding": True,
+          "qk_norm": True, "post_norms": True},
+)  # fmt: skip

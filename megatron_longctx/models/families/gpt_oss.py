@@ -9,18 +9,12 @@ from .. import common
 from ..common import ATTENTION, MLP, PUBLISHED_ATTENTION, PUBLISHED_MLP
 from ..family import Family
 from ..fields import RESTORE, Fields, refuse_field
-from ..rope import read_rope, write_rope
 from ..weights import TRANSPOSED_EXPERTS, TRANSPOSED_EXPERTS_GATE_UP, Weight
-
-_FUNCTION = {"activation": "swiglu_oai", "bias": True, "sinks": "learnable"}
-_CONSTANTS = {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    for name, value in _CONSTANTS.items():
-        fields.expect(name, value)
-    fields.require("head_dim", "num_key_value_heads")  # defaults of `transformers` are those of one size
-    keys = common.read(fields, norm_epsilon=1e-5)
+    common.require_head_sizes(fields)
+    keys = common.read(fields, norm_epsilon=1e-5, rope_base=150_000.0)
     experts = common.read_experts(fields, fields.require("num_local_experts"))
     fields.expect("experts_per_token", experts["moe_router_topk"])
     fields.ignore("initial_context_length")  # rope_scaling has it, too
@@ -28,18 +22,15 @@ def _read(fields: Fields) -> dict[str, Any]:
         expected = "an object: without it, `transformers` takes the scaling of one size"
         raise refuse_field("rope_scaling", None, expected, RESTORE)
     width, types = fields.get("sliding_window", None, int), fields.get("layer_types", None, list)
-    windows = common.read_windows(width, types, keys["num_layers"])
-    return {**keys, **read_rope(fields, default_base=150_000.0), **windows, **experts, **_FUNCTION}
+    return keys | experts | common.read_windows(width, types, keys["num_layers"])
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    rope = write_rope(model)
+    fields = common.write(model)
     return {
-        **common.write(model),
-        **rope,
+        **fields,
         **common.write_experts(model),
-        **_CONSTANTS,
-        "rope_scaling": rope["rope_scaling"] or {"rope_type": "default"},
+        "rope_scaling": fields["rope_scaling"] or {"rope_type": "default"},
         "num_local_experts": model.num_moe_experts,
         "sliding_window": common.sliding_window(model),
         "layer_types": common.layer_types(model),
@@ -61,4 +52,8 @@ def _weights(model: ModelConfig) -> list[Weight]:
     ]
 
 
-FAMILY = Family("gpt_oss", ("GptOssForCausalLM",), _read, _write, _weights)
+FAMILY = Family(
+    "gpt_oss", ("GptOssForCausalLM",), _read, _write, _weights,
+    constants={"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    keys={"activation": "swiglu_oai", "bias": True, "sinks": "learnable"},
+)  # fmt: skip

@@ -9,7 +9,6 @@ from .. import common
 from ..common import MLP, PUBLISHED_MLP
 from ..family import Family
 from ..fields import Fields, refuse_field
-from ..rope import read_rope, write_rope
 from ..weights import GATE_UP, Weight
 
 
@@ -17,12 +16,11 @@ def _read(fields: Fields) -> dict[str, Any]:
     attention, mlp = fields.get("attention_bias", False), fields.get("mlp_bias", False)
     if attention != mlp:
         raise refuse_field("attention_bias", attention, f"{mlp}, as mlp_bias", "Only both, or neither, are supported.")
-    return {**common.read(fields), **read_rope(fields), "bias": attention}
+    return common.read(fields) | {"bias": attention}
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    biases = {"attention_bias": model.bias, "mlp_bias": model.bias}
-    return {**common.write(model), **write_rope(model), **biases, "pretraining_tp": 1}
+    return common.write(model) | {"attention_bias": model.bias, "mlp_bias": model.bias}
 
 
 def _weights(model: ModelConfig) -> list[Weight]:
@@ -38,4 +36,4 @@ def _weights(model: ModelConfig) -> list[Weight]:
     return weights
 
 
-FAMILY = Family("llama", ("LlamaForCausalLM",), _read, _write, _weights)
+FAMILY = Family("llama", ("LlamaForCausalLM",), _read, _write, _weights, constants={"pretraining_tp": 1})

@@ -8,20 +8,19 @@ from ...config import ModelConfig
 from .. import common
 from ..family import Family
 from ..fields import Fields
-from ..rope import read_rope, write_rope
 
 _WINDOW = 4096  # if the file has no field for it; null: no window
 
 
 def _read(fields: Fields) -> dict[str, Any]:
+    fields.require("num_key_value_heads")
     keys = common.read(fields)
     width = fields.get("sliding_window", None if "sliding_window" in fields else _WINDOW, int)
-    fields.require("num_key_value_heads")
-    return {**keys, **read_rope(fields), **common.read_one_window(width, keys["num_layers"])}
+    return keys | common.read_one_window(width, keys["num_layers"])
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    return {**common.write(model), **write_rope(model), "sliding_window": common.sliding_window(model)}
+    return common.write(model) | {"sliding_window": common.sliding_window(model)}
 
 
 FAMILY = Family("mistral", ("MistralForCausalLM",), _read, _write, common.decoder_weights)

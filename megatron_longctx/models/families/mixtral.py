@@ -8,26 +8,19 @@ from ...config import ModelConfig
 from .. import common
 from ..family import Family
 from ..fields import Fields
-from ..rope import read_rope, write_rope
 from ..weights import Weight
 
 
 def _read(fields: Fields) -> dict[str, Any]:
     fields.expect("router_jitter_noise", 0.0)
-    keys = common.read(fields, norm_epsilon=1e-5)
+    keys = common.read(fields, norm_epsilon=1e-5, rope_base=1e6)
     window = common.read_one_window(fields.get("sliding_window", None, int), keys["num_layers"])
-    experts = common.read_experts(fields, fields.require("num_local_experts"))
-    return {**keys, **read_rope(fields, default_base=1e6), **window, **experts}
+    return keys | window | common.read_experts(fields, fields.require("num_local_experts"))
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    return {
-        **common.write(model),
-        **write_rope(model),
-        **common.write_experts(model),
-        "num_local_experts": model.num_moe_experts,
-        "sliding_window": common.sliding_window(model),
-    }
+    own = {"num_local_experts": model.num_moe_experts, "sliding_window": common.sliding_window(model)}
+    return common.write(model) | common.write_experts(model) | own
 
 
 def _weights(model: ModelConfig) -> list[Weight]:

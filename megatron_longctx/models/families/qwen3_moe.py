@@ -9,24 +9,18 @@ from .. import common
 from ..common import PUBLISHED_MLP
 from ..family import Family
 from ..fields import RESTORE, Fields, refuse_field
-from ..rope import read_rope, write_rope
 from ..weights import Weight
 
 
 def _read(fields: Fields) -> dict[str, Any]:
     common.full_attention_only(fields)
-    fields.expect("attention_bias", False)
     fields.require("num_key_value_heads")
     # Later versions of `transformers` write num_local_experts.
     experts = fields.get("num_local_experts", None, int) or fields.require("num_experts")
     fields.ignore("num_experts")
-    keys = common.read(fields)
-    return {
-        **keys,
-        **read_rope(fields),
-        **common.read_experts(fields, experts),
+    keys = common.read(fields) | common.read_experts(fields, experts)
+    return keys | {
         "moe_layer_freq": _read_layers(fields, keys["num_layers"]),
-        "qk_norm": True,
         "moe_ffn_hidden_size": fields.require("moe_intermediate_size"),
         "moe_router_pre_softmax": not fields.get("norm_topk_prob", False),
     }
@@ -51,10 +45,7 @@ def _read_layers(fields: Fields, num_layers: int) -> str:
 def _write(model: ModelConfig) -> dict[str, Any]:
     return {
         **common.write(model),
-        **write_rope(model),
         **common.write_experts(model),
-        "attention_bias": False,
-        "use_sliding_window": False,
         "num_experts": model.num_moe_experts,
         "moe_intermediate_size": model.expert_width,
         "norm_topk_prob": not model.moe_router_pre_softmax,
@@ -68,4 +59,7 @@ def _weights(model: ModelConfig) -> list[Weight]:
     return [*common.with_separate_experts(model, f"{PUBLISHED_MLP}gate.", *experts), *common.qk_norms()]
 
 
-FAMILY = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), _read, _write, _weights)
+FAMILY = Family(
+    "qwen3_moe", ("Qwen3MoeForCausalLM",), _read, _write, _weights,
+    constants={"attention_bias": False, "use_sliding_window": False}, keys={"qk_norm": True},
+)  # fmt: skip
