@@ -18,14 +18,16 @@ class RopeScaling:
     slower. llama3: slow pairs do, fast ones stay, with a ramp between wavelengths. yarn: the same with a ramp between
     pairs, and queries and keys are stretched. Defaults are those of the `transformers` package."""
 
+    # how RoPE is extended beyond original_length
     kind: str = choice("none", ("none", "linear", "ntk", "llama3", "yarn"))
-    factor: float = number(1.0, 1, 1e6)
+    factor: float = number(1.0, 1, 1e6)  # factor of the extension
     original_length: int | None = number(None, 1, 10**9)  # tokens before scaling; required by llama3 and yarn
     # llama3: pairs that rotate fewer times than this in `original_length` are scaled fully.
     low_freq_factor: float = number(1.0, 0, 1e6, above=True)
+    # llama3: pairs that rotate more often than this are not scaled
     high_freq_factor: float = number(4.0, 0, 1e6, above=True)
     beta_fast: float = number(32.0, 0, 1e6, above=True)  # yarn: pairs that rotate more often than this are not scaled.
-    beta_slow: float = number(1.0, 0, 1e6, above=True)
+    beta_slow: float = number(1.0, 0, 1e6, above=True)  # yarn: pairs that rotate fewer times than this are scaled fully
     # yarn: factor for cosines and sines; null: 0.1 ln(factor) + 1, the paper's rule.
     attention_factor: float | None = number(None, 0, 1e6, above=True)
     truncate: bool = True  # yarn: the ramp begins and ends at whole pairs
@@ -35,16 +37,17 @@ class RopeScaling:
 class ModelConfig:
     """Shape of a GPT. `vocab_size: null` is the tokenizer's, rounded up to a multiple of `vocab_multiple`."""
 
-    name: str = text("tiny")
-    num_layers: int = number(4, 1, 10_000)
-    hidden_size: int = number(128, 1, 10**6)
-    num_attention_heads: int = number(4, 1, 10**5)
-    num_kv_heads: int = number(2, 1, 10**5)
+    name: str = text("tiny")  # name shown in tables and W&B
+    num_layers: int = number(4, 1, 10_000)  # transformer layers
+    hidden_size: int = number(128, 1, 10**6)  # width of the residual stream
+    num_attention_heads: int = number(4, 1, 10**5)  # query heads
+    num_kv_heads: int = number(2, 1, 10**5)  # key/value heads; fewer than query heads: grouped-query attention
     head_dim: int | None = number(None, 1, 10**5)  # null: hidden_size / num_attention_heads
-    ffn_hidden_size: int = number(384, 1, 10**7)
+    ffn_hidden_size: int = number(384, 1, 10**7)  # width inside the MLP
+    # entries of the embedding; null: those of the tokenizer, rounded up to vocab_multiple
     vocab_size: int | None = number(None, 1, 10**7)
-    vocab_multiple: int = number(128, 1, 10**6)
-    normalization: str = choice("rmsnorm", ("rmsnorm", "layernorm"))
+    vocab_multiple: int = number(128, 1, 10**6)  # a tokenizer's vocabulary is rounded up to a multiple of this
+    normalization: str = choice("rmsnorm", ("rmsnorm", "layernorm"))  # type of all norms
     norm_epsilon: float = number(1e-5, 1e-20, 1)  # smaller values are 0 in fp32, or close to it
     zero_centered_norms: bool = False  # weights of norms are stored minus 1
     qk_norm: bool = False  # norms of queries and keys, per head; with latents, norms of the latents
@@ -53,20 +56,21 @@ class ModelConfig:
     activation: str = choice("swiglu", ("swiglu", "gelu", "geglu", "swiglu_oai"))
     attention_scale: float | None = number(None, 0, 1e6, above=True)  # Factor for the scores; null: 1 / sqrt(head_dim).
     scale_embedding: bool = False  # multiply embeddings by sqrt(hidden_size), rounded to the model's precision
+    # rotary, or a learned table of data.seq_length entries
     position_embedding: str = choice("rope", ("rope", "learned"))
-    rope_base: float = number(500_000.0, 1, 1e15)
+    rope_base: float = number(500_000.0, 1, 1e15)  # RoPE's base (theta)
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     # Number of previous tokens that a token sees; null: all. Every window_pattern-th layer sees all of them.
     window: int | None = number(None, 1, MOST_TOKENS)
-    window_pattern: int | None = number(None, 2, 10_000)
+    window_pattern: int | None = number(None, 2, 10_000)  # every k-th layer sees all tokens; null: none does
     # RoPE's base in layers with a window, where RoPE is not scaled; null: as in other layers.
     window_rope_base: float | None = number(None, 1, 1e15)
     # A logit per head that is part of every softmax but has no value: none, 0 (off_by_one), or learnable.
     sinks: str = choice("none", ("none", "off_by_one", "learnable"))
     bias: bool = False  # bias in all linear layers except the output layer
     qkv_bias: bool = False  # bias of queries, keys and values if the other layers have none
-    tie_embeddings: bool = False
-    init_std: float = number(0.02, 1e-6, 10)
+    tie_embeddings: bool = False  # the LM head shares the embedding's weights
+    init_std: float = number(0.02, 1e-6, 10)  # standard deviation of initial weights
     # Layers around attention: auto (TransformerEngine's on GPUs if installed, else Megatron's local layers)
     implementation: str = choice("auto", ("auto", "local", "transformer_engine"))
 
@@ -104,7 +108,7 @@ class ModelConfig:
     # How experts are kept equally busy: by a loss over each micro-batch (aux_loss) or over each sequence
     # (seq_aux_loss).
     moe_router_load_balancing_type: str = choice("aux_loss", ("none", "aux_loss", "seq_aux_loss"))
-    moe_aux_loss_coeff: float = number(0.01, 0, 1e6)
+    moe_aux_loss_coeff: float = number(0.01, 0, 1e6)  # weight of the load-balancing loss
     # weight of a loss that keeps router logits small; null: no such loss
     moe_z_loss_coeff: float | None = number(None, 0, 1e6, above=True)
     moe_router_dtype: str | None = choice(None, ("fp32", "fp64"))  # precision of the router; null: the model's

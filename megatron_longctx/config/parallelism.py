@@ -21,13 +21,13 @@ REDUCTIONS = ("none", "int8", "int6", "int4", "auto")
 class ParallelismConfig:
     """How ranks are divided. `data_parallel_size: null` is the remaining factor of the world size."""
 
-    context_parallel_size: int = number(1, 1, MAX_RANKS)
-    tensor_parallel_size: int = number(1, 1, MAX_RANKS)
-    pipeline_parallel_size: int = number(1, 1, MAX_RANKS)
+    context_parallel_size: int = number(1, 1, MAX_RANKS)  # ranks that shard a sequence
+    tensor_parallel_size: int = number(1, 1, MAX_RANKS)  # ranks that shard heads and matrices
+    pipeline_parallel_size: int = number(1, 1, MAX_RANKS)  # ranks that divide the layers
     # Ranks that share the experts, each with some whole experts: neighbours in context and data parallelism.
     expert_model_parallel_size: int = number(1, 1, MAX_RANKS)
     expert_tensor_parallel_size: int | None = number(None, 1, MAX_RANKS)  # null: tensor_parallel_size
-    data_parallel_size: int | None = number(None, 1, 10**5)
+    data_parallel_size: int | None = number(None, 1, 10**5)  # replicas; null: the remaining factor of the world size
     sequence_parallel: bool = True  # only has an effect when tensor_parallel_size > 1
     # ... or auto: the fastest in simulation, from a calibration (`megatron-longctx calibrate`) or, without one,
     # from `cluster`.
@@ -77,7 +77,7 @@ class ParallelismConfig:
 class AttentionConfig:
     # auto, or the name of a provider: fa4 | cudnn | flash | cpu | reference
     kernel: str = text("auto", "auto or the name of a kernel", r"[a-z][a-z0-9_]*")
-    deterministic: bool = False
+    deterministic: bool = False  # bit-identical results from run to run; slower
     # How blocks travel: peer (the copy engine pulls them from peer memory), p2p (batched messages over NCCL or
     # gloo), auto (peer if all ranks of the group can use it, both if only some can, otherwise p2p; the log says
     # which and why).
@@ -115,7 +115,7 @@ class RecomputeConfig:
     except for those of two layers (docs/memory.md).
     """
 
-    mode: str = choice("none", RECOMPUTES)
+    mode: str = choice("none", RECOMPUTES)  # what a layer keeps for backward: see above
     # Maximum number of tokens (times sequences) per rank whose logits exist at once, in forward and again in
     # backward. null: all.
     head_chunk_tokens: int | None = number(None, 1, 10**9)

@@ -40,14 +40,14 @@ class DataConfig:
     `prefix` names one dataset, or blends several by weight, like Megatron's `--data-path`: `0.7 data/a 0.3 data/b`.
     """
 
-    prefix: str = path("data/stdlib")
-    seq_length: int = number(4096, 1, MOST_TOKENS)
+    prefix: str = path("data/stdlib")  # the dataset, or a blend of several with weights
+    seq_length: int = number(4096, 1, MOST_TOKENS)  # tokens per sequence
     # How documents become sequences of at most seq_length tokens: none (a stream of documents, cut anywhere) |
     # documents (the same stream, but attention, positions and labels end with each document) | best_fit (whole
     # documents packed; only documents longer than a sequence are cut)
     packing: str = choice("none", ("none", "documents", "best_fit"))
     workers: int = number(2, 0, 256)  # processes per rank that read ahead; 0: a thread
-    tokenizer: str = choice("byte-level", TOKENIZERS)
+    tokenizer: str = choice("byte-level", TOKENIZERS)  # library of the tokenizer
     tokenizer_path: str | None = path(None)  # required by all except byte-level
     # Shares of the documents for training, validation and test. Training takes the first, `train.eval_interval` and
     # `eval` the second.
@@ -56,7 +56,7 @@ class DataConfig:
         "one to three weights such as 90,10,0, the first above 0",
         rf"(?= *[0-9.]*[1-9]){_WEIGHT}(,{_WEIGHT}){{0,2}}",
     )
-    mask_eod_loss: bool = False
+    mask_eod_loss: bool = False  # exclude labels that end a document from the loss
 
     @property
     def has_held_out(self) -> bool:
@@ -74,9 +74,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    lr: float = number(3e-4, 0, 100)
-    min_lr: float = number(3e-5, 0, 100)
-    warmup_steps: int = number(10, 0, _MAX_COUNT)
+    lr: float = number(3e-4, 0, 100)  # highest learning rate
+    min_lr: float = number(3e-5, 0, 100)  # final learning rate of the decay
+    warmup_steps: int = number(10, 0, _MAX_COUNT)  # steps in which the learning rate rises from 0
     decay_steps: int | None = number(None, 1, _MAX_COUNT)  # null: train.steps
     # WSD: the rate stays constant until wsd_decay_steps before the end of decay_steps, then falls by
     # wsd_decay_style.
@@ -84,9 +84,9 @@ class OptimConfig:
     wsd_decay_steps: int | None = number(None, 1, _MAX_COUNT)  # required by WSD, null with any other style
     # how the rate of WSD falls
     wsd_decay_style: str = choice("exponential", ("exponential", "linear", "cosine", "minus_sqrt"))
-    weight_decay: float = number(0.1, 0, 100)
-    beta1: float = number(0.9, 0, 1, below=True)
-    beta2: float = number(0.95, 0, 1, below=True)
+    weight_decay: float = number(0.1, 0, 100)  # weight decay of AdamW
+    beta1: float = number(0.9, 0, 1, below=True)  # beta1 of Adam
+    beta2: float = number(0.95, 0, 1, below=True)  # beta2 of Adam
     eps: float = number(1e-8, 1e-20, 1)  # epsilon of Adam; smaller values are 0 in fp32, or close to it
     clip_grad: float = number(1.0, 0, 1e9)  # maximum gradient norm; 0: gradients are not clipped
     distributed: bool = True  # Megatron's distributed optimizer: states are sharded over dp x cp
@@ -97,20 +97,21 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: int = number(20, 1, _MAX_COUNT)
+    steps: int = number(20, 1, _MAX_COUNT)  # optimizer steps of the run
     # An imported or trained run whose latest weights this run starts from, with a new optimizer. Own checkpoints
     # of this run take precedence. The model must be the same except for RoPE, sequence length and vocabulary
     # padding. On the command line, it also sets the model and the tokenizer unless other settings do.
     init_from: str | None = path(None)
     global_batch_size: int = number(1, 1, 10**6)  # sequences per step, over all data-parallel ranks
     micro_batch_size: int = number(1, 1, 10**6)  # sequences per forward pass of one data-parallel rank
+    # precision of parameters and activations; gradients and optimizer are fp32
     precision: str = choice("bf16", ("fp32", "bf16"))
-    device: str = choice("auto", ("auto", "cpu", "cuda"))
+    device: str = choice("auto", ("auto", "cpu", "cuda"))  # auto: CUDA if there is a device
     check_memory: bool = True  # refuse a run that is predicted not to fit, and warn if it is close
     # Refuse a tokenizer that the dataset was not written with and, on resume, a different dataset, tokenizer,
     # seq_length, split or seed. false: continue with them, from the sample after the last.
     check_data: bool = True
-    seed: int = number(1234, 1, 2**31 - 1)
+    seed: int = number(1234, 1, 2**31 - 1)  # seed of the weights and of the order of samples
     save: bool = True  # checkpoint at the end and when stopped
     save_interval: int | None = number(None, 1, _MAX_COUNT)  # steps; null: only at the end and when stopped
     # Copy checkpoints to host memory and write them while training continues; false: training waits.
@@ -130,11 +131,11 @@ class TrainConfig:
 class InferenceConfig:
     """`megatron-longctx generate` and `serve`. `inference.sampling.Sampling` explains sampling."""
 
-    max_new_tokens: int = number(128, 1, _MAX_COUNT)
+    max_new_tokens: int = number(128, 1, _MAX_COUNT)  # maximum number of generated tokens
     temperature: float = number(0.0, 0, 1e6)  # 0: the most likely token
-    top_k: int | None = number(None, 1, _MAX_COUNT)
+    top_k: int | None = number(None, 1, _MAX_COUNT)  # number of most likely tokens to draw from; null: all
     top_p: float = number(1.0, 0, 1, above=True)  # 1: draw from all tokens
-    seed: int = number(0, -(2**63), 2**63 - 1)
+    seed: int = number(0, -(2**63), 2**63 - 1)  # seed of the draws
     # How ranks share attention over the cache: auto | pass_kv | pass_q | one_hop
     mode: str = choice("auto", CACHE_MODES, "auto")
     # How mode=auto chooses: auto | simulate | algorithm_1 | algorithm_5 | empirical | bytes. auto: simulate if
@@ -156,7 +157,7 @@ class InferenceConfig:
     cuda_graphs: str = choice("auto", ("auto", "true", "false"))
     # How blocks travel between context-parallel ranks, as attention.transport.
     transport: str = choice("auto", TRANSPORTS)
-    page_tokens: int = number(64, 1, 2**20)
+    page_tokens: int = number(64, 1, 2**20)  # tokens per page of the KV cache
     # Size of the cache of all context-parallel ranks together; null: data.seq_length + max_new_tokens.
     cache_tokens: int | None = number(None, 1, 10**10)
     # Maximum number of new tokens per sequence computed at once; null: 65,536 per rank, over all sequences.
@@ -187,8 +188,8 @@ class ServeConfig:
     allowed_hosts: str | None = text(None, max_bytes=2000)
     max_active: int = number(16, 1, 4096)  # sequences computed together
     max_waiting: int = number(64, 1, 10**6)  # open requests, including active ones; more get 429
-    max_connections: int = number(128, 1, 10**6)
-    max_body_bytes: int = number(16 * 2**20, 1, 2**32)
+    max_connections: int = number(128, 1, 10**6)  # maximum number of open connections; more are refused
+    max_body_bytes: int = number(16 * 2**20, 1, 2**32)  # maximum size of a request; longer ones get 413
     # Time limit for a client to send a request's head, to send its body, to stay silent, and to read.
     timeout_s: float = number(30.0, 1, SECONDS_PER_YEAR)
     # If ranks take longer for one round (a chunk of prompts and a token), `/health` and requests get 503; at most
@@ -202,7 +203,9 @@ class ServeConfig:
 class LoggingConfig:
     """Where a run's figures go."""
 
+    # where W&B writes: to a folder (offline), to its server (online) or nowhere (disabled)
     wandb: str = choice("offline", ("offline", "online", "disabled"))
+    # project in W&B
     wandb_project: str = text("megatron-longctx", "a project of W&B, 1 to 128 letters", r"[^/\\#?%:]{1,128}")
     wandb_group: str | None = text(None)  # null: the sweep's name, else the experiment's, else the model and length
     wandb_job_type: str | None = text(None, max_bytes=64)  # null: the mode, by which tables and panels group runs
@@ -216,8 +219,9 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
+    # the run's folder inside run.root
     name: str = text("default", "a plain folder name of at most 200 bytes", r"(?!\.{1,2}$)[^/]+")
-    root: str = path("runs")
+    root: str = path("runs")  # folder of all runs
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,9 @@ def test_a_failed_source_keeps_the_earlier_corpus(tmp_path: Path, data: Run) -> 
 NAMED = "`stdlib`, `pydoc`, a folder, or a file that ends in .jsonl, .md, .py, .rst, .tex, .txt. Check the path, or"
 
 
+CHATS = {"a.jsonl": '{"prompt": "why?", "completion": "so"}\n'}
+
+
 @pytest.mark.parametrize(
     ("files", "source", "words", "expected"),
     [
@@ -174,27 +177,35 @@ NAMED = "`stdlib`, `pydoc`, a folder, or a file that ends in .jsonl, .md, .py, .
         ({"a.txt": ""}, "a.txt", [], "--source=AT/a.txt: expected text; the file is empty. Check what wrote it."),
         ({"a.jsonl": ""}, "a.jsonl", [], "--source=AT/a.jsonl: expected text; the file is empty."),
         ({"x/y/.gitkeep": ""}, "x", [], "--source=AT/x: expected files in the folder; it has none. Check the path."),
-        (
-            {"x/a.pdf": "p", "x/y/b.pdf": "p", "x/c": "c"}, "x", [],
-            "--source=AT/x: expected files that end in .md, .py, .rst, .tex, .txt; its 3 files have .pdf, no ending. "
-            "Choose others by --glob, for example --glob '**/*.html'.",
-        ),
+        ({"x/a.pdf": "p", "x/y/b.pdf": "p", "x/c": "c"}, "x", [],
+         "--source=AT/x: expected files that end in .md, .py, .rst, .tex, .txt; its 3 files have .pdf, no ending. "
+         "Choose others by --glob, for example --glob '**/*.html'."),
         ({"x/a.md": "", "x/b.md": ""}, "x", [], "--source=AT/x: expected text; all 2 files are empty."),
-        (
-            {"x/a.md": "a"}, "x", ["--glob", "*.txt"],
-            "--glob=*.txt: expected a pattern that files in AT/x match; none does. For example '**/*.txt'.",
-        ),
+        ({"x/a.md": "a"}, "x", ["--glob", "*.txt"],
+         "--glob=*.txt: expected a pattern that files in AT/x match; none does. For example '**/*.txt'."),
         ({"x/tests/a.md": "a"}, "x", ["--join"], "--source=AT/x: expected text outside of tests; all 1 files"),
-        (
-            {"a.jsonl": '{"text": "a"}\n{"id": 1, "content": "b"}\n'}, "a.jsonl", [],
-            "AT/a.jsonl:2: expected `text` (or `messages`, or `prompt` and `completion`, from the first line on); it "
-            "has id, content. Rename the key.",
-        ),
+        ({"a.jsonl": '{"text": "a"}\n{"id": 1, "content": "b"}\n'}, "a.jsonl", [],
+         "AT/a.jsonl:2: expected `text` (or `messages`, or `prompt` and `completion`, from the first line on); it "
+         "has id, content. Rename the key."),
         ({"a.jsonl": "{}\n"}, "a.jsonl", [], "AT/a.jsonl:1: expected `text` (or `messages`, or `prompt` and"),
         ({"a.jsonl": '{"prompt": "a"}\n'}, "a.jsonl", ["--chat-template", "AT/a.jsonl"], "AT/a.jsonl:1: expected {"),
+        ({"a.jsonl": '{"text": "one"}\n{"text": ""}\n'}, "a.jsonl", [],
+         "AT/a.jsonl:2: expected a text that is not empty. Fix or remove the line."),
+        (CHATS, "a.jsonl", [],
+         "--chat-template=None: expected a file: the lines are conversations, and this tokenizer has no chat"),
+        (CHATS, "a.jsonl", ["--chat-template", "gone"],
+         "--chat-template=gone: expected a file with a Jinja template"),
+        ({"a.md": "a"}, "a.md", ["--chat-template", "template"],
+         "--chat-template=template: expected conversations to lay out; the first line of AT/a.md is none"),
+        ({"a.md": "a"}, "a.md", ["--tokenizer", "huggingface"],
+         "--tokenizer-path None: expected the files of a huggingface tokenizer"),
+        ({"a.md": "a"}, "a.md", ["--tokenizer", "sentencepiece"],
+         "--tokenizer-path None: expected the files of a sentencepiece tokenizer"),
+        ({"a.md": "a"}, "a.md", ["--tokenizer", "tiktoken", "--tokenizer-path", "gone"],
+         "--tokenizer-path gone: expected the files of a tiktoken tokenizer"),
     ],
 )  # fmt: skip
-def test_a_source_without_text_is_refused(
+def test_sources_that_cannot_be_read_are_refused(
     files: dict[str, str], source: str, words: list[str], expected: str, tmp_path: Path, data: Run
 ) -> None:
     for name, text in files.items():
@@ -230,20 +241,6 @@ def test_an_output_without_a_name(out: str, source: Path, data: Run, monkeypatch
     assert sorted(source.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("words", "given"),
-    [
-        (["--tokenizer", "huggingface"], "--tokenizer-path None: expected the files of a huggingface tokenizer"),
-        (["--tokenizer", "sentencepiece"], "--tokenizer-path None: expected the files of a sentencepiece tokenizer"),
-        (["--tokenizer", "tiktoken", "--tokenizer-path", "gone"], "--tokenizer-path gone: expected the files of a tik"),
-    ],
-)
-def test_a_missing_tokenizer(words: list[str], given: str, source: Path, tmp_path: Path, data: Run) -> None:
-    message = data(source, tmp_path / "out/corpus", *words, code=2)
-    assert message.startswith(f"megatron-longctx data: {given}") and message.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
 def test_chats_are_formatted_and_only_replies_are_trained(tmp_path: Path, data: Run) -> None:
     (tmp_path / "template").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     path = tmp_path / "chats.jsonl"
@@ -258,29 +255,3 @@ def test_chats_are_formatted_and_only_replies_are_trained(tmp_path: Path, data: 
     assert message.startswith(f"megatron-longctx data: {path}:2: expected ") and message.count("\n") == 1
     assert len(IndexedDataset(str(tmp_path / "chats"))) == 2, "the earlier corpus is kept"
     assert not list(tmp_path.glob("*.partial*"))
-
-
-@pytest.mark.parametrize(
-    ("words", "given"),
-    [
-        ([], "--chat-template=None: expected a file: the lines are conversations, and this tokenizer has no chat"),
-        (["--chat-template", "gone"], "--chat-template=gone: expected a file with a Jinja template"),
-    ],
-)
-def test_chats_without_a_template(words: list[str], given: str, tmp_path: Path, data: Run) -> None:
-    path = tmp_path / "chats.jsonl"
-    path.write_text('{"prompt": "why?", "completion": "so"}\n')
-    assert data(path, tmp_path / "out/chats", *words, code=2).startswith(f"megatron-longctx data: {given}")
-    assert not (tmp_path / "out").exists()
-
-
-def test_texts_have_no_template(source: Path, tmp_path: Path, data: Run) -> None:
-    message = data(source, tmp_path / "out/x", "--chat-template", "template", code=2)
-    assert f"--chat-template=template: expected conversations to lay out; the first line of {source} is none" in message
-
-
-def test_an_empty_text_is_named(tmp_path: Path, data: Run) -> None:
-    path = tmp_path / "texts.jsonl"
-    path.write_text('{"text": "one"}\n{"text": ""}\n')
-    message = data(path, tmp_path / "out/corpus", code=2)
-    assert f"{path}:2: expected a text that is not empty. Fix or remove the line." in message
