@@ -144,7 +144,7 @@ class ShardWriter:
         self._files: list[list[Mapping[str, TensorInfo]]] = [[]]
         size = 0
         for group in groups:
-            group_size = sum(map(_size, group.values()))
+            group_size = sum(info.num_bytes for info in group.values())
             if self._files[-1] and size + group_size > max_bytes:
                 self._files.append([])
                 size = 0
@@ -171,14 +171,9 @@ class ShardWriter:
                         stream.write(tensor.flatten().view(torch.uint8).numpy().data)
                     files |= dict.fromkeys(group, name)
         if count > 1:
-            total = sum(_size(info) for groups in self._files for group in groups for info in group.values())
+            total = sum(info.num_bytes for groups in self._files for group in groups for info in group.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _size(info: TensorInfo) -> int:
-    """Return the bytes of a tensor."""
-    return torch.Size(info.shape).numel() * info.dtype.itemsize
 
 
 def _header(tensors: Mapping[str, TensorInfo]) -> bytes:
@@ -186,7 +181,7 @@ def _header(tensors: Mapping[str, TensorInfo]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, info in tensors.items():
-        end = begin + _size(info)
+        end = begin + info.num_bytes
         header[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()

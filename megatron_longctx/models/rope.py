@@ -167,13 +167,9 @@ def frequencies_of(model: ModelConfig) -> tuple[Frequencies, Frequencies]:
     return everywhere, frequencies(RopeScaling(), model.window_rope_base, model.rope_channels)
 
 
-def _original_length(scaling: RopeScaling) -> int:
-    assert scaling.original_length is not None, "checked with the configuration"
-    return scaling.original_length
-
-
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, _original_length(scaling)
+    low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_length
+    assert length is not None, "checked with the configuration"
     wavelength = 2 * math.pi / plain
     slow, fast = wavelength > length / low, wavelength < length / high
     unscaled = (length / wavelength - low) / (high - low)  # the weight of the plain frequency in the ramp
@@ -182,13 +178,13 @@ def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(periods: Tensor, scaling: RopeScaling, base: float) -> Tensor:
-    dim, length = 2 * len(periods), _original_length(scaling)
-
-    def pair_with(rotations: float) -> float:
-        """Return the index, not rounded, of the pair that rotates so often in `length` tokens."""
-        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-    first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    dim, length = 2 * len(periods), scaling.original_length
+    assert length is not None, "checked with the configuration"
+    # The indices, not rounded, of the pairs that rotate beta_fast and beta_slow times in `length` tokens.
+    first, last = (
+        dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        for rotations in (scaling.beta_fast, scaling.beta_slow)
+    )
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)

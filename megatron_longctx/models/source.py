@@ -26,6 +26,10 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
 
 class Source(Protocol):
     """A published model.
