@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .bounds import choice, number, text
 
-MOST_TOKENS = 10**9  # of a sequence
+MAX_TOKENS = 10**9  # of a sequence
 # The keys of multi-latent attention. A model has it if the first is not null.
 LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
@@ -61,7 +61,7 @@ class ModelConfig:
     rope_base: float = number(500_000.0, 1, 1e15)  # RoPE's base (theta)
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     # Number of previous tokens that a token sees; null: all. Every window_pattern-th layer sees all of them.
-    window: int | None = number(None, 1, MOST_TOKENS)
+    window: int | None = number(None, 1, MAX_TOKENS)
     window_pattern: int | None = number(None, 2, 10_000)  # every k-th layer sees all tokens; null: none does
     # RoPE's base in layers with a window, where RoPE is not scaled; null: as in other layers.
     window_rope_base: float | None = number(None, 1, 1e15)

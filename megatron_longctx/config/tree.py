@@ -12,7 +12,7 @@ from typing import Any
 
 from ..schedules.cache_modes import CACHE_MODES
 from .bounds import choice, number, path, text
-from .model import MOST_TOKENS, ModelConfig
+from .model import MAX_TOKENS, ModelConfig
 from .parallelism import (
     MAX_RANKS,
     SECONDS_PER_YEAR,
@@ -41,7 +41,7 @@ class DataConfig:
     """
 
     prefix: str = path("data/stdlib")  # the dataset, or a blend of several with weights
-    seq_length: int = number(4096, 1, MOST_TOKENS)  # tokens per sequence
+    seq_length: int = number(4096, 1, MAX_TOKENS)  # tokens per sequence
     # How documents become sequences of at most seq_length tokens: none (a stream of documents, cut anywhere) |
     # documents (the same stream, but attention, positions and labels end with each document) | best_fit (whole
     # documents packed; only documents longer than a sequence are cut)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..config import MOST_TOKENS, RECOMPUTES, Config
+from ..config import MAX_TOKENS, RECOMPUTES, Config
 from ..errors import refuse
 from ..topology.cluster import GIB
 from .model import OFFLOAD, predict, saved_bytes
@@ -69,7 +69,7 @@ def check(job: Job, capacity: int, host_capacity: int | None = None) -> str | No
 def max_length(job: Job, capacity: int) -> int:
     """The longest `data.seq_length` whose step fits, a multiple of what divides evenly among the ranks; 0: none.
 
-    No more than `MOST_TOKENS`.
+    No more than `MAX_TOKENS`.
 
     Args:
         capacity: bytes for live tensors.
@@ -83,7 +83,7 @@ def max_length(job: Job, capacity: int) -> int:
     if not fits(1):
         return 0
     fitting = 1
-    most = MOST_TOKENS // unit
+    most = MAX_TOKENS // unit
     while 2 * fitting <= most and fits(2 * fitting):
         fitting *= 2
     step = fitting
