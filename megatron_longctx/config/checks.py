@@ -293,7 +293,7 @@ def _check_training(config: Config) -> None:
     if (optim.wsd_decay_steps or 0) > decay - optim.warmup_steps:
         expected = f"at most {decay - optim.warmup_steps}, the steps of the decay ({decay}) after those of the warm-up"
         raise refuse("optim.wsd_decay_steps", optim.wsd_decay_steps, expected, "Lower it, or raise optim.decay_steps.")
-    if not data.has_held_out:
+    if not data.has_validation_split:
         condition = f"with data.split={data.split}, which has no second part"
         remedy = "Set data.split=95,5,0, say, or leave it null."
         _check_is("train.eval_interval", train.eval_interval, (None,), condition, remedy)

@@ -59,7 +59,7 @@ class DataConfig:
     mask_eod_loss: bool = False  # exclude labels that end a document from the loss
 
     @property
-    def has_held_out(self) -> bool:
+    def has_validation_split(self) -> bool:
         """Whether `split` has a validation part."""
         return any(map(float, self.split.split(",")[1:2]))
 

@@ -169,7 +169,7 @@ def _with_losses(evaluation: _Evaluation, config: Config, prefix: str | None) ->
     data, part = config.data, 1
     if prefix is not None:
         data, part, text = replace(data, prefix=prefix, split="100,0,0"), 0, prefix
-    elif data.has_held_out:
+    elif data.has_validation_split:
         text = f"the second part ({data.split}) of {data.prefix}"
     else:
         data, part = replace(data, split="100,0,0"), 0
