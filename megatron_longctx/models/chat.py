@@ -56,7 +56,7 @@ class Chat:
             raise ValueError(f"messages: {error}") from None
 
 
-def chat_of(path: str | None, tokenizer: Any, key: str = KEY) -> Chat:
+def load_chat(path: str | None, tokenizer: Any, key: str = KEY) -> Chat:
     """Return a model's chat format: by the template at `path`, else the tokenizer's, else plain text.
 
     Args:

@@ -18,7 +18,7 @@ from ..errors import refuse
 from ..inference.engine import LongContextEngine, Session
 from ..inference.sampling import Sampling
 from ..mcore.tokenizer import beginning, build_tokenizer, text_of
-from ..models.chat import Chat, Message, chat_of
+from ..models.chat import Chat, Message, load_chat
 from .inference_job import InferenceJob, job_of, refuse_unread, run, split_words
 from .text_stream import TextStream
 
@@ -41,7 +41,7 @@ def generate(words: Sequence[str], chat: bool = False) -> None:
     tokenizer = build_tokenizer(job.config.data.tokenizer, job.config.data.tokenizer_path)
     length = 0 if prompt is None else len(beginning(tokenizer)) + len(tokenizer.tokenize(prompt))
     if chat:
-        chat_of(job.config.inference.chat_template, tokenizer)  # refused before any rank starts
+        load_chat(job.config.inference.chat_template, tokenizer)  # refused before any rank starts
     run(replace(job, config=_with_cache(job.config, length), options=prompt), _converse)
 
 
@@ -74,7 +74,7 @@ def _with_cache(config: Config, prompt_tokens: int) -> Config:
 
 
 def _converse(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None:
-    chat = chat_of(job.config.inference.chat_template, tokenizer) if job.options is None else Chat()
+    chat = load_chat(job.config.inference.chat_template, tokenizer) if job.options is None else Chat()
     talk = _Talk(engine, tokenizer, chat, _sampling(job.config, (tokenizer.eod, *chat.stop_tokens)))
     for text, at_terminal in _turns(job.options):
         try:

@@ -26,7 +26,7 @@ from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling
 from ..inference.scheduler import Limits, Request, Scheduler
 from ..mcore.tokenizer import beginning, build_tokenizer, text_of, token_chars
-from ..models.chat import chat_of
+from ..models.chat import load_chat
 from ..training.signals import handled
 from .http_api.access import Access, access_of
 from .http_api.inbox import Inbox
@@ -53,7 +53,7 @@ def serve(words: Sequence[str]) -> None:
     refuse_unread(settings)
     _access(job.config.serve)
     data = job.config.data
-    chat_of(job.config.inference.chat_template, build_tokenizer(data.tokenizer, data.tokenizer_path))
+    load_chat(job.config.inference.chat_template, build_tokenizer(data.tokenizer, data.tokenizer_path))
     place = Placement.of_environment(os.environ)
     if place is None or place.rank == 0:
         _listen(job.config.serve).close()  # what is taken is refused before the model is loaded
@@ -99,7 +99,7 @@ def _serve(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None
         encode=tokenizer.tokenize,
         decode=lambda ids: text_of(tokenizer, ids),
         stop_token=tokenizer.eod,
-        chat=chat_of(job.config.inference.chat_template, tokenizer),
+        chat=load_chat(job.config.inference.chat_template, tokenizer),
         default_tokens=job.config.inference.max_new_tokens,
         bounds=scheduler.bounds,
         token_chars=token_chars(tokenizer),

@@ -26,7 +26,7 @@ from ..mcore.inference import for_inference
 from ..mcore.losses import LossesByPosition, at_length, for_losses
 from ..mcore.tokenizer import build_tokenizer, text_of
 from ..metrics.environment import environment
-from ..models.chat import Chat, chat_of
+from ..models.chat import Chat, load_chat
 from ..serving.inference_job import InferenceJob, check_memory, engine_of, job_of, split_words, start
 from ..training import auto, preflight
 
@@ -195,7 +195,7 @@ def _questions(
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     form = Format(lambda text: len(tokenizer.tokenize(text)))
     if _boolean(own, "chat"):
-        chat = chat_of(config.inference.chat_template, tokenizer)
+        chat = load_chat(config.inference.chat_template, tokenizer)
         if chat.template is None:
             expected = f"false: the {config.data.tokenizer} tokenizer has no chat template"
             raise refuse("chat", True, expected, "Set inference.chat_template=FILE, or leave it out.")
@@ -223,7 +223,7 @@ def _evaluate(job: InferenceJob, groups: Any) -> None:
         model.release()
     if evaluation.questions:
         with engine_of(job, groups) as (engine, tokenizer):
-            chat = chat_of(job.config.inference.chat_template, tokenizer) if evaluation.chat else Chat()
+            chat = load_chat(job.config.inference.chat_template, tokenizer) if evaluation.chat else Chat()
             _answer(evaluation, engine, tokenizer, (tokenizer.eod, *chat.stop_tokens))
     if dist.get_rank() == 0:
         results.complete = True

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_longctx.inference.scheduler import Event
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.models.chat import chat_of
+from megatron_longctx.models.chat import load_chat
 from tests.inference.http_server import BODY, Served, answer_on, serving
 from tests.shared.jobs import PATIENCE_S
 
@@ -71,7 +71,7 @@ def test_a_template_lays_a_chat_out_and_ends_its_answer(tmp_path: Path) -> None:
         "{{ m.role }}:{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     talk = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    with serving(chat=chat_of(str(path), build_tokenizer("byte-level"))) as served:
+    with serving(chat=load_chat(str(path), build_tokenizer("byte-level"))) as served:
         connection = served.post({"messages": talk, "stop": "zz"}, "/v1/chat/completions")
         request = served.request()
         assert bytes(request.prompt) == b"user:ab</s>assistant:"

@@ -10,7 +10,7 @@ from megatron.core.tokenizers import MegatronTokenizer
 
 from megatron_longctx.mcore.tokenizer import build_tokenizer, text_of
 from megatron_longctx.models import chat as chat_module
-from megatron_longctx.models.chat import Chat, chat_of, special_tokens, template_of
+from megatron_longctx.models.chat import Chat, load_chat, special_tokens, template_of
 from megatron_longctx.models.chat_template import ChatTemplate, InvalidTemplate
 from megatron_longctx.serving.text_stream import TextStream
 
@@ -30,11 +30,11 @@ BYTES = build_tokenizer("byte-level")
 
 def chat_with(template: str, folder: Path) -> Chat:
     (folder / "chat.jinja").write_text(template)
-    return chat_of(str(folder / "chat.jinja"), BYTES)
+    return load_chat(str(folder / "chat.jinja"), BYTES)
 
 
 def test_without_a_template_a_chat_has_one_message_per_line() -> None:
-    plain = chat_of(None, BYTES)
+    plain = load_chat(None, BYTES)
     assert plain == Chat() and plain.text(TALK) == "be brief\nwhat <is> it?\na thing\nwhich?\n"
 
 
@@ -60,11 +60,11 @@ def test_every_turn_begins_with_the_previous_turns(tmp_path: Path) -> None:
 def test_a_files_template_takes_precedence_over_the_tokenizers(tmp_path: Path) -> None:
     metadata = {"library": "byte-level", "chat_template": "{% for m in messages %}[{{ m.content }}]{% endfor %}"}
     own = MegatronTokenizer.from_pretrained(metadata_path=metadata)
-    assert chat_of(None, own).text(TALK[:2]) == "[be brief][what <is> it?]"
+    assert load_chat(None, own).text(TALK[:2]) == "[be brief][what <is> it?]"
     (tmp_path / "other").write_text("{{ messages | length }}{{ eos_token }}")
-    assert chat_of(str(tmp_path / "other"), own).text(TALK) == "4"
+    assert load_chat(str(tmp_path / "other"), own).text(TALK) == "4"
     own.chat_template = {"default": "{{ messages[0].role }}", "tools": "x"}
-    assert chat_of(None, own).text(TALK) == "system"
+    assert load_chat(None, own).text(TALK) == "system"
     assert template_of(BYTES) is None
 
 
@@ -75,7 +75,7 @@ def test_templates_receive_the_texts_of_special_tokens(tmp_path: Path) -> None:
     assert special_tokens(tokenizer) == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "", "pad_token": ""}
     path = tmp_path / "chat.jinja"
     path.write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
-    chat = chat_of(str(path), tokenizer)
+    chat = load_chat(str(path), tokenizer)
     assert chat.text(TALK[1:3]) == "<s>what <is> it?</s>a thing</s>" and chat.stop_texts == ("</s>",)
 
 
@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("large", r"large: expected a file of at most 1,048,576 bytes"),
     ):
         with pytest.raises(ValueError, match=message):
-            chat_of(str(tmp_path / name), BYTES)
+            load_chat(str(tmp_path / name), BYTES)
 
 
 def test_messages_that_a_template_refuses(tmp_path: Path) -> None:
