@@ -101,7 +101,7 @@ def load_config(path: Path) -> Config:
         # run.root is written last. Without this check, a file that is cut short would leave other keys at defaults.
         if OmegaConf.select(loaded, "run.root") is None or not path.read_bytes().endswith(b"\n"):
             raise ValueError("it is empty or cut short")
-        config = config_of(loaded)
+        config = config_from_dict(loaded)
     except (FileNotFoundError, NotADirectoryError):
         remedy = "Start the run with `megatron-longctx train`."
         raise ValueError(f"{path}: expected a run's configuration there. {remedy}") from None
@@ -112,7 +112,7 @@ def load_config(path: Path) -> Config:
     return config
 
 
-def config_of(values: Any) -> Config:
+def config_from_dict(values: Any) -> Config:
     """Convert the result of `Config.as_dict` back to a configuration, without validation."""
     return cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), values)))
 

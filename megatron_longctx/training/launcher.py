@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import ProcessException
 from ..comm import from_rank_0, rendezvous
 from ..comm.local_ranks import stopped_ranks, with_cause
 from ..comm.rendezvous import Placement
-from ..compose import compose_config, config_of, load_config, override_config
+from ..compose import compose_config, config_from_dict, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed
 from . import worker
@@ -182,7 +182,7 @@ def _join(config: Config, place: Placement) -> None:
         if refusal:
             raise refusal
         _exit_after_rank_0()
-    config = config_of(resolved)
+    config = config_from_dict(resolved)
     try:
         worker.run(config)
     except Exception as error:
