@@ -10,7 +10,7 @@
 from .build import build_plan
 from .cost import Costs, KernelSample, MessageSample, Workload
 from .kernel_calls import KernelCall, Segment, Takes, kernel_calls
-from .lower import Lowering, lower
+from .lower import Lowering, Target, lower
 from .mask import Document, Mask, Slice
 from .modes import MODES, Mode, ModeOptions, find_mode
 from .overlap import backward_plan
@@ -18,6 +18,5 @@ from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, St
 from .program import Program
 from .relay import ranks_to_sum, summing_in_nodes
 from .save_remote import keeping, keeps_received
-from .target import Target
 from .transpose import transpose
 from .verify import PlanError, verify

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .cost import Workload
-from .lower import Lowering
+from .lower import Lowering, Target
 from .plan import Attend, Kind, Plan
 from .program import Program
-from .target import Target
 
 _Moved = dict[Kind, tuple[float, float]]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_longctx.attention.function import shapes_of
 from megatron_longctx.attention.run import Run
 from megatron_longctx.schedules import ALL_HEADS, Heads, Kind
-from megatron_longctx.schedules.program import Copy, Merge, Part, Rows, Space
-from megatron_longctx.schedules.totals import MOST_PARTIALS, Total
+from megatron_longctx.schedules.program import Copy, Merge, Op, Part, Rows, Space
+from megatron_longctx.schedules.totals import MOST_PARTIALS, Accumulator
 
 S, B, H, D = 6, 2, 4, 8
 
@@ -26,7 +26,8 @@ class Sums:
         like = torch.zeros(S, B, H, D, dtype=dtype)
         self.shapes, self.kind = shapes_of(like, like, like), kind
         into = Rows(Space.RESULT, 0, kind, 0, S)
-        self.total, self.ops = Total(into, 0, self.shapes.workload), []
+        self.ops: list[Op] = []
+        self.total = Accumulator(into, 0, self.shapes.workload, self.ops)
         self.parts: list[tuple[int, range, tuple[Tensor, ...]]] = []
         program = SimpleNamespace(totals=(into._replace(space=Space.TOTAL),), results=(into,), backward=True)
         bound: Any = SimpleNamespace(program=program, shapes=self.shapes, copies=self, channel=None, engine=None)
@@ -38,7 +39,7 @@ class Sums:
         before = () if self.kind is Kind.OUT else (fields[0],) if self.kind is Kind.DKV else ()
         self.run._calls.append((*before, *fields))
         rows = Rows(Space.CALL, number, self.kind, 0, len(fields[0]), heads, heads)
-        self.total.add(Part(rows, start), self.ops)
+        self.total.add(Part(rows, start))
 
     def copy(self, _: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """In the place of `BatchedCopy`."""
@@ -46,7 +47,7 @@ class Sums:
             into.copy_(source)
 
     def finish(self) -> tuple[Tensor, ...]:
-        rows = self.total.finish(self.ops)
+        rows = self.total.finish()
         for number, op in enumerate(self.ops):
             (self.run._copy if isinstance(op, Copy) else self.run._merge)(op, number)
         return self.run._fields(rows)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import FEW, CacheManager
-from megatron_longctx.schedules import Kind, Lowering, Plan, Takes, Target, Workload, places, verify
+from megatron_longctx.schedules import Kind, Lowering, Plan, Takes, Target, Workload, buffers, verify
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.describe import describe, moved_tokens
 from megatron_longctx.schedules.program import Compute, Copy
@@ -90,7 +90,7 @@ def test_shared_keys_travel_once(n: int) -> None:
 @pytest.mark.parametrize("mode", CACHE_MODES)
 def test_joined_calls_do_not_depend_on_where_tokens_lie(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same history in a fresh cache and in the gaps of a used one: the same calls, of the same sizes in order."""
-    monkeypatch.setattr(places, "LONG_RUN", 32)
+    monkeypatch.setattr(buffers, "LONG_RUN", 32)
 
     def calls(joined: bool, gaps: bool) -> list[object]:
         manager = CacheManager(2, 12, 64)
@@ -159,7 +159,7 @@ def test_few_new_tokens_take_few_operations_and_hardly_more_work(mode: str) -> N
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_long_runs_are_read_in_place(joined: bool) -> None:
-    long = places.LONG_RUN
+    long = buffers.LONG_RUN
     batch = batch_with_past(1, [(long, 5, long), (3, 1, 1)], (1, 1), page=long, pages=9)
     assert len(batch.chunks[0].cached_runs[0]) > 1
     program = Lowering(batch.plan("pass_q"), Target(HEADS, PACKED, None, joined)).program(0)

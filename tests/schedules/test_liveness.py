@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longctx.schedules import MODES, RESULTS, Block, Kind, Mask, Plan, backward_plan, build_plan, keeping
+from megatron_longctx.schedules.buffers import assign_buffers, live_ranges
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
-from megatron_longctx.schedules.liveness import assign, live_ranges
 from tests.schedules.masks import Cache, cache_of, caches, masks
 from tests.shared.plans import tangled_plan
 
@@ -39,7 +39,7 @@ def check(plan: Plan) -> None:
             assert each.kept == any(any(b.contains(k) for k in of) for b, of in zip(blocks, kept, strict=False))
             used = max(last_use(plan, rank, block, each.first) for block in blocks)
             assert each.last == (len(plan.steps) - 1 if each.kept else used)
-        buffers, busy_until = assign(ranges)
+        buffers, busy_until = assign_buffers(ranges)
         for i, each in enumerate(ranges):
             before = [other.last for j, other in enumerate(ranges[:i]) if buffers[j] == buffers[i]]
             assert busy_until[i] == max(before, default=-1) < each.first

@@ -19,10 +19,10 @@ from megatron_longctx.schedules import (
     Target,
     Workload,
     backward_plan,
+    buffers,
     build_plan,
     keeping,
     lower,
-    places,
 )
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.footprint import Footprint, footprint
@@ -175,7 +175,7 @@ def test_one_rank_alone_computes_in_place() -> None:
 def test_long_stretches_of_keys_are_not_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short neighbours are; and all where results may not depend on where keys lie."""
     long = 64
-    monkeypatch.setattr(places, "LONG_RUN", long)
+    monkeypatch.setattr(buffers, "LONG_RUN", long)
 
     def work(*runs: int, joined: bool = False) -> tuple[int, int]:
         """(rows copied, kernel calls) of a query over stretches of keys that lie apart in a cache."""
@@ -249,8 +249,8 @@ def test_what_is_sent_lies_apart_for_as_long_as_it_is_needed(some: list[Batch]) 
             if found.offsets[i] < ends[j] and found.offsets[j] < ends[i]:
                 first, second = sorted((one, two), key=lambda batch: (batch.written, batch.step))
                 # Readers are done two steps before, and their word is awaited in time.
-                assert first.step + 2 <= second.freed
-                assert found.awaited[first.step] <= second.freed
+                assert first.step + 2 <= second.free_by
+                assert found.awaited[first.step] <= second.free_by
 
 
 def test_names_of_buffers_are_shared_by_sequences_of_other_lengths() -> None:

@@ -11,13 +11,13 @@ def placed_by_looking_at_all(batches: list[Batch]) -> Placement:
     offsets, placed, awaited = [0] * len(batches), [], {}
     for i in sorted(range(len(batches)), key=lambda i: (batches[i].written, batches[i].step)):
         new, size = batches[i], batches[i].num_bytes
-        over = {j for j in placed if batches[j].step + 2 <= new.freed}
+        over = {j for j in placed if batches[j].step + 2 <= new.free_by}
         taken = [(offsets[j], offsets[j] + batches[j].num_bytes) for j in placed if j not in over]
         free = (at for at in sorted({0, *(stop for _, stop in taken)}))
         offsets[i] = next(at for at in free if all(at + size <= start or stop <= at for start, stop in taken))
         for j in over:
             if offsets[i] < offsets[j] + batches[j].num_bytes and offsets[j] < offsets[i] + size:
-                awaited[batches[j].step] = min(new.freed, awaited.get(batches[j].step, new.freed))
+                awaited[batches[j].step] = min(new.free_by, awaited.get(batches[j].step, new.free_by))
         placed.append(i)
     most = max((at + batch.num_bytes for at, batch in zip(offsets, batches, strict=True)), default=0)
     return Placement(tuple(offsets), most, awaited)
