@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +51,7 @@ def find_calibration(device: str, ranks: int, workload: Workload, transport: str
 def save_calibration(calibration: Calibration, path: Path) -> None:
     """Write a calibration; no reader ever sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {
-        "version": _VERSION,
-        "device": calibration.device,
-        "kernel": calibration.kernel,
-        "transport": calibration.transport,
-        "cluster": as_data(calibration.cluster),
-        "workload": asdict(calibration.workload),
-        "costs": asdict(calibration.costs),
-        "environment": calibration.environment,
-    }
+    data = {"version": _VERSION, **asdict(calibration), "cluster": as_data(calibration.cluster)}
     files.write_text(path, json.dumps(data, indent=1) + "\n")
 
 
@@ -74,19 +65,13 @@ def load_calibration(path: Path) -> Calibration:
         data = json.loads(path.read_text())
         if data["version"] != _VERSION:
             raise ValueError(f"version {data['version']}")
-        costs = dict(data["costs"])
+        found = {each.name: data[each.name] for each in fields(Calibration)}
+        costs = {**found["costs"]}
         costs["kernels"] = tuple(KernelSample(*sample) for sample in costs["kernels"])
         costs["messages"] = tuple(MessageSample(*sample) for sample in costs["messages"])
         costs["modes"] = tuple(ModeSample(*sample) for sample in costs.get("modes", ()))
-        return Calibration(
-            device=data["device"],
-            kernel=data["kernel"],
-            transport=data["transport"],
-            cluster=cluster_from(data["cluster"]),
-            workload=Workload(**data["workload"]),
-            costs=Costs(**costs),
-            environment=data["environment"],
-        )
+        found["cluster"] = cluster_from(found["cluster"])
+        return Calibration(**{**found, "workload": Workload(**found["workload"]), "costs": Costs(**costs)})
     except FileNotFoundError:
         raise ValueError(
             f"{path}: expected a calibration. Run `megatron-longctx calibrate` with the same settings."

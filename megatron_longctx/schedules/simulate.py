@@ -41,8 +41,7 @@ class Simulation:
     plan: Plan
     seconds: float
     compute_s: tuple[float, ...]  # kernel calls, merges and copies, one number per rank
-    exposed_s: tuple[float, ...]  # waits for messages between them
-    idle_s: tuple[float, ...]  # the rest, until the last rank is done
+    exposed_s: tuple[float, ...]  # waits for messages between them; the rest is idle, until the last rank is done
     links: dict[Resource, float] = field(repr=False)  # the share of the time that each resource is busy
     peak_bytes: int
     """The most memory of a rank for this call, with its own tensors and send memory but without kernel workspaces."""
@@ -160,7 +159,6 @@ class _Simulator:
             seconds=end,
             compute_s=tuple(self.busy),
             exposed_s=tuple(self.exposed),
-            idle_s=tuple([end - busy - exposed for busy, exposed in zip(self.busy, self.exposed, strict=True)]),
             links={resource: used / end for resource, used in messages.used.items()} if end else {},
             peak_bytes=self.peak_bytes,
             operations=self.operations,

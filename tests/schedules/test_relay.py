@@ -41,7 +41,7 @@ from megatron_longctx.schedules.mask import full
 from megatron_longctx.schedules.overlap import LEAST_TOKENS
 from megatron_longctx.schedules.plan import GRADIENTS
 from megatron_longctx.schedules.program import Space
-from megatron_longctx.schedules.repeats import Repeats
+from megatron_longctx.schedules.repeats import ShortPlans
 from megatron_longctx.schedules.select import Problem, rank_modes
 from megatron_longctx.schedules.simulate import simulate
 from megatron_longctx.topology import Cluster, Device, Mesh, Network, load_cluster
@@ -276,7 +276,7 @@ def test_simulations_of_repeating_steps_hold_for_sums() -> None:
     """Of steps that repeat a few are lowered: the same as all of them."""
     cluster, target = replace(SLOW, nodes=48), Target(Workload(2, 2, 8), PACKED)
     plan = summed(build_plan("zigzag", 192, full(192 * 64)), 4)
-    assert all(Repeats(plan, target.workload).short(rank).cuts for rank in (0, 77, 191))
+    assert all(ShortPlans(plan, target.workload).of(rank).cuts for rank in (0, 77, 191))
     short, whole = (simulate(plan, cluster, target, timeline=timeline) for timeline in (False, True))
     assert short.seconds == pytest.approx(whole.seconds, rel=1e-12) and short.peak_bytes == whole.peak_bytes
 
