@@ -292,7 +292,7 @@ class _Rank:
             self.memory[Space.CALL, op.number, kind] = each
 
     def check(self) -> None:
-        """Check that each visible pair contributed once, and to dk and dv once per part of the heads that reads them."""
+        """Check that each visible pair contributed once; to dk and dv once per part of the heads that reads them."""
         parts = max((op.queries.heads.parts for rank in self.group.ranks for op in rank.program.calls), default=1)
         shared = max(1, parts // self.work.num_kv_heads)
         for kind, rows in self.program.own.items():
