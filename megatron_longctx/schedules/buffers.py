@@ -99,21 +99,18 @@ def assign_buffers(ranges: Sequence[LiveRange]) -> tuple[list[int], list[int]]:
     Returns:
         For each range its buffer, and the step until which that was in use before (-1: never).
     """
-    alike: list[tuple[Kind, int, bool]] = []
-    busy: list[int] = []
+    buffers: list[tuple[tuple[Kind, int, bool], int]] = []  # the type of each, and until when it is busy
     buffer_of, busy_until = [], []
     for each in ranges:
-        kind = (each.kind, each.heads.parts, each.kept)
-        free = [i for i, other in enumerate(alike) if other == kind and busy[i] < each.first]
-        if free:
-            buffer = min(free, key=lambda i: busy[i])  # the one that has been free for longest, to wait the least
-        else:
-            buffer = len(alike)
-            alike.append(kind)
-            busy.append(-1)
-        buffer_of.append(buffer)
-        busy_until.append(busy[buffer])
-        busy[buffer] = each.last
+        type_ = (each.kind, each.heads.parts, each.kept)
+        free = [(busy, i) for i, (other, busy) in enumerate(buffers) if other == type_ and busy < each.first]
+        if not free:
+            free = [(-1, len(buffers))]
+            buffers.append((type_, -1))
+        busy, number = min(free)  # the one that has been free for longest, to wait the least
+        buffer_of.append(number)
+        busy_until.append(busy)
+        buffers[number] = type_, each.last
     return buffer_of, busy_until
 
 

@@ -272,7 +272,7 @@ class Costs:
         if own:
             lengths, ratios = zip(*sorted(own), strict=True)
             fading: float = min(1.0, lengths[-1] / length)
-            return 1.0 + (_interpolate_log(length, lengths, ratios) - 1.0) * fading
+            return 1.0 + (_interpolate(length, lengths, ratios, log=True) - 1.0) * fading
         measured = {sample.mode for sample in self.modes if sample.backward == backward}
         return max((self.correction(other, length, backward) for other in measured), default=1.0)
 
@@ -293,27 +293,21 @@ class _KernelTable:
         self.shortest = min(sample.seconds for sample in samples)
 
     def seconds(self, num_queries: int, num_keys: int) -> float:
-        per_pair = [_interpolate_log(num_keys, *row) for row in self._rows.values()]
-        seconds = math.exp(_interpolate_log(num_queries, list(self._rows), per_pair)) * num_queries * num_keys
+        per_pair = [_interpolate(num_keys, *row, log=True) for row in self._rows.values()]
+        seconds = math.exp(_interpolate(num_queries, list(self._rows), per_pair, log=True)) * num_queries * num_keys
         return max(seconds, self.shortest)
 
 
-def _interpolate_log(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Interpolate linearly in log x. The result is constant below the first and above the last point."""
+def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float], log: bool = False) -> float:
+    """Interpolate linearly in x or in log x. The result is constant below the first point.
+
+    Above the last point it is proportional to x, or constant in log x.
+    """
     if x <= xs[0]:
         return ys[0]
     if x >= xs[-1]:
-        return ys[-1]
+        return ys[-1] if log else ys[-1] * x / xs[-1]
     i = bisect_left(xs, x)
-    share = math.log(x / xs[i - 1]) / math.log(xs[i] / xs[i - 1])
+    low, high = xs[i - 1], xs[i]
+    share = math.log(x / low) / math.log(high / low) if log else (x - low) / (high - low)
     return ys[i - 1] + share * (ys[i] - ys[i - 1])
-
-
-def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Interpolate linearly. The result is constant below the first point and proportional to x above the last."""
-    if x <= xs[0]:
-        return ys[0]
-    if x >= xs[-1]:
-        return ys[-1] * x / xs[-1]
-    i = bisect_left(xs, x)
-    return ys[i - 1] + (x - xs[i - 1]) / (xs[i] - xs[i - 1]) * (ys[i] - ys[i - 1])

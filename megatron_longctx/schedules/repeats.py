@@ -8,7 +8,7 @@ wherever they occur become one block of as many tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from operator import itemgetter
@@ -26,6 +26,7 @@ Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 LEAST_RANKS = 16
 """Plans of fewer ranks are lowered faster than compared."""
@@ -178,9 +179,14 @@ class _Parts:
         things, roles, ranks, at = things[order], roles[order], ranks[order], (ranks * num_steps + steps)[order]
         is_call = things >= len(blocks)
         roles[is_call] = _CALL
-        values, of_blocks = _numbered(blocks)
+        # The number of the block's shape or of the call's slices, home and origin.
+        objects, which = _distinct(blocks)
+        shapes, of_objects = _number(map(itemgetter(0, 2, 3, 5), objects))
+        columns = of_objects, list(map(itemgetter(1), objects)), list(map(itemgetter(4), objects))
+        of_blocks = np.array(columns, np.int32).T.take(which, 0)
+        objects_of_calls, which = _distinct(slices)
         of_calls = np.full((len(calls), 3), -1, np.int32)
-        of_calls[:, 0] = _equal(slices)
+        of_calls[:, 0] = np.array(_number(objects_of_calls)[1], np.int32).take(which)
         numbers, homes, origins = np.concatenate((of_blocks, of_calls)).take(things, 0).T
         codes = 8 * numbers + 2 * roles + (origins == ranks)
         # The distance of each row to the one in which its home came last.
@@ -194,10 +200,10 @@ class _Parts:
         # Which rows join the one before them. Results do only if their send memory is contiguous; those for this rank
         # do not, since they are merged one after the other.
         numbers[is_call] = 0
-        shapes, results, even = _about(values, workload)
-        to_send = (origins == ranks) & even[numbers]
+        spans, results, unpadded = _about(shapes, workload)
+        to_send = (origins == ranks) & unpadded[numbers]
         joins = (is_own & (roles == _SENT)) | (is_other & (~results[numbers] | to_send))
-        unlike = np.flatnonzero((since > 0) & (shapes[numbers] != shapes[numbers[before]]))
+        unlike = np.flatnonzero((since > 0) & (spans[numbers] != spans[numbers[before]]))
         joins[unlike] = joins[before[unlike]] = False
         joins[1:] &= joins[:-1]
         joins[:1] = False
@@ -230,22 +236,6 @@ class _Parts:
             yield code // 2 % 4, self._things[number], *rest
 
 
-def _numbered(blocks: Sequence[Block]) -> tuple[list[tuple[Kind, int, int, Heads]], Ints]:
-    """Return the distinct shapes of blocks, and for each block a row: the number of its shape, its home, its origin."""
-    found, places = _distinct(blocks)
-    numbers: dict[tuple[Kind, int, int, Heads], int] = {}
-    columns = [[numbers.setdefault(each, len(numbers)) for each in map(itemgetter(0, 2, 3, 5), found)]]
-    columns += [list(map(itemgetter(field), found)) for field in (1, 4)]
-    return list(numbers), np.array(columns, np.int32).T.take(places, 0)
-
-
-def _equal(things: Sequence[object]) -> Ints:
-    """Return a number for each thing, equal for equal things."""
-    found, places = _distinct(things)
-    numbers: dict[object, int] = {}
-    return np.array([numbers.setdefault(each, len(numbers)) for each in found], np.int32).take(places)
-
-
 def _distinct(things: Sequence[T]) -> tuple[list[T], NDArray[np.int_]]:
     """Return the distinct objects, and which of them each thing is. Plans share most of their objects."""
     ids = np.fromiter(map(id, things), np.int64, len(things))
@@ -253,19 +243,22 @@ def _distinct(things: Sequence[T]) -> tuple[list[T], NDArray[np.int_]]:
     return [things[i] for i in first.tolist()], places
 
 
-def _about(values: Sequence[tuple[Kind, int, int, Heads]], workload: Workload) -> tuple[Ints, Bools, Bools]:
-    """Return three arrays about shapes of blocks.
+def _number(things: Iterable[K]) -> tuple[list[K], list[int]]:
+    """Return the distinct values of things, and which of them each thing is."""
+    numbers: dict[K, int] = {}
+    column = [numbers.setdefault(each, len(numbers)) for each in things]
+    return list(numbers), column
 
-    They are equal numbers for the same rows and heads, whether blocks are results, and whether several blocks take as
-    much send memory as one of all their tokens.
-    """
-    shapes: dict[tuple[int, int, Heads], int] = {}
-    shape = [shapes.setdefault(value[1:], len(shapes)) for value in values]
-    even = [
+
+def _about(shapes: Sequence[tuple[Kind, int, int, Heads]], workload: Workload) -> tuple[Ints, Bools, Bools]:
+    """Return for each shape the number of its slots and heads, whether it is a result, and whether send memory holds
+    it without padding."""
+    _, spans = _number(shape[1:] for shape in shapes)
+    unpadded = [
         all(size * (stop - start) % ALIGNMENT == 0 for size in workload.field_bytes(kind, heads))
-        for kind, start, stop, heads in values
+        for kind, start, stop, heads in shapes
     ]
-    return np.array(shape, np.int32), np.array([value[0] in RESULTS for value in values], bool), np.array(even, bool)
+    return np.array(spans, np.int32), np.array([kind in RESULTS for kind, *_ in shapes], bool), np.array(unpadded, bool)
 
 
 def _begins(joins: Bools, before: NDArray[np.int_], again: NDArray[np.int_]) -> Bools:

@@ -41,17 +41,13 @@ class Batch(NamedTuple):
         return self.written if self.passed else self.written - 1
 
 
-class Placement(NamedTuple):
-    """Where batches are placed. awaited: keyed by a step whose memory is reused, the step that has to await its
-    readers."""
+def place(batches: Sequence[Batch]) -> tuple[list[int], int, dict[int, int]]:
+    """Place each batch at the lowest offset that is free during its whole lifetime.
 
-    offsets: tuple[int, ...]  # one per batch
-    num_bytes: int
-    awaited: dict[int, int]
-
-
-def place(batches: Sequence[Batch]) -> Placement:
-    """Place each batch at the lowest offset that is free during its whole lifetime."""
+    Returns:
+        The offset of each batch, the bytes of all, and, keyed by a step whose memory is reused, the step that awaits
+        its readers.
+    """
     order = sorted(range(len(batches)), key=lambda i: (batches[i].written, batches[i].step))
     offsets = [0] * len(batches)
     placed: list[int] = []
@@ -72,7 +68,7 @@ def place(batches: Sequence[Batch]) -> Placement:
                 awaited[batches[j].step] = min(batch.free_by, awaited.get(batches[j].step, batch.free_by))
         placed.append(i)
     total = max((offset + batch.num_bytes for offset, batch in zip(offsets, batches, strict=True)), default=0)
-    return Placement(tuple(offsets), total, awaited)
+    return offsets, total, awaited
 
 
 ResultMessage = tuple[Block, int]
@@ -160,9 +156,9 @@ def send_layout(
             if blocks:
                 written = t if is_passed else min(computed[block, t] for block, _ in blocks)
                 batches.append((Batch(t, written, sum(memory.num_bytes(b) for b, _ in blocks), is_passed), blocks))
-    placement, base = place([batch for batch, _ in batches]), memory.end
+    base, (offsets, num_bytes, awaited) = memory.end, place([batch for batch, _ in batches])
     regions: dict[tuple[Block, int, int], int] = {}  # keyed by block, step and destination
-    for offset, (batch, blocks) in zip(placement.offsets, batches, strict=True):
+    for offset, (batch, blocks) in zip(offsets, batches, strict=True):
         memory.end = base + offset
         for block, to in blocks:
             regions[block, batch.step, to] = memory.add(block.kind, block.heads, block.tokens)
@@ -177,12 +173,12 @@ def send_layout(
         return Message(block, to, into.number, into.start + block.start - own.start, False)
 
     awaits: dict[int, tuple[int, ...]] = {}
-    for step, awaiting in sorted(placement.awaited.items()):
+    for step, awaiting in sorted(awaited.items()):
         awaits[awaiting] = (*awaits.get(awaiting, ()), step)
     return SendLayout(
         regions=tuple(memory.regions),
         messages=tuple([tuple([message(block, t, to) for block, _, to in moves]) for t, moves in enumerate(sends)]),
-        num_bytes=base + placement.num_bytes,
+        num_bytes=base + num_bytes,
         packing=tuple(map(tuple, packing)),
         results={(block, t): region for (block, t, to), region in regions.items() if to == -1},
         awaits=awaits,
