@@ -242,10 +242,6 @@ class Program:
         return tuple(op for op in self.ops if isinstance(op, Compute))
 
     @cached_property
-    def merges(self) -> tuple[Merge, ...]:
-        return tuple(op for op in self.ops if isinstance(op, Merge))
-
-    @cached_property
     def buffer_names(self) -> tuple[int, ...]:
         """The place of every buffer among those of its kind, ordered by size, the largest first.
 

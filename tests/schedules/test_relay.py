@@ -40,7 +40,7 @@ from megatron_longctx.schedules.footprint import footprint
 from megatron_longctx.schedules.mask import full
 from megatron_longctx.schedules.overlap import LEAST_TOKENS
 from megatron_longctx.schedules.plan import GRADIENTS
-from megatron_longctx.schedules.program import Space
+from megatron_longctx.schedules.program import Merge, Space
 from megatron_longctx.schedules.repeats import ShortPlans
 from megatron_longctx.schedules.select import Problem, rank_modes
 from megatron_longctx.schedules.simulate import simulate
@@ -222,9 +222,10 @@ def test_parts_are_added_in_a_fixed_order_in_accumulators() -> None:
         program = lowering.program(rank)
         (sum_of,) = [move for move in crossing(plan, 4) if move.source == rank]
         region = next(m.region for some in program.sends.messages for m in some if m.block == sum_of.block)
-        (last,) = [op for op in program.merges if op.into[:2] == (Space.SENT, region)]
+        every = [op for op in program.ops if isinstance(op, Merge)]
+        (last,) = [op for op in every if op.into[:2] == (Space.SENT, region)]
         totals = {(Space.TOTAL, part.rows.number) for part in last.parts if part.rows.space is Space.TOTAL}
-        merges = [op for op in program.merges if op is last or op.into[:2] in totals]
+        merges = [op for op in every if op is last or op.into[:2] in totals]
         added = [part.rows.space for op in merges for part in op.parts if part.rows.space is not Space.TOTAL]
         # Its own, and in the order of arrival those of the node's three others.
         assert sorted(added) == [Space.BUFFER, Space.BUFFER, Space.BUFFER, Space.CALL]
