@@ -31,7 +31,7 @@ class Run:
         self._bound, self._program, self._shapes = bound, bound.program, bound.shapes
         self._own, self._scale, self._stored = own, scale, kept
         self._calls: list[Fields] = []
-        self._totals: list[Fields | None] = [None] * len(self._program.totals)
+        self._accumulators: list[Fields | None] = [None] * len(self._program.accumulators)
         self._results: list[Fields | None] = [None] * len(self._program.results)
         self._marks: dict[int, Any] = {}
         self._acquired: list[Tensor] = []
@@ -138,8 +138,8 @@ class Run:
             case Space.PEER:
                 first = self._fields_of[rows.number]
                 return tuple(self._acquired[first : first + NUM_FIELDS[rows.kind]])
-            case Space.TOTAL:
-                return self._new(self._totals, program.totals, rows, shapes.sum_dtype)
+            case Space.ACCUMULATOR:
+                return self._new(self._accumulators, program.accumulators, rows, shapes.sum_dtype)
             case Space.RESULT:
                 return self._new(self._results, program.results, rows, shapes.dtype)
             case Space.OWN:
@@ -154,7 +154,7 @@ class Run:
         return tuple(shapes.cut(each, rows) for each in found)
 
     def _new(self, known: list[Fields | None], specs: Sequence[Rows], rows: Rows, dtype: torch.dtype) -> Fields:
-        """Rows of a result or total, which is made when it is first asked for."""
+        """Rows of a result or accumulator, which is allocated on first use."""
         found = known[rows.number]
         if found is None:
             whole = specs[rows.number]

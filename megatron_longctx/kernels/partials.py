@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from megatron_longctx.kernels.fused import few_rows, fused
 from megatron_longctx.kernels.no_grad import no_grad
-from megatron_longctx.schedules.totals import MOST_PARTIALS
+from megatron_longctx.schedules.accumulators import MOST_PARTIALS
 
 _fused = partial(fused, __name__, "merging attention")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_longctx.kernels.paged import DTYPES, PackedPartials, Pages, attend_pages, merge_ranks, most_together
 from megatron_longctx.kernels.partials import Partial, merge_partials
-from megatron_longctx.schedules.totals import MOST_PARTIALS
+from megatron_longctx.schedules.accumulators import MOST_PARTIALS
 
 
 def compile_merges(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -46,7 +46,9 @@ def footprint(program: Program, workload: Workload, workspace: bool = False) -> 
 def row_bytes(rows: Rows, workload: Workload) -> int:
     """Return the bytes of rows in their memory. Accumulators are wider than other memory."""
     size = workload.token_bytes(rows.kind, rows.heads) * (rows.stop - rows.start)
-    return size * (workload.accumulator_bytes // workload.element_bytes or 1) if rows.space is Space.TOTAL else size
+    if rows.space is Space.ACCUMULATOR:
+        size *= workload.accumulator_bytes // workload.element_bytes or 1
+    return size
 
 
 def _output_bytes(op: Compute, workload: Workload, backward: bool) -> int:
@@ -68,7 +70,7 @@ def _peak_of_results(program: Program, workload: Workload, workspace: bool) -> i
     They are allocated when they are first used, and freed after their last use; final results and kept ones are not.
     """
     ops = program.ops
-    sizes = {(rows.space, rows.number): row_bytes(rows, workload) for rows in (*program.totals, *program.results)}
+    sizes = {(rows.space, rows.number): row_bytes(rows, workload) for rows in (*program.accumulators, *program.results)}
     first: dict[tuple[Space, int], int] = {}
     last: dict[tuple[Space, int], int] = {}
     change = [0] * (len(ops) + 2)

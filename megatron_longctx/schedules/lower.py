@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from .accumulators import Accumulator, by_block, call_results
 from .buffers import BufferMap, LiveRange, assign_buffers, live_ranges
 from .cost import Workload
 from .kernel_calls import PLAINEST, KernelCall, Takes, kernel_calls
@@ -32,7 +33,6 @@ from .program import (
     rows_read,
 )
 from .send_layout import ResultMessage, SentResults, send_layout, sent_results
-from .totals import Accumulator, by_block, call_results
 
 Copies = Sequence[tuple[Rows, Rows]]
 
@@ -107,7 +107,7 @@ class _RankLowering:
             buffer_of, _ = assign_buffers(ranges)
         self.ops: list[Op] = []
         self.buffers = BufferMap(rank, ranges, buffer_of, self.ops, self.target.joined)
-        self.totals: list[Rows] = []
+        self.accumulators: list[Rows] = []
         self.outputs: list[Rows] = []
         self.kept: list[tuple[Rows, ...]] = []
         self.num_kept = self.num_calls = self.num_marks = 0
@@ -141,11 +141,11 @@ class _RankLowering:
             marks[t] = self._mark()
         # What the last messages do not add to is finished while they are in flight.
         arriving = {block.kind for block, _, _ in self.receives[-1] if in_flight and block.home == self.rank}
-        own = {kind: total.finish() for kind, total in self.own.items() if kind not in arriving}
+        own = {kind: accumulator.finish() for kind, accumulator in self.own.items() if kind not in arriving}
         if in_flight:
             self.ops.append(Wait(self.last))
             self._add_arrived(self.last)
-            own |= {kind: total.finish() for kind, total in self.own.items() if kind in arriving}
+            own |= {kind: accumulator.finish() for kind, accumulator in self.own.items() if kind in arriving}
         elif self.merges_in_place:
             self.ops.append(Release(self.last))
         awaited = {op.after for op in self.ops if type(op) is Send}
@@ -165,7 +165,7 @@ class _RankLowering:
                     for t, messages in enumerate(self.layout.messages)
                 ]
             ),
-            totals=tuple(self.totals),
+            accumulators=tuple(self.accumulators),
             results=tuple(self.outputs),
             kept=tuple(self.kept),
             own=own,
@@ -256,9 +256,9 @@ class _RankLowering:
         added = self.results.added[t + 1] if t < self.last else []
         for block, message in added:
             self._copy(self._add_to_message(message, [Part(into[block], block.start)]))
-        for total in (*self.own.values(), *(self.away[message] for _, message in added if self.left[message])):
-            if any(self.buffers.is_overwritten_after(buffer, t + 1) for buffer in total.borrowed):
-                total.fold()
+        for accumulator in (*self.own.values(), *(self.away[message] for _, message in added if self.left[message])):
+            if any(self.buffers.is_overwritten_after(buffer, t + 1) for buffer in accumulator.borrowed):
+                accumulator.fold()
         return bool(added)
 
     # Kernel calls.
@@ -280,10 +280,10 @@ class _RankLowering:
             if [call.q_span for call in calls] == [(0, attend.num_queries)]:
                 out = Rows(Space.CALL, self.num_calls - 1, Kind.OUT, 0, attend.num_queries, heads, heads)
             else:  # backward needs it as one
-                total = self._new_result(Kind.OUT, attend.num_queries, heads)
+                accumulator = self._new_result(Kind.OUT, attend.num_queries, heads)
                 for part in results:
-                    total.add(part)
-                out = total.finish()
+                    accumulator.add(part)
+                out = accumulator.finish()
                 results = [Part(out, 0)]
             self.kept.append((queries, out))
         if keeps_keys and not plan.backward:
@@ -352,19 +352,19 @@ class _RankLowering:
         if message not in self.away:
             if not self.left[message] and len(parts) == 1 and parts[0].rows.tokens == whole.tokens:
                 return [(into, parts[0].rows)]
-            self.away[message] = self._new_total(into)
-        total = self.away[message]
+            self.away[message] = self._new_accumulator(into)
+        accumulator = self.away[message]
         for part in parts:
-            total.add(part._replace(start=part.start - whole.start))
+            accumulator.add(part._replace(start=part.start - whole.start))
         if not self.left[message]:
-            total.finish()
+            accumulator.finish()
         return []
 
     def _new_result(self, kind: Kind, tokens: int, heads: Heads = ALL_HEADS) -> Accumulator:
         into = Rows(Space.RESULT, len(self.outputs), kind, 0, tokens, heads, heads)
         self.outputs.append(into)
-        return self._new_total(into)
+        return self._new_accumulator(into)
 
-    def _new_total(self, into: Rows) -> Accumulator:
-        self.totals.append(into._replace(space=Space.TOTAL, number=len(self.totals)))
-        return Accumulator(into, len(self.totals) - 1, self.target.workload, self.ops)
+    def _new_accumulator(self, into: Rows) -> Accumulator:
+        self.accumulators.append(into._replace(space=Space.ACCUMULATOR, number=len(self.accumulators)))
+        return Accumulator(into, len(self.accumulators) - 1, self.target.workload, self.ops)

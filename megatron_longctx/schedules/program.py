@@ -24,7 +24,7 @@ class Space(StrEnum):
     SENT = "sent"  # this rank's send memory [region]
     PEER = "peer"  # a peer's send memory [receive of the step]
     CALL = "call"  # the output of a kernel call [call]
-    TOTAL = "total"  # an accumulator [total]
+    ACCUMULATOR = "accumulator"  # a result that is being merged [accumulator]
     RESULT = "result"  # a result in the precision of the inputs [result]
     KEPT = "kept"  # what forward has kept for backward [number]
 
@@ -231,8 +231,8 @@ class Program:
     sends: SendLayout
     receives: tuple[tuple[Receive, ...], ...]  # indexed by step
     passed: tuple[tuple[Rows, ...], ...]  # indexed by step: the rows of its messages that are passed on, in their order
-    totals: tuple[Rows, ...]  # all rows of every accumulator
-    results: tuple[Rows, ...]  # all rows of every result
+    accumulators: tuple[Rows, ...]  # all rows of each
+    results: tuple[Rows, ...]  # all rows of each
     kept: tuple[tuple[Rows, ...], ...]  # what forward keeps for backward: queries with their out, or keys
     own: dict[Kind, Rows]  # this rank's results at the end
     reads_own: frozenset[Kind]  # kinds of this rank's own tensors that the program reads

@@ -105,7 +105,7 @@ class _PricedProgram(NamedTuple):
     events: list[list[_Event]]  # up to the start of each step's messages, and behind the last of them
     operations: list[int]  # the number that a host issues of each of these
     peak_bytes: int
-    totals: frozenset[tuple[Kind, int, Heads]]  # kind, tokens and heads of the accumulators
+    accumulators: frozenset[tuple[Kind, int, Heads]]  # kind, tokens and heads of the accumulators
 
 
 class _Simulator:
@@ -132,7 +132,7 @@ class _Simulator:
             if priced is None:
                 of_plan = lowering if short.plan is plan else Lowering(short.plan, target)
                 priced = known[short.key] = self._price(of_plan.program(rank))
-            if short.joined & priced.totals or not all(cut.repeats(priced.events) for cut in short.cuts):
+            if short.joined & priced.accumulators or not all(cut.repeats(priced.events) for cut in short.cuts):
                 priced, short = self._price(lowering.program(rank)), ShortPlan((rank,), plan)
             self._events.append(short.expand(priced.events))
             self.operations = max(self.operations, sum(short.expand(priced.operations)))
@@ -199,8 +199,8 @@ class _Simulator:
                 events[t].append(_Event(Wait))
         if seconds:
             events[t].append(_Event(None, seconds))
-        totals = frozenset((rows.kind, rows.tokens, rows.heads) for rows in program.totals)
-        return _PricedProgram(events, operations, footprint(program, self.workload).total, totals)
+        accumulators = frozenset((rows.kind, rows.tokens, rows.heads) for rows in program.accumulators)
+        return _PricedProgram(events, operations, footprint(program, self.workload).total, accumulators)
 
     def _event(self, op: Op, program: Program) -> _Event:
         if isinstance(op, Copy):

@@ -28,12 +28,12 @@ from megatron_longctx.schedules import (
     ModeOptions,
     Plan,
     Takes,
+    accumulators,
     buffers,
     build_plan,
     find_mode,
     keeping,
     overlap,
-    totals,
     verify,
 )
 from megatron_longctx.schedules.mask import FAR, documents
@@ -178,7 +178,7 @@ def cases(draw: st.DrawFn, name: str) -> Case:
 def nearby(few: int | None) -> Iterator[None]:
     """Small problems as large ones: what begins from thousands of rows on begins from `few` on."""
     with ExitStack() as stack:
-        for module, limit in ((buffers, "LONG_RUN"), (totals, "_GAP"), (overlap, "LEAST_TOKENS")) if few else ():
+        for module, limit in ((buffers, "LONG_RUN"), (accumulators, "_GAP"), (overlap, "LEAST_TOKENS")) if few else ():
             stack.enter_context(mock.patch.object(module, limit, few))
         yield
 

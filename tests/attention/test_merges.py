@@ -13,23 +13,25 @@ from torch import Tensor
 from megatron_longctx.attention.function import shapes_of
 from megatron_longctx.attention.run import Run
 from megatron_longctx.schedules import ALL_HEADS, Heads, Kind
+from megatron_longctx.schedules.accumulators import MOST_PARTIALS, Accumulator
 from megatron_longctx.schedules.program import Copy, Merge, Op, Part, Rows, Space
-from megatron_longctx.schedules.totals import MOST_PARTIALS, Accumulator
 
 S, B, H, D = 6, 2, 4, 8
 
 
 class Sums:
-    """A total of `S` tokens, and what is added to it: results of kernel calls, of some rows and heads."""
+    """An accumulator of `S` tokens, and what is added to it: results of kernel calls, of some rows and heads."""
 
     def __init__(self, kind: Kind, dtype: torch.dtype = torch.float32) -> None:
         like = torch.zeros(S, B, H, D, dtype=dtype)
         self.shapes, self.kind = shapes_of(like, like, like), kind
         into = Rows(Space.RESULT, 0, kind, 0, S)
         self.ops: list[Op] = []
-        self.total = Accumulator(into, 0, self.shapes.workload, self.ops)
+        self.accumulator = Accumulator(into, 0, self.shapes.workload, self.ops)
         self.parts: list[tuple[int, range, tuple[Tensor, ...]]] = []
-        program = SimpleNamespace(totals=(into._replace(space=Space.TOTAL),), results=(into,), backward=True)
+        program = SimpleNamespace(
+            accumulators=(into._replace(space=Space.ACCUMULATOR),), results=(into,), backward=True
+        )
         bound: Any = SimpleNamespace(program=program, shapes=self.shapes, copies=self, channel=None, engine=None)
         self.run = Run(bound, {}, 1.0)
 
@@ -39,7 +41,7 @@ class Sums:
         before = () if self.kind is Kind.OUT else (fields[0],) if self.kind is Kind.DKV else ()
         self.run._calls.append((*before, *fields))
         rows = Rows(Space.CALL, number, self.kind, 0, len(fields[0]), heads, heads)
-        self.total.add(Part(rows, start))
+        self.accumulator.add(Part(rows, start))
 
     def copy(self, _: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """In the place of `BatchedCopy`."""
@@ -47,7 +49,7 @@ class Sums:
             into.copy_(source)
 
     def finish(self) -> tuple[Tensor, ...]:
-        rows = self.total.finish()
+        rows = self.accumulator.finish()
         for number, op in enumerate(self.ops):
             (self.run._copy if isinstance(op, Copy) else self.run._merge)(op, number)
         return self.run._fields(rows)

@@ -22,8 +22,8 @@ from megatron_longctx.kernels.interface import BlockInputs
 from megatron_longctx.kernels.paged import PackedPartials, Pages
 from megatron_longctx.kernels.warm_up import compile_decode, compile_merges
 from megatron_longctx.schedules import Kind, Lowering, Takes, Target
+from megatron_longctx.schedules.accumulators import MOST_PARTIALS
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
-from megatron_longctx.schedules.totals import MOST_PARTIALS
 from tests.kernels.test_variants import Launches, needs_compiler
 from tests.shared.threads import ThreadedRanks
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron_longctx.kernels import Partial, merge_partials, sum_partials
 from megatron_longctx.kernels import partials as way
-from megatron_longctx.schedules.totals import MOST_PARTIALS
+from megatron_longctx.schedules.accumulators import MOST_PARTIALS
 from tests.kernels.interpreter import run_interpreted
 
 S, B, H, D = 9, 2, 4, 8

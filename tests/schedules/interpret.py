@@ -222,7 +222,11 @@ class _Rank:
             elif rows.space is Space.KEPT:
                 self.memory[key] = self.kept[rows.number]
             else:
-                of = {Space.BUFFER: program.buffers, Space.TOTAL: program.totals, Space.RESULT: program.results}
+                of = {
+                    Space.BUFFER: program.buffers,
+                    Space.ACCUMULATOR: program.accumulators,
+                    Space.RESULT: program.results,
+                }
                 self.memory[key] = self.empty(rows.kind, of[rows.space][rows.number].tokens, rows.held)
         return self.memory[key]
 

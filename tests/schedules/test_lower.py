@@ -24,11 +24,11 @@ from megatron_longctx.schedules import (
     keeping,
     lower,
 )
+from megatron_longctx.schedules.accumulators import MOST_PARTIALS
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.footprint import Footprint, footprint
 from megatron_longctx.schedules.mask import causal, documents, full
 from megatron_longctx.schedules.program import Acquire, Compute, Copy, Mark, Merge, Release, Send, Space, Wait
-from megatron_longctx.schedules.totals import MOST_PARTIALS
 from tests.schedules.follow import parts_of
 from tests.schedules.interpret import interpret
 from tests.schedules.masks import Cache, cache_of, caches, masks

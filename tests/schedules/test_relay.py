@@ -224,9 +224,9 @@ def test_parts_are_added_in_a_fixed_order_in_accumulators() -> None:
         region = next(m.region for some in program.sends.messages for m in some if m.block == sum_of.block)
         every = [op for op in program.ops if isinstance(op, Merge)]
         (last,) = [op for op in every if op.into[:2] == (Space.SENT, region)]
-        totals = {(Space.TOTAL, part.rows.number) for part in last.parts if part.rows.space is Space.TOTAL}
+        totals = {(Space.ACCUMULATOR, part.rows.number) for part in last.parts if part.rows.space is Space.ACCUMULATOR}
         merges = [op for op in every if op is last or op.into[:2] in totals]
-        added = [part.rows.space for op in merges for part in op.parts if part.rows.space is not Space.TOTAL]
+        added = [part.rows.space for op in merges for part in op.parts if part.rows.space is not Space.ACCUMULATOR]
         # Its own, and in the order of arrival those of the node's three others.
         assert sorted(added) == [Space.BUFFER, Space.BUFFER, Space.BUFFER, Space.CALL]
         assert program.ops == lowering.program(rank).ops

@@ -95,9 +95,9 @@ class Accumulator:
             start, stop = 0, self.into.tokens
             if self._has_content:  # other rows stay unchanged
                 start, stop = min([at for _, at in some]), max([at + rows.tokens for rows, at in some])
-            total = self._rows(start, stop)
-            before = [Part(total, 0)] if self._has_content else []
-            self.ops.append(Merge(total, (*before, *[Part(rows, at - start) for rows, at in some])))
+            into = self._rows(start, stop)
+            before = [Part(into, 0)] if self._has_content else []
+            self.ops.append(Merge(into, (*before, *[Part(rows, at - start) for rows, at in some])))
             self._has_content = True
         self.borrowed.clear()
         self._disjoint = False
@@ -119,4 +119,4 @@ class Accumulator:
         return self.into
 
     def _rows(self, start: int, stop: int) -> Rows:
-        return Rows(Space.TOTAL, self.number, self.into.kind, start, stop, self.into.heads, self.into.heads)
+        return Rows(Space.ACCUMULATOR, self.number, self.into.kind, start, stop, self.into.heads, self.into.heads)
