@@ -20,7 +20,7 @@ from ..schedules import (
     summing_in_nodes,
 )
 from ..schedules.footprint import Footprint, footprint
-from ..schedules.kernel_calls import of_gpus
+from ..schedules.kernel_calls import fa4_takes
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Job:
         n = self.config.parallelism.context_parallel_size
         over_peers = self.fused and n > 1 and self.config.attention.transport != "p2p"
         hosts = (tuple(range(n)),) * n if over_peers else None
-        return Target(workload_of(self.config), of_gpus(self.config.attention.deterministic), hosts)
+        return Target(workload_of(self.config), fa4_takes(self.config.attention.deterministic), hosts)
 
     @cached_property
     def programs(self) -> tuple[list[Program], list[Program]]:

@@ -36,7 +36,7 @@ PLAINEST = Takes()
 """Full rectangles and causal squares, one per call."""
 
 
-def of_gpus(deterministic: bool) -> Takes:
+def fa4_takes(deterministic: bool) -> Takes:
     """Return what FlashAttention-4 supports, the default kernel on GPUs.
 
     Its deterministic backward becomes slower with the length of causal segments: on an H200, forward and backward of

@@ -13,7 +13,7 @@ from ..mcore.data import first_pack
 from ..metrics.environment import environment
 from ..schedules import Costs, Target
 from ..schedules.calibration import find_calibration, load_calibration
-from ..schedules.kernel_calls import of_gpus
+from ..schedules.kernel_calls import fa4_takes
 from ..schedules.select import Candidate, Problem, select, table
 from ..topology import Cluster, load_cluster
 from .preflight import device_type
@@ -77,7 +77,7 @@ def _ranking(
     over_peers = on_gpus and config.attention.transport != "p2p"
     target = Target(
         workload_of(config),
-        of_gpus(config.attention.deterministic),
+        fa4_takes(config.attention.deterministic),
         (tuple(range(n)),) * n if over_peers else None,
     )
     problem = Problem(

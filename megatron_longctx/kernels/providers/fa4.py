@@ -22,7 +22,7 @@ from megatron_longctx.kernels.interface import BlockInputs, CallKind, KernelRequ
 from megatron_longctx.kernels.limits import on_rocm, too_old_gpu, wrong_device, wrong_dtype
 from megatron_longctx.kernels.packed import PackedKernel, Segments
 from megatron_longctx.schedules.calibration import cache_folder
-from megatron_longctx.schedules.kernel_calls import KernelCall, of_gpus
+from megatron_longctx.schedules.kernel_calls import KernelCall, fa4_takes
 from megatron_longctx.schedules.mask import FAR
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Fa4Kernel(PackedKernel):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        self.takes = of_gpus(deterministic)
+        self.takes = fa4_takes(deterministic)
 
     def why_not(self, request: KernelRequest) -> str | None:
         return (
