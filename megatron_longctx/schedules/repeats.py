@@ -8,7 +8,7 @@ wherever they occur become one block of as many tokens.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from operator import itemgetter
@@ -26,7 +26,6 @@ Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
 T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
 
 LEAST_RANKS = 16
 """Plans of fewer ranks are lowered faster than compared."""
@@ -243,9 +242,9 @@ def _distinct(things: Sequence[T]) -> tuple[list[T], NDArray[np.int_]]:
     return [things[i] for i in first.tolist()], places
 
 
-def _number(things: Iterable[K]) -> tuple[list[K], list[int]]:
+def _number(things: Iterable[T]) -> tuple[list[T], list[int]]:
     """Return the distinct values of things, and which of them each thing is."""
-    numbers: dict[K, int] = {}
+    numbers: dict[T, int] = {}
     column = [numbers.setdefault(each, len(numbers)) for each in things]
     return list(numbers), column
 
