@@ -1,4 +1,4 @@
-"""Buffers of one rank: how long they hold blocks of other ranks, which blocks share one, and what is gathered."""
+"""Buffers of one rank: how long they hold blocks of other ranks, which blocks share one, and which are gathered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .plan import RESULTS, Block, Heads, Kind, Plan
 from .program import Buffer, Copy, Op, Rows, Space
 
 LONG_RUN = 2048
-"""The length from which a contiguous run of keys gets kernel calls of its own. Shorter neighbours are gathered."""
+"""The length from which a contiguous run of keys has separate kernel calls. Shorter neighbours are gathered."""
 
 
 class LiveRange(NamedTuple):
@@ -107,7 +107,7 @@ def assign_buffers(ranges: Sequence[LiveRange]) -> tuple[list[int], list[int]]:
         if not free:
             free = [(-1, len(buffers))]
             buffers.append((type_, -1))
-        busy, number = min(free)  # the one that has been free for longest, to wait the least
+        busy, number = min(free)  # free for longest, to wait the least
         buffer_of.append(number)
         busy_until.append(busy)
         buffers[number] = type_, each.last

@@ -188,7 +188,7 @@ def _pieces(each: Slice, takes: Takes) -> Iterator[KernelCall]:
 
 
 def _causal(segment: Segment, longest: int) -> Iterator[KernelCall]:
-    """Halve a causal segment until none has more than `longest` queries; what is below the halves is full."""
+    """Halve a causal segment until none has more than `longest` queries. The rectangles below them are full."""
     q0, q1, k0, k1 = segment
     if q1 - q0 <= longest:
         yield KernelCall((segment,), right=0)

@@ -1,7 +1,7 @@
-"""From a plan to the programs of its ranks: every decision, made once, in integers.
+"""Lowering of a plan to the programs of its ranks, which makes every decision once, in integers.
 
-The rules in this room decide which rows share a buffer, what is copied and when, which messages are read in their
-senders' memory, how many partial results wait before they are merged, and in which order operations are issued.
+It decides which rows share a buffer, which copies are made and when, which messages are read in their senders' memory,
+how many partial results wait before they are merged, and in which order operations are issued.
 """
 
 from __future__ import annotations
@@ -39,17 +39,15 @@ Copies = Sequence[tuple[Rows, Rows]]
 
 @dataclass(frozen=True)
 class Target:
-    """What plans are lowered for: the heads, the kernel, and which ranks read each other's memory.
-
-    hosts: for each rank, the ranks that read its memory, itself included. None sends all messages point to point.
-    joined: gather the keys of a call whenever they are not contiguous, so that results do not depend, bit for bit, on
-    where in a cache they are.
-    """
+    """The workload, kernel and transport that a plan is lowered for."""
 
     workload: Workload
     takes: Takes = PLAINEST
     hosts: tuple[tuple[int, ...], ...] | None = None
+    """For each rank, the ranks that read its memory, itself included. None: all messages are sent point to point."""
     joined: bool = False
+    """Whether the keys of a call are always gathered unless contiguous, so that results do not depend, bit for bit, on
+    the place of keys in a cache."""
 
     def peers(self, rank: int) -> frozenset[int]:
         """Return the ranks that read the memory of `rank`."""
@@ -139,7 +137,7 @@ class _RankLowering:
             for attend, carried in zip(step.attends[self.rank], self.results.carried[t], strict=True):
                 self._attend(attend, t, carried)
             marks[t] = self._mark()
-        # What the last messages do not add to is finished while they are in flight.
+        # Results that the last messages do not add to are finished while these are in flight.
         arriving = {block.kind for block, _, _ in self.receives[-1] if in_flight and block.home == self.rank}
         own = {kind: accumulator.finish() for kind, accumulator in self.own.items() if kind not in arriving}
         if in_flight:
@@ -159,12 +157,7 @@ class _RankLowering:
             buffers=tuple(self.buffers.buffers),
             sends=self.layout,
             receives=tuple([tuple(self._receives(t)) for t in range(len(self.receives))]),
-            passed=tuple(
-                [
-                    tuple([self.buffers.find(m.block, t) for m in messages if m.passed])
-                    for t, messages in enumerate(self.layout.messages)
-                ]
-            ),
+            passed=tuple([tuple(self._passed(t)) for t in range(len(self.receives))]),
             accumulators=tuple(self.accumulators),
             results=tuple(self.outputs),
             kept=tuple(self.kept),
@@ -177,7 +170,7 @@ class _RankLowering:
     def _awaited_calls(self, ranges: Sequence[LiveRange], busy_until: Sequence[int]) -> list[float]:
         """Return, for each step, the last step whose calls its messages wait for (-1: none).
 
-        Half a step less stands for messages that wait only for what is added before that step's calls.
+        t - 0.5 means that they wait only for the results that are added before the calls of step t.
         """
         after: list[float] = [-1] * len(self.plan.steps)
         for each, until in zip(ranges, busy_until, strict=True):
@@ -242,6 +235,9 @@ class _RankLowering:
                 message = next(coming[source])
                 spans = self.lowering.send_layout(source).regions[message.region].spans(message.start, block.tokens)
             yield Receive(block, source, into.get(block), spans)
+
+    def _passed(self, t: int) -> list[Rows]:
+        return [self.buffers.find(message.block, t) for message in self.layout.messages[t] if message.passed]
 
     def _add_arrived(self, t: int) -> bool:
         """Add the results that came in step `t`; merge those whose buffers are reused now.

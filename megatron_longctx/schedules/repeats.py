@@ -145,11 +145,11 @@ class _Parts:
     """The steps of every rank as rows of three integers.
 
     A row is a block that is sent, received or attended to: a code of this role and of the block's shape, the distance
-    to the row in which the block's home came last, and the number of equal blocks that it stands for. A kernel call is
+    to the row in which the block's home came last, and the number of equal blocks that it represents. A kernel call is
     a row as well, in front of its blocks.
 
     Attributes:
-        joined: indexed by rank, whether a row stands for several blocks.
+        joined: indexed by rank, whether a row represents several blocks.
     """
 
     def __init__(self, plan: Plan, workload: Workload) -> None:

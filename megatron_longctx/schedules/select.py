@@ -20,7 +20,7 @@ from .simulate import Simulation, simulate
 
 @dataclass(frozen=True)
 class Problem:
-    """What a mode is chosen for."""
+    """The problem that a mode is chosen for."""
 
     n: int
     mask: Mask
@@ -82,15 +82,9 @@ def rank_modes(
     costs = costs or Costs.of_device(cluster.device)
     found: list[Candidate] = []
     if candidates is None:
-        choices = Choices(
-            problem.n,
-            problem.mask.length,
-            problem.target.workload.num_kv_heads,
-            cluster,
-            problem.options,
-            problem.max_bytes is not None,
-            frozenset(sample.mode for sample in costs.modes),
-        )
+        kv_heads, bounded = problem.target.workload.num_kv_heads, problem.max_bytes is not None
+        measured = frozenset(sample.mode for sample in costs.modes)
+        choices = Choices(problem.n, problem.mask.length, kv_heads, cluster, problem.options, bounded, measured)
         candidates = []
         for name, mode in MODES.items():
             try:

@@ -76,7 +76,7 @@ ResultMessage = tuple[Block, int]
 
 
 class SentResults(NamedTuple):
-    """What a rank computes for other ranks, and the messages that carry it."""
+    """The results that a rank computes for other ranks, and the messages that carry them."""
 
     computed: dict[ResultMessage, int]  # the step of the last part
     by_call: dict[ResultMessage, bool]  # whether a kernel call computes the last part

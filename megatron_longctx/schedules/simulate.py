@@ -72,8 +72,8 @@ def simulate(
 
     Args:
         cluster: the ranks' cluster, with `plan.n` ranks or more; rank r of the plan is its rank r.
-        target: what the plan is lowered for. A workload stands for point-to-point messages and full rectangles and
-            causal squares, one per kernel call.
+        target: what the plan is lowered for. A workload alone means point-to-point messages, and a kernel that supports
+            full rectangles and causal squares, one per call.
         costs: None for those that `cluster.device` describes.
         timeline: record what every rank does when.
 
@@ -88,7 +88,7 @@ def simulate(
 
 
 class _Event(NamedTuple):
-    """What a rank does next: work of `seconds`, or one of the operations that involve messages.
+    """The next action of a rank: work of `seconds`, or one of the operations that involve messages.
 
     Those are Wait, Mark, Acquire, which makes the rank ready for messages now, and Send, which makes it ready as of
     `marks` marks ago (0: from the beginning).
