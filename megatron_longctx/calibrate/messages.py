@@ -15,8 +15,8 @@ from ..metrics.environment import environment
 from ..schedules import Attend, Block, Kind, Lowering, MessageSample, Move, Plan, Step, Target, Workload
 from ..schedules.cost import GIB
 from ..schedules.mask import full
-from ..topology import Cluster, Device, to_cluster
-from ..topology.measure import measure_links
+from ..topology import Cluster, Device
+from ..topology.measure import measure_links, to_cluster
 from .kernels import Place
 from .timing import agreed, put_under_load, row_seconds
 

@@ -91,8 +91,10 @@ def _pair_map(axes: Axes, plan: Plan) -> None:
 
     cells = min(_CELLS, plan.mask.length)
     sample = [(2 * i + 1) * plan.mask.length // (2 * cells) for i in range(cells)]
-    where = [plan.queries.locate(token) for token in sample]
-    slots = {rank: [(i, slot) for i, (home, slot) in enumerate(where) if home == rank] for rank in range(plan.n)}
+    slots = [
+        [(i, slot + span.index(token)) for slot, span in spans for i, token in enumerate(sample) if token in span]
+        for spans in map(list, map(plan.queries.slot_spans, range(plan.n)))
+    ]
     grid = numpy.full((cells, cells), numpy.nan)
     for t, step in enumerate(plan.steps):
         for attend in (attend for attends in step.attends for attend in attends):
@@ -121,7 +123,7 @@ def _pair_map(axes: Axes, plan: Plan) -> None:
     axes.tick_params(labelsize=8)
 
 
-def _gathered(blocks: tuple[Block, ...], slots: dict[int, list[tuple[int, int]]]) -> tuple[list[int], list[int]]:
+def _gathered(blocks: tuple[Block, ...], slots: list[list[tuple[int, int]]]) -> tuple[list[int], list[int]]:
     """The sampled tokens of some blocks: their cells, and their places among the gathered rows."""
     cells, places, at = [], [], 0
     for block in blocks:

@@ -26,7 +26,7 @@ def pieces(plan: Plan) -> Iterator[Piece]:
     """By rank, in the order of its slots."""
     for rank in range(plan.n):
         found: dict[int, int] = {}
-        for _, span in plan.queries.placed(rank):
+        for _, span in plan.queries.slot_spans(rank):
             for number, document in enumerate(plan.mask.documents):
                 first = max(0, -((span.start - document.start) // span.step))
                 stop = min(len(span), -((span.start - document.stop) // span.step))

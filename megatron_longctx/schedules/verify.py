@@ -117,7 +117,7 @@ class _Seen:
 
 def _overlapping(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, range]]:
     """(first slot, tokens) of the spans of a rank with any of its slots `start..stop-1`."""
-    return ((slot, span) for slot, span in layout.placed(rank) if slot < stop and start < slot + len(span))
+    return ((slot, span) for slot, span in layout.slot_spans(rank) if slot < stop and start < slot + len(span))
 
 
 def _check_apart(plan: Plan, homes: tuple[int, int], regions: list[tuple[Slice, Heads]]) -> None:

@@ -57,7 +57,7 @@ class Visibility:
         self._parts: dict[tuple[int, int, int], list[_Part]] = {}
         self._needed: dict[int, list[tuple[int, int]]] = {}
         held = sorted(
-            (_Held(rank, slot, span) for rank in range(keys.n) for slot, span in keys.placed(rank)),
+            (_Held(rank, slot, span) for rank in range(keys.n) for slot, span in keys.slot_spans(rank)),
             key=lambda each: each.tokens.start,
         )
         # Stretches of consecutive tokens follow each other; evenly spaced ones overlap and are looked through.
@@ -128,7 +128,7 @@ class Visibility:
 
     def _seen_by(self, q_rank: int) -> dict[int, list[Slice]]:
         found: dict[int, list[Slice]] = {}
-        for slot, span in self.queries.placed(q_rank):
+        for slot, span in self.queries.slot_spans(q_rank):
             first = bisect_left(self._q_starts, span.start - self._longest + 1)
             for number in range(first, bisect_right(self._q_starts, span[-1])):
                 each = self.mask.slices[number]

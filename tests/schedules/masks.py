@@ -94,7 +94,7 @@ def masks(most: int = 40) -> st.SearchStrategy[Mask]:
 def tokens_of(plan: Plan, blocks: Iterable[Any], keys: bool) -> list[int]:
     """The tokens of some blocks, one after the other."""
     layout = plan.keys if keys else plan.queries
-    return [layout.token(block.home, slot) for block in blocks for slot in range(block.start, block.stop)]
+    return [token for block in blocks for token in list(layout.tokens(block.home))[block.start : block.stop]]
 
 
 Cache = tuple[Visibility, list[list[Block]]]

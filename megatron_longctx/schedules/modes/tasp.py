@@ -92,7 +92,7 @@ def _travel(
 def _pieces(seen: Visibility, home: int, ring: int, rings: int) -> list[Block]:
     """Piece `ring` of each of the home's spans: ascending in the first, descending in the second (mirrored)."""
     blocks = []
-    for number, (start, span) in enumerate(seen.keys.placed(home)):
+    for number, (start, span) in enumerate(seen.keys.slot_spans(home)):
         i = ring if number % 2 == 0 else rings - 1 - ring
         low, high = start + len(span) * i // rings, start + len(span) * (i + 1) // rings
         if low < high:
