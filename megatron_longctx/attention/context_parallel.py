@@ -62,9 +62,9 @@ class ContextParallelAttention:
             and are attended, in calls with `inference` (`kv_format.int8_kv`; a class); None for as they are. One rank
             alone sends nothing and stays exact.
         keep_received: auto, true or false: whether calls that will be differentiated keep what they have received, so
-            that backward does not exchange it again (see `schedules.save_remote`).
+            that backward does not exchange it again (see `schedules.backward`).
         sum_in_node: auto, true or false: whether partial gradients are summed within a node of `options.cluster` before
-            they cross to another one (see `schedules.relay`).
+            they cross to another one (see `schedules.backward`).
         overlap: False waits for each step's messages before anything is computed beside them, for ablations.
 
     Raises:

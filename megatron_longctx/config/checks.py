@@ -6,8 +6,8 @@ import math
 from operator import attrgetter
 
 from ..errors import refuse
+from ..schedules.backward import check_nodes_are_known
 from ..schedules.mask import causal
-from ..schedules.relay import check_nodes_are_known
 from .bounds import check, check_is, keys_of
 from .experts import check_expert_parallelism, check_experts
 from .latent import check_latent, check_latent_parallelism

@@ -1,4 +1,4 @@
-"""Simulated plans as Gantt pictures: one plan rank by rank, or all modes side by side."""
+"""Simulated plans as Gantt charts: one plan with all ranks, or all modes side by side."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import refuse
 from .cost import GIB
+from .draw import load_pyplot
 from .select import Candidate
 from .simulate import Simulation
 
@@ -18,35 +19,42 @@ _WAIT, _MERGE, _TRANSFER = "#ececec", "#e4a33d", "#7d8fa8"
 
 
 def draw_timeline(simulation: Simulation, path: Path) -> None:
-    """Write a PNG: what every rank computes and transfers when.
+    """Write a PNG with what every rank computes and transfers over time.
 
     Args:
-        simulation: made with `timeline=True`.
+        simulation: a simulation with `timeline=True`.
 
     Raises:
-        ValueError: a simulation without a time line.
+        ValueError: a simulation without a timeline.
         OSError: `path` cannot be written.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
+    plan = simulation.plan
     if not simulation.spans:
-        raise refuse("simulation", simulation.plan.name, "one with a time line", "Call simulate(timeline=True).")
-    n = simulation.plan.n
-    figure, axes = pyplot.subplots(figsize=(12, min(2.2 + 0.5 * n, 14)))
+        raise refuse("simulation", plan.name, "one with a time line", "Call simulate(timeline=True).")
+    figure, axes = pyplot.subplots(figsize=(12, min(2.2 + 0.5 * plan.n, 14)))
     _gantt(axes, simulation, simulation.seconds)
-    axes.set_title(_headline(simulation), fontsize=11)
-    _legend(axes, simulation)
+    axes.set_title(
+        f"{plan.name} {_direction(simulation)}, {plan.n} ranks, {plan.mask.length:,} tokens: "
+        f"{simulation.seconds * 1e3:.3f} ms, at most {max(simulation.exposed_s) * 1e3:.3f} ms waiting for messages, "
+        f"{simulation.idle_share:.1%} not computing, {simulation.peak_bytes / GIB:.2f} GiB",
+        fontsize=11,
+    )
+    below = 0.5, -0.12 if plan.n > 6 else -0.22
+    handles = _handles("number, shade: home of its keys")
+    axes.legend(handles=handles, ncols=4, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=below)
     figure.tight_layout()
     figure.savefig(path, dpi=140)
     pyplot.close(figure)
 
 
 def draw_modes(entries: Sequence[Candidate], path: Path, title: str) -> None:
-    """Write a PNG page: forward and backward of every mode on one time scale, the fastest first, and their totals.
+    """Write a PNG with forward and backward of every mode on one time scale, the fastest first, and their totals.
 
     Args:
-        entries: simulations made with `timeline=True`; those without are listed with their reason.
+        entries: simulations with `timeline=True`; modes that cannot run are listed with their reasons.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     ran = sorted((entry for entry in entries if entry.forward), key=lambda entry: entry.seconds)
     refused = [entry for entry in entries if not entry.forward]
     rows = max(len(ran), 1)
@@ -58,10 +66,10 @@ def draw_modes(entries: Sequence[Candidate], path: Path, title: str) -> None:
         for axes, simulation, end in zip(grid[row], (entry.forward, entry.backward), ends, strict=False):
             assert simulation is not None
             _gantt(axes, simulation, end, small=True)
-            way = "backward" if simulation.plan.backward else "forward"
-            said = f"{entry.name} {way}: {_short(simulation)}"
-            axes.set_title(said, fontsize=9 if len(said) < 60 else 7, loc="left")
-        _bars(grid[row][2], entry, ran)
+            figures = f"{simulation.seconds * 1e3:.2f} ms, {simulation.idle_share:.0%} not computing"
+            heading = f"{entry.name} {_direction(simulation)}: {figures}"
+            axes.set_title(heading, fontsize=9 if len(heading) < 60 else 7, loc="left")
+        _totals(grid[row][2], entry, ran)
         grid[row][0].set_ylabel("ranks, 0 first", fontsize=8)
     for axes in grid[-1][:2]:
         axes.set_xlabel("milliseconds", fontsize=9)
@@ -75,13 +83,8 @@ def draw_modes(entries: Sequence[Candidate], path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+def _direction(simulation: Simulation) -> str:
+    return "backward" if simulation.plan.backward else "forward"
 
 
 def _gantt(axes: Axes, simulation: Simulation, end: float, small: bool = False) -> None:
@@ -90,18 +93,17 @@ def _gantt(axes: Axes, simulation: Simulation, end: float, small: bool = False) 
     n = simulation.plan.n
     scale = 1e3  # milliseconds
     colours = colormaps["viridis"]
+    waiting: dict[str, Any] = {"color": _WAIT, "hatch": "////", "edgecolor": "#d0d0d0", "linewidth": 0}
+    edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.0 if small else 0.5}
     for rank in range(n):
-        axes.barh(rank - 0.1, simulation.seconds * scale, height=0.56, color=_WAIT, hatch="////", edgecolor="#d0d0d0",
-                  linewidth=0)  # fmt: skip
+        axes.barh(rank - 0.1, simulation.seconds * scale, height=0.56, **waiting)
     for span in simulation.spans:
         left, width = span.start * scale, (span.stop - span.start) * scale
         if span.lane == "transfer":
-            axes.barh(span.rank + 0.33, width, left=left, height=0.22, color=_TRANSFER, edgecolor="white",
-                      linewidth=0.0 if small else 0.5)  # fmt: skip
+            axes.barh(span.rank + 0.33, width, left=left, height=0.22, color=_TRANSFER, **edge)
             continue
         colour = _MERGE if span.home < 0 else colours(0.3 + 0.65 * span.home / max(n - 1, 1))
-        axes.barh(span.rank - 0.1, width, left=left, height=0.56, color=colour, edgecolor="white",
-                  linewidth=0.0 if small else 0.5)  # fmt: skip
+        axes.barh(span.rank - 0.1, width, left=left, height=0.56, color=colour, **edge)
         if not small and n <= 16 and span.home >= 0 and span.stop - span.start > 0.03 * end:
             axes.text(left + width / 2, span.rank - 0.1, span.label, ha="center", va="center", fontsize=8)
     axes.set_xlim(0, end * scale * 1.005)
@@ -115,8 +117,8 @@ def _gantt(axes: Axes, simulation: Simulation, end: float, small: bool = False) 
     axes.set_yticks(range(n) if n <= 16 else range(0, n, max(1, n // 8)))
 
 
-def _bars(axes: Axes, entry: Candidate, ran: Sequence[Candidate]) -> None:
-    """Time and memory of a mode as shares of the slowest and the largest."""
+def _totals(axes: Axes, entry: Candidate, ran: Sequence[Candidate]) -> None:
+    """Draw time and memory of a mode as shares of the slowest and the largest."""
     slowest = max(other.seconds for other in ran)
     largest = max(other.peak_bytes for other in ran)
     axes.barh([0, 1], [entry.seconds / slowest, entry.peak_bytes / largest], color=["#4c7f8c", "#b98ab0"], height=0.6)
@@ -130,12 +132,6 @@ def _bars(axes: Axes, entry: Candidate, ran: Sequence[Candidate]) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _legend(axes: Axes, simulation: Simulation) -> None:
-    handles = _handles("number, shade: home of its keys")
-    axes.legend(handles=handles, ncols=4, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12 if
-                simulation.plan.n > 6 else -0.22))  # fmt: skip
-
-
 def _handles(marks: str) -> list[Any]:
     from matplotlib.patches import Patch
 
@@ -145,16 +141,3 @@ def _handles(marks: str) -> list[Any]:
         Patch(facecolor=_TRANSFER, label="messages of a step"),
         Patch(facecolor=_WAIT, hatch="////", edgecolor="#d0d0d0", label="waiting"),
     ]
-
-
-def _short(simulation: Simulation) -> str:
-    return f"{simulation.seconds * 1e3:.2f} ms, {simulation.idle_share:.0%} not computing"
-
-
-def _headline(simulation: Simulation) -> str:
-    plan = simulation.plan
-    return (
-        f"{plan.name} {'backward' if plan.backward else 'forward'}, {plan.n} ranks, {plan.mask.length:,} tokens: "
-        f"{simulation.seconds * 1e3:.3f} ms, at most {max(simulation.exposed_s) * 1e3:.3f} ms waiting for messages, "
-        f"{simulation.idle_share:.1%} not computing, {simulation.peak_bytes / GIB:.2f} GiB"
-    )

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..topology import Cluster
+from .backward import backward_plan, keeping, keeps_received, ranks_to_sum, summing_in_nodes
 from .build import build_plan
 from .cost import GIB, Costs
 from .mask import Mask
 from .modes import MODES, Choices, Mode, ModeOptions
-from .overlap import backward_plan
-from .relay import ranks_to_sum, summing_in_nodes
-from .save_remote import keeping, keeps_received
 from .simulate import Simulation, simulate
 from .target import Target
 

@@ -28,6 +28,9 @@ class Resource(NamedTuple):
     owner: int
     other: int = -1
 
+    def __str__(self) -> str:
+        return f"{self.kind} {self.owner}" + (f".{self.other}" if self.other >= 0 else "")
+
 
 class Route(NamedTuple):
     """The resources that a message occupies, its rate if it has them to itself, and its latency."""

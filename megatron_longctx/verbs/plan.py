@@ -21,10 +21,9 @@ from ..schedules import (
     summing_in_nodes,
 )
 from ..schedules import mask as masks
-from ..schedules.describe import describe, summary
-from ..schedules.draw import draw
+from ..schedules.describe import describe, describe_placement, summary
+from ..schedules.draw import draw, draw_placement
 from ..schedules.draw_timeline import draw_modes, draw_timeline
-from ..schedules.placement import draw_placement, placement
 from ..schedules.select import Problem, rank_modes, table
 from ..schedules.simulate import Simulation, simulate
 from ..topology import Cluster, load_cluster
@@ -72,7 +71,7 @@ def show(
     if simulation is not None and cluster is not None:
         print("\n" + _price(simulation, cluster))
     if pack is not None:
-        print("\n" + placement(plan, target.workload, simulation))
+        print("\n" + describe_placement(plan, target.workload, simulation))
     if simulation is not None and timeline:
         draw_timeline(simulation, timeline)
         print(f"\ntime line drawn to {timeline}")

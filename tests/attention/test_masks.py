@@ -28,11 +28,11 @@ from megatron_longctx.schedules import (
     ModeOptions,
     Plan,
     Takes,
+    backward,
     build_plan,
     find_mode,
     keeping,
     made,
-    overlap,
     places,
     verify,
 )
@@ -156,7 +156,7 @@ def cases(draw: st.DrawFn, name: str) -> Case:
         head_chunks=draw(st.sampled_from([1, 1, 2, 3])) if name == "ulysses" and n > 1 else 1,
         outer_schedule=draw(st.sampled_from(outer_modes())),
     )
-    parts = {"ulysses": n * options.head_chunks, "usp": options.inner(n)}.get(name, 1)
+    parts = {"ulysses": n * options.head_chunks, "usp": options.resolve_inner_size(n)}.get(name, 1)
     g = draw(st.sampled_from([parts, 2 * parts if parts < 5 else parts, 1 if options.head_chunks == 1 else parts]))
     h = draw(st.sampled_from([1, 2, 3] if max(g, parts) < 5 else [1])) * max(g, parts)
     kernel = draw(st.sampled_from(["packed", "bands", *KERNELS]))
@@ -178,7 +178,7 @@ def cases(draw: st.DrawFn, name: str) -> Case:
 def nearby(few: int | None) -> Iterator[None]:
     """Small problems as large ones: what begins from thousands of rows on begins from `few` on."""
     with ExitStack() as stack:
-        for module, limit in ((places, "LONG_RUN"), (made, "_GAP"), (overlap, "LEAST_TOKENS")) if few else ():
+        for module, limit in ((places, "LONG_RUN"), (made, "_GAP"), (backward, "LEAST_TOKENS")) if few else ():
             stack.enter_context(mock.patch.object(module, limit, few))
         yield
 

@@ -42,6 +42,7 @@ def test_a_message_through_the_switch():
     assert route.resources == (Resource("egress", 5), Resource("ingress", 6), Resource("link", 5, 6))
     assert (route.gibps, route.latency_s) == (100, 1e-5)
     assert [SWITCHED.capacity(resource) for resource in route.resources] == [300, 200, 100]
+    assert [str(resource) for resource in route.resources] == ["egress 5", "ingress 6", "link 5.6"]
 
 
 def test_a_switch_without_a_limit_on_pairs():

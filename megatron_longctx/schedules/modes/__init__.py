@@ -1,6 +1,6 @@
-"""Parallelism modes, one file each: a mode owns its layout, its plan, its options and its candidates for `auto`.
+"""Parallelism modes, one file each. A mode has its layout, its plan, its options and its candidates for `auto`.
 
-Adding one is adding a file here: every class in it with a `name` is found by it.
+To add a mode, add a file here: every class in it with a `name` is registered.
 """
 
 from importlib import import_module
