@@ -6,7 +6,7 @@ import math
 from operator import attrgetter
 
 from ..errors import refuse
-from ..schedules.backward import check_nodes_are_known
+from ..schedules.backward import ranks_to_sum
 from ..schedules.mask import causal
 from .bounds import check, check_is, keys_of
 from .experts import check_expert_parallelism, check_experts
@@ -216,7 +216,8 @@ def validate(config: Config) -> None:
             "There forward runs without a graph, so that nothing is kept; set it to auto, or recompute=none or layer.",
         )
     par = config.parallelism
-    check_nodes_are_known(config.attention.sum_in_node, par.cluster is not None, par.context_parallel_size)
+    if par.cluster is None:
+        ranks_to_sum(config.attention.sum_in_node, None, par.context_parallel_size)
     if config.attention.baseline is not None:
         _validate_baseline(config)
     _validate_training(config)

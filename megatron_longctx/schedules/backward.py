@@ -72,17 +72,6 @@ def _only_in(attend: Attend, query: Block, calls: list[tuple[Block, Attend]]) ->
     return all(call is attend or not other.overlaps(query) for other, call in calls)
 
 
-def check_nodes_are_known(setting: str, described: bool, n: int) -> None:
-    """Refuse `true` for several ranks without a description of their cluster.
-
-    Raises:
-        ValueError: the message names the missing key.
-    """
-    if setting == "true" and not described and n > 1:
-        remedy = "Name the cluster, or set it to auto or false."
-        raise refuse("attention.sum_in_node", "true", "parallelism.cluster, which says what the nodes are", remedy)
-
-
 def ranks_to_sum(setting: str, cluster: Cluster | None, n: int) -> int:
     """Return the number of ranks of a node if their partial gradients are summed before they leave the node; else 0.
 
@@ -93,9 +82,11 @@ def ranks_to_sum(setting: str, cluster: Cluster | None, n: int) -> int:
         cluster: the cluster of `n` ranks; None if none is described.
 
     Raises:
-        ValueError: `true` without a cluster, which defines the nodes.
+        ValueError: `true` for several ranks without a cluster, which defines the nodes.
     """
-    check_nodes_are_known(setting, cluster is not None, n)
+    if setting == "true" and cluster is None and n > 1:
+        remedy = "Name the cluster, or set it to auto or false."
+        raise refuse("attention.sum_in_node", "true", "parallelism.cluster, which defines the nodes", remedy)
     if setting == "false" or cluster is None or cluster.ranks_per_node == 1 or cluster.ranks_per_node >= n:
         return 0
     pays = cluster.route(0, 1).gibps > cluster.network_share_gibps

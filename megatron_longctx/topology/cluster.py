@@ -40,28 +40,27 @@ class Route(NamedTuple):
     latency_s: float
 
 
-def _check_figures(description: Any) -> None:
-    """Refuse figures that no hardware has."""
-    for name, value in vars(description).items():
-        if name == "latency_s":
-            if not 0 <= value <= _MOST:
-                remedy = "Give the seconds that one small message takes."
-                raise refuse(name, value, f"0 or more and at most {_MOST:,}", remedy)
-        elif isinstance(value, int | float) and not 0 < value <= _MOST:
-            remedy = f"Give {name} as measured or from the data sheet."
-            raise refuse(name, value, f"a number above 0 and at most {_MOST:,}", remedy)
+class _Hardware:
+    """A dataclass that refuses figures that no hardware has."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name == "latency_s":
+                if not 0 <= value <= _MOST:
+                    remedy = "Give the seconds that one small message takes."
+                    raise refuse(name, value, f"0 or more and at most {_MOST:,}", remedy)
+            elif isinstance(value, int | float) and not 0 < value <= _MOST:
+                remedy = f"Give {name} as measured or from the data sheet."
+                raise refuse(name, value, f"a number above 0 and at most {_MOST:,}", remedy)
 
 
 @dataclass(frozen=True)
-class Mesh:
+class Mesh(_Hardware):
     """A node in which every ordered pair of ranks has a separate link of `pair_gibps`."""
 
     pair_gibps: float
     latency_s: float = 0.0
     kind: ClassVar[str] = "mesh"
-
-    def __post_init__(self) -> None:
-        _check_figures(self)
 
     def resources(self, source: int, destination: int) -> tuple[tuple[Resource, float], ...]:
         """Return the resources of a message, each with its rate."""
@@ -69,7 +68,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Switch:
+class Switch(_Hardware):
     """A node whose ranks share one non-blocking switch: each sends `egress_gibps` and receives `ingress_gibps` in all.
 
     `pair_gibps` limits each pair of ranks; None for no limit. A limit below the egress means that a rank must send to
@@ -81,9 +80,6 @@ class Switch:
     pair_gibps: float | None = None
     latency_s: float = 0.0
     kind: ClassVar[str] = "switch"
-
-    def __post_init__(self) -> None:
-        _check_figures(self)
 
     def resources(self, source: int, destination: int) -> tuple[tuple[Resource, float], ...]:
         """Return the resources of a message, each with its rate."""
@@ -97,7 +93,7 @@ class Switch:
 
 
 @dataclass(frozen=True)
-class Network:
+class Network(_Hardware):
     """A non-blocking network between nodes that have `nics` NICs each, with `nic_gibps` in each direction.
 
     Neighbouring ranks share a NIC if there are fewer NICs than ranks; a rank with several NICs uses them as one.
@@ -107,12 +103,9 @@ class Network:
     nic_gibps: float
     latency_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check_figures(self)
-
 
 @dataclass(frozen=True)
-class Device:
+class Device(_Hardware):
     """The processor of one rank. `efficiency` is the share of `peak_tflops` that an attention kernel reaches."""
 
     name: str = ""
@@ -121,7 +114,7 @@ class Device:
     memory_gib: float | None = None
 
     def __post_init__(self) -> None:
-        _check_figures(self)
+        super().__post_init__()
         if self.efficiency is not None and self.efficiency > 1:
             raise refuse("efficiency", self.efficiency, "a share of the peak, 1 at most", "Divide per cent by 100.")
 

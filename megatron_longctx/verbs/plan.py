@@ -22,8 +22,7 @@ from ..schedules import (
 )
 from ..schedules import mask as masks
 from ..schedules.describe import describe, describe_placement, summary
-from ..schedules.draw import draw, draw_placement
-from ..schedules.draw_timeline import draw_modes, draw_timeline
+from ..schedules.draw import draw, draw_modes, draw_placement, draw_timeline
 from ..schedules.select import Problem, rank_modes, table
 from ..schedules.simulate import Simulation, simulate
 from ..topology import Cluster, load_cluster

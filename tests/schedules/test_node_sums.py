@@ -233,7 +233,7 @@ def test_auto_sums_if_links_within_a_node_are_faster() -> None:
         assert ranks_to_sum(setting, alone, 8) == ranks_to_sum(setting, load_cluster("h200_8x1_ib400"), 8) == 0
         assert ranks_to_sum(setting, SLOW, 4) == 0
     assert ranks_to_sum("auto", None, 8) == ranks_to_sum("false", None, 8) == ranks_to_sum("true", None, 1) == 0
-    with pytest.raises(ValueError, match=r"attention.sum_in_node=true: expected parallelism.cluster, which says"):
+    with pytest.raises(ValueError, match=r"attention.sum_in_node=true: expected parallelism.cluster, which defines"):
         ranks_to_sum("true", None, 8)
 
 

@@ -51,22 +51,19 @@ class DoubleRing(Mode):
             moves: list[Move] = []
             attends: list[tuple[Attend, ...]] = []
             for r in range(n):
-                home = _home(r, a, c, inner, outer)
+                node = (r // inner - a) % outer * inner  # the first rank of the node whose blocks circulate here
+                home = node + (r - c) % inner
                 pieces = [piece for piece in _pieces(visible, home, inner) if piece.tokens]
                 attends.append(visible.attend(r, pieces) if home != r else visible.attend_all(r, r))
                 if c + 1 < inner:
                     to = r // inner * inner + (r + 1) % inner
                     moves += [Move(piece, r, to) for piece in pieces]
                 if a + 1 < outer:  # piece c of the block that this rank had when the round began
-                    first = _pieces(visible, _home(r, a, 0, inner, outer), inner)[c]
+                    first = _pieces(visible, node + r % inner, inner)[c]
                     if first.tokens:
                         moves.append(Move(first, r, (r + inner) % n))
             steps.append(Step(tuple(moves), tuple(attends)))
         return trim(Plan(self.name, visible.mask, visible.queries, visible.keys, tuple(steps)))
-
-
-def _home(rank: int, a: int, c: int, inner: int, outer: int) -> int:
-    return (rank // inner - a) % outer * inner + (rank - c) % inner
 
 
 def _pieces(visible: Visibility, home: int, count: int) -> list[Block]:

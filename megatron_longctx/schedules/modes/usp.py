@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from ...errors import refuse
 from ...layout import Layout
@@ -73,21 +72,16 @@ class Usp(Mode):
         check_shared_heads(self.inner_size, num_heads, num_kv_heads, "schedule usp, set inner_size", divisors)
 
 
-class _Segment(NamedTuple):
-    """Slots `start..stop-1` of a group, which are the slots from `member_start` on of rank `member`."""
-
-    start: int
-    stop: int
-    member: int
-    member_start: int
-
-
 class _Group:
-    """Ranks that hold their tokens together, as one rank of the outer plan."""
+    """Ranks that hold their tokens together, as one rank of the outer plan.
+
+    segments: (start, stop, member, shift): slots `start..stop-1` of the group are the slots from `start + shift` on of
+        rank `member`.
+    """
 
     def __init__(self, layout: Layout, ranks: range) -> None:
-        self.ranks = ranks
-        self.segments: list[_Segment] = []
+        self.ranks, self.num_tokens = ranks, 0
+        self.segments: list[tuple[int, int, int, int]] = []
         spans = []
         offset = dict.fromkeys(ranks, 0)
         for pieces in zip(*(layout.spans[rank] for rank in ranks), strict=True):
@@ -99,30 +93,23 @@ class _Group:
                     "Use the contiguous or the zigzag layout."
                 )
             for _, rank, piece in held:
-                at = self.num_tokens
-                self.segments.append(_Segment(at, at + len(piece), rank, offset[rank]))
+                at, self.num_tokens = self.num_tokens, self.num_tokens + len(piece)
+                self.segments.append((at, self.num_tokens, rank, offset[rank] - at))
                 offset[rank] += len(piece)
             spans.append(span)
         self.spans = tuple(spans)
         self._split: dict[tuple[Block, Heads, int], tuple[Block, ...]] = {}
 
-    @property
-    def num_tokens(self) -> int:
-        return self.segments[-1].stop if self.segments else 0
-
     def split(self, block: Block, heads: Heads, origin: int = -1) -> tuple[Block, ...]:
         """Split a block of the group into blocks of its members, in the order of its slots."""
         key = block, heads, origin
         if key not in self._split:  # many ranks split the same block
-            self._split[key] = tuple(self._pieces(*key))
+            self._split[key] = tuple(
+                Block(block.kind, member, max(start, block.start) + shift, min(stop, block.stop) + shift, origin, heads)
+                for start, stop, member, shift in self.segments
+                if start < block.stop and block.start < stop
+            )
         return self._split[key]
-
-    def _pieces(self, block: Block, heads: Heads, origin: int) -> Iterator[Block]:
-        for start, stop, member, member_start in self.segments:
-            low, high = max(start, block.start), min(stop, block.stop)
-            if low < high:
-                at = member_start - start
-                yield Block(block.kind, member, at + low, at + high, origin, heads)
 
 
 def _expand(step: Step, groups: list[_Group], sharing: int) -> Step:
