@@ -41,14 +41,14 @@ def keeping(plan: Plan) -> Plan:
     """
     _check_forward(plan)
     kept: list[set[Block]] = [set() for _ in range(plan.n)]
-    computed = calls_by_home(plan)
-    for step in plan.steps:
-        for rank, attends in enumerate(step.attends):
-            for attend in attends:
-                kept[rank].update(key for key in attend.keys if key.home != rank)
-                away = [query for query in attend.queries if query.home != rank]
-                if away and all(_only_in(attend, query, computed[query.home]) for query in attend.queries):
-                    kept[rank].update(away)
+    computed: list[list[tuple[Block, Attend]]] = []
+    for _, rank, attend in plan.calls():
+        kept[rank].update(key for key in attend.keys if key.home != rank)
+        away = [query for query in attend.queries if query.home != rank]
+        if away:
+            computed = computed or calls_by_home(plan)
+            if all(_only_in(attend, query, computed[query.home]) for query in attend.queries):
+                kept[rank].update(away)
     return replace(plan, kept=tuple(tuple(sorted(blocks)) for blocks in kept))
 
 
@@ -60,11 +60,9 @@ def _check_forward(plan: Plan) -> None:
 def calls_by_home(plan: Plan) -> list[list[tuple[Block, Attend]]]:
     """Return the calls of any rank, each with its block of queries, indexed by the home of these queries."""
     calls: list[list[tuple[Block, Attend]]] = [[] for _ in range(plan.n)]
-    for step in plan.steps:
-        for attends in step.attends:
-            for attend in attends:
-                for query in attend.queries:
-                    calls[query.home].append((query, attend))
+    for _, _, attend in plan.calls():
+        for query in attend.queries:
+            calls[query.home].append((query, attend))
     return calls
 
 
@@ -119,21 +117,19 @@ def backward_plan(plan: Plan) -> Plan:
     # The last message after a sum within a node does not wait for any call, so work in the step before it hides both.
     at = len(backward.steps) - (2 if len(backward.steps) > len(plan.steps) + 1 else 1)
     first, *rest = backward.steps
-    divided = [_divided(attends, rank) for rank, attends in enumerate(first.attends)]
+    divided = [divide_own(attends, rank) for rank, attends in enumerate(first.attends)]
     rest[at - 1] = rest[at - 1]._replace(attends=tuple(after for _, after in divided))
     return replace(backward, steps=(first._replace(attends=tuple(before for before, _ in divided)), *rest))
 
 
-def _divided(attends: tuple[Attend, ...], rank: int) -> tuple[tuple[Attend, ...], tuple[Attend, ...]]:
-    """Divide the queries of a rank's own block into two halves, of which the second is computed last."""
+def divide_own(attends: tuple[Attend, ...], rank: int) -> tuple[tuple[Attend, ...], tuple[Attend, ...]]:
+    """Divide the queries of a rank's own block into halves, to be computed first and last, unless they are few."""
     if len(attends) != 1 or attends[0].num_queries < LEAST_TOKENS:
         return attends, ()
     (whole,) = attends
     if any(block.home != rank for block in (*whole.queries, *whole.keys)) or len(whole.queries) > 1:
         return attends, ()
-    middle = whole.num_queries // 2
-    front, back = whole.part(0, middle), whole.part(middle, whole.num_queries)
-    return ((front,) if front else ()), ((back,) if back else ())
+    return whole.halves()
 
 
 def transpose(plan: Plan) -> Plan:
@@ -181,13 +177,11 @@ def _gradient_moves(plan: Plan) -> dict[int, list[Move]]:
     `Plan.results_away`, but without a block for each call: plans of many ranks have millions of calls.
     """
     away: dict[tuple[int, Kind, int, Heads], list[tuple[int, int, int]]] = {}
-    for t, step in enumerate(plan.steps):
-        for rank, attends in enumerate(step.attends):
-            for attend in attends:
-                for kind, blocks in ((Kind.DKV, attend.keys), (Kind.DQ, attend.queries)):
-                    for _, home, start, stop, _, heads in blocks:
-                        if home != rank:
-                            away.setdefault((rank, kind, home, heads), []).append((start, stop, t))
+    for t, rank, attend in plan.calls():
+        for kind, blocks in ((Kind.DKV, attend.keys), (Kind.DQ, attend.queries)):
+            for _, home, start, stop, _, heads in blocks:
+                if home != rank:
+                    away.setdefault((rank, kind, home, heads), []).append((start, stop, t))
     partials: list[_Partial] = []
     for (rank, kind, home, heads), computed in away.items():
         computed.sort()

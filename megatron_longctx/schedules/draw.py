@@ -196,16 +196,15 @@ def _pair_map(axes: Axes, plan: Plan) -> None:
         for spans in map(plan.queries.slot_spans, range(plan.n))
     ]
     grid = numpy.full((cells, cells), numpy.nan)
-    for t, step in enumerate(plan.steps):
-        for attend in (attend for attends in step.attends for attend in attends):
-            rows, query_rows = _gathered(attend.queries, slots)
-            columns, key_rows = _gathered(attend.keys, slots)
-            for each in attend.slices if rows and columns else ():
-                i, j = numpy.array(query_rows)[:, None], numpy.array(key_rows)
-                seen = (each.q_start <= i) & (i < each.q_stop) & (each.k_start <= j) & (j < each.k_stop)
-                seen &= (each.lo <= j - i) & (j - i <= each.hi)
-                block = grid[numpy.ix_(rows, columns)]
-                grid[numpy.ix_(rows, columns)] = numpy.where(seen, t, block)
+    for t, _, attend in plan.calls():
+        rows, query_rows = _gathered(attend.queries, slots)
+        columns, key_rows = _gathered(attend.keys, slots)
+        for each in attend.slices if rows and columns else ():
+            i, j = numpy.array(query_rows)[:, None], numpy.array(key_rows)
+            seen = (each.q_start <= i) & (i < each.q_stop) & (each.k_start <= j) & (j < each.k_stop)
+            seen &= (each.lo <= j - i) & (j - i <= each.hi)
+            block = grid[numpy.ix_(rows, columns)]
+            grid[numpy.ix_(rows, columns)] = numpy.where(seen, t, block)
     end, count = max(plan.mask.length, 1), len(plan.steps)
     colours = ListedColormap(_colours(count))
     axes.imshow(grid, colours, vmin=-0.5, vmax=count - 0.5, extent=(0, end, end, 0), interpolation="nearest")

@@ -7,6 +7,7 @@ of them by name.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -191,17 +192,15 @@ def canonical(slices: Iterable[Slice]) -> list[Slice]:
         if run is not None and before == q - 1 and len(spans) == len(run.last):
             pairs = zip(spans, run.last, strict=True)
             shifts = tuple((now[0] - then[0], now[1] - then[1]) for now, then in pairs)
-        if run is not None and shifts is not None and _continues(run, shifts):
+            if run.shifts not in (None, shifts) or not all({0, 1}.issuperset(each) for each in shifts):
+                shifts = None
+        if run is not None and shifts is not None:
             run = run._replace(last=spans, shifts=shifts)
         else:
             found += () if run is None else run.slices(before + 1)
             run = _Run(q, spans, spans, None)
         before = q
     return found if run is None else [*found, *run.slices(before + 1)]
-
-
-def _continues(run: _Run, shifts: tuple[tuple[int, int], ...]) -> bool:
-    return run.shifts == shifts if run.shifts is not None else all({0, 1}.issuperset(each) for each in shifts)
 
 
 def runs(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -254,6 +253,19 @@ class Mask:
     def has_windows(self) -> bool:
         """Whether some slice is neither full nor causal."""
         return any(each.lo != -FAR or each.hi not in (0, FAR, each.k_stop - each.q_stop) for each in self.slices)
+
+    def slices_of(self, start: int, stop: int) -> tuple[Slice, ...]:
+        """Return the slices that may have any of the queries `start..stop-1`."""
+        first = bisect_left(self._starts, start - self._longest + 1)
+        return self.slices[first : bisect_right(self._starts, stop - 1)]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [each.q_start for each in self.slices]
+
+    @cached_property
+    def _longest(self) -> int:
+        return max((each.num_queries for each in self.slices), default=0)
 
     def __str__(self) -> str:
         return self.name

@@ -146,11 +146,14 @@ class Attend(NamedTuple):
         """The pairs, multiplied by the share of the heads."""
         return self.pairs / self.heads.parts
 
-    def part(self, start: int, stop: int) -> Attend | None:
-        """Return the call of rows `start..stop-1` of the queries, which must be of one block, with the keys they see.
+    def halves(self) -> tuple[tuple[Attend, ...], tuple[Attend, ...]]:
+        """Divide the queries, which must be of one block, into two calls; a half that sees no keys has none."""
+        middle = self.num_queries // 2
+        front, back = self._part(0, middle), self._part(middle, self.num_queries)
+        return ((front,) if front else ()), ((back,) if back else ())
 
-        None if they see no keys.
-        """
+    def _part(self, start: int, stop: int) -> Attend | None:
+        """Return the call of rows `start..stop-1` of the queries with the keys that they see."""
         slices = [piece for each in self.slices if (piece := each.cut(start, stop, 0, self.num_keys)) is not None]
         if not slices:
             return None
@@ -205,6 +208,13 @@ class Plan:
     def layout_of(self, kind: Kind) -> Layout:
         """Return the layout of the slots of a kind."""
         return self.keys if kind in (Kind.KV, Kind.DKV) else self.queries
+
+    def calls(self) -> Iterator[tuple[int, int, Attend]]:
+        """Yield (step, rank, call) of all calls, in the order of steps and ranks."""
+        for t, step in enumerate(self.steps):
+            for rank, attends in enumerate(step.attends):
+                for attend in attends:
+                    yield t, rank, attend
 
     def sends(self, rank: int) -> list[list[Move]]:
         """Return the moves from `rank`, indexed by step."""

@@ -42,9 +42,7 @@ def verify(plan: Plan, forward: Plan | None = None) -> None:
 
 def _check_spans(plan: Plan) -> None:
     blocks = [(t, move.block) for t, step in enumerate(plan.steps) for move in step.moves]
-    for t, step in enumerate(plan.steps):
-        for attends in step.attends:
-            blocks += [(t, block) for attend in attends for block in (*attend.queries, *attend.keys)]
+    blocks += [(t, block) for t, _, attend in plan.calls() for block in (*attend.queries, *attend.keys)]
     blocks += [(0, block) for kept in plan.kept for block in kept]
     for t, block in blocks:
         layout = plan.layout_of(block.kind)
@@ -59,22 +57,19 @@ def _check_pairs(plan: Plan) -> None:
     once."""
     calls: dict[tuple[int, int], list[tuple[Slice, Heads]]] = {}
     total: Counter[int] = Counter()
-    mask = _MaskOverRanks(plan)
-    for t, step in enumerate(plan.steps):
-        for rank, attends in enumerate(step.attends):
-            for attend in attends:
-                where = f"{plan.name}, step {t}, rank {rank}: {attend}"
-                if any(block.heads != attend.heads for block in (*attend.queries, *attend.keys)):
-                    raise PlanError(f"{where}: queries and keys of a call must be of the same heads")
-                total[attend.heads.parts] += attend.pairs
-                inside = 0
-                for homes, region in _regions(attend):
-                    inside += region.pairs
-                    if mask.visible_pairs(homes, region) != region.pairs:
-                        raise PlanError(f"{where}: {region} of ranks {homes} is not all visible")
-                    calls.setdefault(homes, []).append((region, attend.heads))
-                if inside != attend.pairs:
-                    raise PlanError(f"{where}: a slice is not within its queries and keys")
+    for t, rank, attend in plan.calls():
+        where = f"{plan.name}, step {t}, rank {rank}: {attend}"
+        if any(block.heads != attend.heads for block in (*attend.queries, *attend.keys)):
+            raise PlanError(f"{where}: queries and keys of a call must be of the same heads")
+        total[attend.heads.parts] += attend.pairs
+        inside = 0
+        for homes, region in _regions(attend):
+            inside += region.pairs
+            if _visible_pairs(plan, homes, region) != region.pairs:
+                raise PlanError(f"{where}: {region} of ranks {homes} is not all visible")
+            calls.setdefault(homes, []).append((region, attend.heads))
+        if inside != attend.pairs:
+            raise PlanError(f"{where}: a slice is not within its queries and keys")
     for homes, regions in calls.items():
         _check_disjoint(plan, homes, regions)
     computed = sum((Fraction(pairs, count) for count, pairs in total.items()), Fraction(0))
@@ -94,27 +89,17 @@ def _regions(attend: Attend) -> Iterator[tuple[tuple[int, int], Slice]]:
                     yield (query.home, key.home), region.moved(query.start - q_at, key.start - k_at)
 
 
-class _MaskOverRanks:
-    """The mask in slots of ranks. It does not use `Visibility`, which made the plan."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._mask, self._queries, self._keys = plan.mask, plan.queries, plan.keys
-        self._starts = [each.q_start for each in plan.mask.slices]
-        self._longest = max((each.num_queries for each in plan.mask.slices), default=0)
-
-    def visible_pairs(self, homes: tuple[int, int], region: Slice) -> int:
-        """Return how many pairs of a region the mask shows."""
-        q_home, k_home = homes
-        total = 0
-        for q_slot, queries in _spans_within(self._queries, q_home, region.q_start, region.q_stop):
-            first = bisect.bisect_left(self._starts, queries[0] - self._longest + 1)
-            near = self._mask.slices[first : bisect.bisect_right(self._starts, queries[-1])]
-            for k_slot, keys in _spans_within(self._keys, k_home, region.k_start, region.k_stop):
-                for each in near:
-                    for band in band_between(each, queries, keys):
-                        common = band.moved(q_slot, k_slot).overlap(region)
-                        total += common.pairs if common else 0
-        return total
+def _visible_pairs(plan: Plan, homes: tuple[int, int], region: Slice) -> int:
+    """Return how many pairs of a region the mask shows. It does not use `Visibility`, which made the plan."""
+    total = 0
+    for q_slot, queries in _spans_within(plan.queries, homes[0], region.q_start, region.q_stop):
+        near = plan.mask.slices_of(queries[0], queries[-1] + 1)
+        for k_slot, keys in _spans_within(plan.keys, homes[1], region.k_start, region.k_stop):
+            for each in near:
+                for band in band_between(each, queries, keys):
+                    common = band.moved(q_slot, k_slot).overlap(region)
+                    total += common.pairs if common else 0
+    return total
 
 
 def _spans_within(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, range]]:
@@ -151,12 +136,10 @@ def _check_kept(plan: Plan, forward: Plan | None) -> None:
     if not any(block.kind is Kind.Q for kept in plan.kept for block in kept):
         return
     computed = calls_by_home(plan)
-    for step in plan.steps:
-        for rank, attends in enumerate(step.attends):
-            for attend in attends:
-                for query in attend.queries if plan.keeps(rank, attend.queries) else ():
-                    if any(call is not attend and query.overlaps(other) for other, call in computed[query.home]):
-                        raise PlanError(f"{plan.name}: rank {rank} keeps the out of {query}, some of it from elsewhere")
+    for _, rank, attend in plan.calls():
+        for query in attend.queries if plan.keeps(rank, attend.queries) else ():
+            if any(call is not attend and query.overlaps(other) for other, call in computed[query.home]):
+                raise PlanError(f"{plan.name}: rank {rank} keeps the out of {query}, some of it from elsewhere")
 
 
 class _Holdings:

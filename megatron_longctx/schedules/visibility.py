@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -10,14 +10,6 @@ from typing import NamedTuple
 from ..layout import Layout
 from .mask import Mask, Slice, band_between, joined, runs, within
 from .plan import Attend, Block, Kind
-
-
-class _HeldSpan(NamedTuple):
-    """Tokens of a rank, from slot `slot` on."""
-
-    rank: int
-    slot: int
-    tokens: range
 
 
 class _SeenPart(NamedTuple):
@@ -57,16 +49,12 @@ class Visibility:
         self._calls: dict[tuple[tuple[int, int, int], ...], _Call | None] = {}
         self._parts: dict[tuple[int, int, int], list[_SeenPart]] = {}
         self._needed: dict[int, list[tuple[int, int]]] = {}
-        held = sorted(
-            (_HeldSpan(rank, slot, span) for rank in range(keys.n) for slot, span in keys.slot_spans(rank)),
-            key=lambda each: each.tokens.start,
-        )
+        held = [(rank, slot, span) for rank in range(keys.n) for slot, span in keys.slot_spans(rank)]
+        held.sort(key=lambda each: each[2].start)
         # Spans of consecutive tokens do not overlap, so they can be bisected; strided spans are all searched.
-        self._consecutive = [each for each in held if each.tokens.step == 1]
-        self._stops = [each.tokens.stop for each in self._consecutive]
-        self._strided = [each for each in held if each.tokens.step != 1]
-        self._q_starts = [each.q_start for each in mask.slices]
-        self._longest = max((each.num_queries for each in mask.slices), default=0)
+        self._consecutive = [each for each in held if each[2].step == 1]
+        self._stops = [span.stop for _, _, span in self._consecutive]
+        self._strided = [each for each in held if each[2].step != 1]
 
     def between(self, q_rank: int, k_rank: int) -> tuple[Slice, ...]:
         """Return the slices in which queries of `q_rank` see keys of `k_rank`, each pair once."""
@@ -155,9 +143,7 @@ class Visibility:
         """Return the slices that the queries of a rank see, keyed by the rank of the keys."""
         seen_of: dict[int, list[Slice]] = {}
         for slot, span in self.queries.slot_spans(q_rank):
-            first = bisect_left(self._q_starts, span.start - self._longest + 1)
-            for number in range(first, bisect_right(self._q_starts, span[-1])):
-                each = self.mask.slices[number]
+            for each in self.mask.slices_of(span.start, span[-1] + 1):
                 near = each.cut(span.start, span[-1] + 1, each.k_start, each.k_stop)  # of a window few keys
                 q = within(span, each.q_start, each.q_stop)
                 if near is None or not q:
@@ -176,11 +162,11 @@ class Visibility:
                         seen_of.setdefault(rank, []).extend(seen)
         return seen_of
 
-    def _holding(self, each: Slice) -> Iterable[_HeldSpan]:
-        """Yield the spans that may hold keys of a slice of tokens."""
+    def _holding(self, each: Slice) -> Iterable[tuple[int, int, range]]:
+        """Yield (rank, first slot, tokens) of the spans that may hold keys of a slice of tokens."""
         first = bisect_right(self._stops, each.k_start)
         for held in self._consecutive[first:]:
-            if held.tokens.start >= each.k_stop:
+            if held[2].start >= each.k_stop:
                 break
             yield held
         yield from self._strided

@@ -13,17 +13,6 @@ To add a cluster, copy a file in `recipes/cluster/` and adapt it, or measure one
 messages of tens of MiB. Latencies are in seconds per message, including software.
 """
 
-from .cluster import (
-    Cluster,
-    Device,
-    Mesh,
-    Network,
-    Resource,
-    Switch,
-    as_data,
-    cluster_from,
-    load_cluster,
-    save_cluster,
-)
+from .cluster import Cluster, Device, Mesh, Network, Resource, Switch, as_data, cluster_from, load_cluster, save_cluster
 from .hamiltonian import hamiltonian_cycles, hamiltonian_paths
 from .rings import Decomposition, Rings, choose, decompositions, multi_node_rings, seconds_per_gib

@@ -13,7 +13,7 @@ section 3.1.2 uses the cycles as rings of links that do not disturb each other).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from random import Random
@@ -91,16 +91,7 @@ def row_complete_latin_square(m: int) -> tuple[Vertices, ...]:
     Odd orders: there is none of order 3 and 5 (it would cut K*_4 or K*_6 into Hamiltonian cycles); none is known of
     other prime orders; those of composite order exist (Higham 1998) but not from cyclic groups, and are not built here,
     because `hamiltonian_paths` gives rings all they need for every odd order from 7 on.
-
-    Raises:
-        ValueError: m is odd and above 1, or below 1.
     """
-    if m < 1 or (m % 2 and m > 1):
-        nearest = f"{m - 1} or {m + 1}" if m > 2 else "1 or 2"
-        raise ValueError(
-            f"m={m}: expected an even order (or 1) of a row-complete Latin square. Nearest: {nearest}; "
-            f"hamiltonian_paths gives paths for odd m too."
-        )
     zigzag = [(i + 1) // 2 % m if i % 2 else -(i // 2) % m for i in range(m)]
     return tuple(tuple((k + step) % m for step in zigzag) for k in range(m))
 
@@ -119,70 +110,62 @@ def rainbow_path(cycles: Sequence[Sequence[int]]) -> Vertices:
 
     Does not return if there is no such path (n = 3 and 5).
     """
-    search = _Search(cycles)
-    while search.missing:
-        search.step()
-    return tuple(search.path)
-
-
-class _Search:
-    def __init__(self, cycles: Sequence[Sequence[int]]) -> None:
-        n = len(cycles[0])
-        self.n = n
-        self.after = [[0] * n for _ in cycles]  # after[c][v]: the vertex that follows v in cycle c
-        self.colour = [[-1] * n for _ in range(n)]
-        for c, cycle in enumerate(cycles):
-            for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
-                self.after[c][a] = b
-                self.colour[a][b] = c
-        self.random = Random(n).random
-        self._set(list(range(n)))
-
-    def _set(self, path: list[int]) -> None:
-        self.path = path
-        self.arcs = [self.colour[a][b] for a, b in pairwise(path)]
-        self.count = [0] * (self.n - 1)
-        for c in self.arcs:
-            self.count[c] += 1
-        self.missing = [c for c, count in enumerate(self.count) if not count]
-
-    def step(self) -> None:
-        path = self.path
-        missing, cuts = self._best_exchange(self.missing[int(self.random() * len(self.missing))])
-        if missing and (cuts is None or self.random() < _RANDOM_ROTATION):
-            k = 1 + int(self.random() * (self.n - 1))
-            self._set(path[k:] + path[:k])
+    n = len(cycles[0])
+    after = [[0] * n for _ in cycles]  # after[c][v]: the vertex that follows v in cycle c
+    colour = [[-1] * n for _ in range(n)]
+    for c, cycle in enumerate(cycles):
+        for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
+            after[c][a] = b
+            colour[a][b] = c
+    random = Random(n).random
+    path = list(range(n))
+    while True:
+        arcs = [colour[a][b] for a, b in pairwise(path)]
+        missing = sorted({*range(n - 1)}.difference(arcs))
+        if not missing:
+            return tuple(path)
+        wanted = missing[int(random() * len(missing))]
+        left, cuts = _best_exchange(path, colour, after[wanted], wanted, random)
+        if left and (cuts is None or random() < _RANDOM_ROTATION):
+            k = 1 + int(random() * (n - 1))
+            path = path[k:] + path[:k]
         elif cuts is not None:
             i, j, k = cuts
-            self._set(path[:i] + path[j:k] + path[i:j] + path[k:])
+            path = path[:i] + path[j:k] + path[i:j] + path[k:]
 
-    def _best_exchange(self, wanted: int) -> tuple[int, tuple[int, int, int] | None]:
-        """Return the fewest missing colours after an exchange of path[i:j] with path[j:k], and its cuts (i, j, k).
 
-        The exchange makes path[i-1] -> path[j] an arc of colour `wanted`. Of equally good exchanges one is random.
-        """
-        path, arcs, colour, n = self.path, self.arcs, self.colour, self.n
-        position = {vertex: i for i, vertex in enumerate(path)}
-        best, cuts, ties = n, None, 0
-        for i in range(1, n):
-            j = position[self.after[wanted][path[i - 1]]]
-            for k in range(j + 1, n + 1) if j > i else ():
-                joint = colour[path[k - 1]][path[i]]
-                removed = (arcs[i - 1], arcs[j - 1]) if k == n else (arcs[i - 1], arcs[j - 1], arcs[k - 1])
-                if self.count[joint] and joint not in removed:
-                    continue  # adds a colour that the path has already: never among the best
-                added = (wanted, joint) if k == n else (wanted, joint, colour[path[j - 1]][path[k]])
-                missing = self._missing_after(removed, added)
-                ties = 1 if missing < best else ties + (missing == best)
-                if missing < best or (missing == best and self.random() * ties < 1):
-                    best, cuts = missing, (i, j, k)
-                if missing == 0:
-                    return best, cuts
-        return best, cuts
+def _best_exchange(
+    path: list[int], colour: list[list[int]], after: list[int], wanted: int, random: Callable[[], float]
+) -> tuple[int, tuple[int, int, int] | None]:
+    """Return the fewest missing colours after an exchange of path[i:j] with path[j:k], and its cuts (i, j, k).
 
-    def _missing_after(self, removed: tuple[int, ...], added: tuple[int, ...]) -> int:
-        missing = len(self.missing)
-        for c in {*removed, *added}:
-            left = self.count[c] - removed.count(c) + added.count(c)
-            missing += (left == 0) - (self.count[c] == 0)
-        return missing
+    The exchange makes path[i-1] -> path[j] an arc of colour `wanted`. Of equally good exchanges one is random.
+
+    Args:
+        after: the vertex that follows each vertex in the cycle of colour `wanted`.
+    """
+    n = len(path)
+    arcs = [colour[a][b] for a, b in pairwise(path)]
+    count = [0] * (n - 1)
+    for c in arcs:
+        count[c] += 1
+    missing_now = count.count(0)
+    position = {vertex: i for i, vertex in enumerate(path)}
+    best, cuts, ties = n, None, 0
+    for i in range(1, n):
+        j = position[after[path[i - 1]]]
+        for k in range(j + 1, n + 1) if j > i else ():
+            joint = colour[path[k - 1]][path[i]]
+            removed = (arcs[i - 1], arcs[j - 1]) if k == n else (arcs[i - 1], arcs[j - 1], arcs[k - 1])
+            if count[joint] and joint not in removed:
+                continue  # adds a colour that the path has already: never among the best
+            added = (wanted, joint) if k == n else (wanted, joint, colour[path[j - 1]][path[k]])
+            missing = missing_now
+            for c in {*removed, *added}:
+                missing += (count[c] - removed.count(c) + added.count(c) == 0) - (count[c] == 0)
+            ties = 1 if missing < best else ties + (missing == best)
+            if missing < best or (missing == best and random() * ties < 1):
+                best, cuts = missing, (i, j, k)
+            if missing == 0:
+                return best, cuts
+    return best, cuts

@@ -44,7 +44,6 @@ class LinkMeasurements:
     """The results of `measure_links`.
 
     hosts: the name of every rank's node.
-    sizes: bytes of the messages, small to large: the first gives latencies, the last rates.
     pings, alone: pairs measured while all other ranks are silent.
     rounds: all ranks together, each sending to one rank and receiving from one: the k-th next of its node, for each k,
         or its counterpart in the k-th next node.
@@ -52,7 +51,6 @@ class LinkMeasurements:
     """
 
     hosts: tuple[str, ...]
-    sizes: tuple[int, ...]
     pings: tuple[Ping, ...] = ()
     alone: tuple[Sample, ...] = ()
     rounds: tuple[Sample, ...] = ()
@@ -102,7 +100,7 @@ def measure_links(
         raise ValueError(f"sizes={tuple(sizes)}: expected two or more rising numbers of bytes. Use {SIZES}.")
     links = _Links(group, device, sizes[-1], max(1, repeats))
     hosts = tuple(map(str, links.gather(host or socket.gethostname())))
-    nodes = LinkMeasurements(hosts, tuple(sizes)).nodes()
+    nodes = LinkMeasurements(hosts).nodes()
     links.all_to_all(range(links.n), sizes[0])  # connect all ranks before the clock runs
     pings, alone = [], []
     for a, b in probe_pairs(nodes):
@@ -117,7 +115,7 @@ def measure_links(
         for shift in range(1, len(ranks)):
             rounds += links.shifted(ranks, shift, sizes[-1])
     inside = links.all_to_all(own_node, sizes[-1]) if len(own_node) > 1 else []
-    return LinkMeasurements(hosts, tuple(sizes), *map(tuple, links.gather((pings, alone, rounds, inside))[0]))
+    return LinkMeasurements(hosts, *map(tuple, links.gather((pings, alone, rounds, inside))[0]))
 
 
 class _Links:

@@ -23,7 +23,7 @@ from megatron_longctx.schedules import (
     verify,
 )
 from megatron_longctx.schedules.mask import FAR
-from tests.schedules.follow import calls_of, parts_of
+from tests.schedules.follow import parts_of
 from tests.schedules.masks import masks, pairs_of, tokens_of
 from tests.shared.plans import with_calls, with_moves
 
@@ -84,7 +84,7 @@ def test_use_before_arrival(plan: Plan, data: st.DataObject) -> None:
     """A call that needs another rank's block runs in step 0, before any block arrives."""
     remote = [
         (t, rank, a)
-        for t, rank, a in calls_of(plan)
+        for t, rank, a in plan.calls()
         if t > 0 and any(block.home != rank for blocks in plan.inputs(a, rank) for block in blocks)
     ]
     assume(remote)
@@ -159,7 +159,7 @@ def counts(plan: Plan) -> np.ndarray:
     """Return how often each pair is computed, indexed by part of the heads."""
     parts = parts_of(plan)
     found = np.zeros((parts, plan.queries.length, plan.keys.length), dtype=int)
-    for _, _, attend in calls_of(plan):
+    for _, _, attend in plan.calls():
         at = np.ix_(tokens_of(plan, attend.queries, False), tokens_of(plan, attend.keys, True))
         for part in range(parts):
             if attend.heads.covers(Heads(part, parts)):
@@ -172,8 +172,8 @@ def counts(plan: Plan) -> np.ndarray:
 @given(plans(), st.data())
 def test_changed_slices(change: Callable, plan: Plan, data: st.DataObject) -> None:
     """An error is found if and only if the visible pairs are no longer each computed exactly once."""
-    assume(any(calls_of(plan)))
-    t, rank, attend = data.draw(st.sampled_from(list(calls_of(plan))))
+    assume(any(plan.calls()))
+    t, rank, attend = data.draw(st.sampled_from(list(plan.calls())))
     number = data.draw(st.integers(0, len(attend.slices) - 1))
     now = change(data.draw, attend.slices[number])
     slices = (*attend.slices[:number], *now, *attend.slices[number + 1 :])

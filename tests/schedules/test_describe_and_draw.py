@@ -12,7 +12,6 @@ from megatron_longctx.schedules import Takes, Target, Workload, build_plan, keep
 from megatron_longctx.schedules.describe import describe, document_shards
 from megatron_longctx.schedules.draw import draw
 from megatron_longctx.schedules.mask import documents, full
-from tests.schedules.follow import calls_of
 from tests.schedules.masks import pairs_of, tokens_of
 from tests.shared.plans import helper_plan
 
@@ -140,7 +139,7 @@ def test_the_pair_map_shows_which_step_computes_each_pair():
         grid = numpy.ma.filled(axes.images[0].get_array().astype(float), numpy.nan)
         pyplot.close(figure)
         expected = numpy.full((plan.mask.length,) * 2, numpy.nan)
-        for t, _, attend in calls_of(plan):
+        for t, _, attend in plan.calls():
             at = numpy.ix_(tokens_of(plan, attend.queries, False), tokens_of(plan, attend.keys, True))
             seen = pairs_of(attend.slices, attend.num_queries, attend.num_keys) > 0
             expected[at] = numpy.where(seen, t, expected[at])

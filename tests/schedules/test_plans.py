@@ -35,7 +35,7 @@ from megatron_longctx.schedules.modes import outer_modes
 from megatron_longctx.schedules.modes.all_gather import AllGather
 from megatron_longctx.schedules.modes.ring import ring
 from megatron_longctx.schedules.visibility import Visibility
-from tests.schedules.follow import calls_of, follow
+from tests.schedules.follow import follow
 from tests.schedules.interpret import interpret
 from tests.schedules.masks import masks
 from tests.shared.plans import helper_plan, one_sided_plan, tangled_plan
@@ -182,7 +182,7 @@ def test_tokens_moved(n):
     for schedule in (name for name, mode in MODES.items() if not mode.splits_heads):
         plan = build_plan(schedule, n, n * c)
         backward = transpose(plan)
-        used = sum(key.tokens for _, rank, attend in calls_of(plan) for key in attend.keys if key.home != rank)
+        used = sum(key.tokens for _, rank, attend in plan.calls() for key in attend.keys if key.home != rank)
         assert total_moved(backward, Kind.DKV) == used
         assert total_moved(backward) == total_moved(plan)
 

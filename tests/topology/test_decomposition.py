@@ -118,14 +118,6 @@ def test_squares_are_latin_and_row_complete(m):
     assert sorted(neighbours) == sorted(permutations(symbols, 2))
 
 
-@pytest.mark.parametrize(
-    ("m", "nearest"), [(0, "1 or 2"), (-4, "1 or 2"), (3, "2 or 4"), (7, "6 or 8"), (9, "8 or 10")]
-)
-def test_squares_of_odd_order_are_refused(m, nearest):
-    with pytest.raises(ValueError, match=f"^m={m}: expected an even order .* Nearest: {nearest}"):
-        row_complete_latin_square(m)
-
-
 @pytest.mark.parametrize("build", [hamiltonian_cycles, hamiltonian_paths])
 def test_nothing_to_cut(build):
     with pytest.raises(ValueError, match="=0: expected at least 1 vertex"):

@@ -88,7 +88,7 @@ def ideal(cluster):
     """Return the result of `measure_links` on a cluster that is exactly as described."""
     n, m = cluster.n, cluster.ranks_per_node
     hosts = tuple(f"node{rank // m}" for rank in range(n))
-    probe = LinkMeasurements(hosts, (8, 2**26))
+    probe = LinkMeasurements(hosts)
     pairs = [pair for a, b in probe_pairs(probe.nodes()) for pair in ((a, b), (b, a))]
     intra, network = cluster.intra, cluster.network
     rounds = [(a, b) for a in range(n) for b in range(n) if a != b and (a // m == b // m or a % m == b % m)]
@@ -135,7 +135,7 @@ def test_slow_outliers_do_not_count():
 @pytest.mark.parametrize("hosts", [("a", "a", "b"), ("a", "b", "a", "b")])
 def test_ranks_must_be_numbered_node_by_node(hosts):
     with pytest.raises(ValueError, match=f"hosts {', '.join(hosts)}: expected equally many ranks on each"):
-        LinkMeasurements(hosts, (8, 64)).nodes()
+        LinkMeasurements(hosts).nodes()
 
 
 def test_probes_stay_few():

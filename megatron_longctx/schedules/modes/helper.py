@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..backward import LEAST_TOKENS
-from ..plan import Attend, Kind, Move, Plan, Step
+from ..backward import divide_own
+from ..plan import Attend, Move, Plan, Step, outputs_away
 from ..visibility import Visibility
 from .mode import Mode
 
@@ -41,7 +41,7 @@ class Helper(Mode):
         causal = not any(visible.between(r, home) for r in range(n) for home in range(r + 1, n))
         num_steps = n // 2 + 1 if causal else n
         calls = [[_calls(visible, r, t, causal, self.shares) for r in range(n)] for t in range(num_steps)]
-        own = [_divide_own(attends) if self.shares else (attends, ()) for attends in calls[0]]
+        own = [divide_own(attends, r) if self.shares else (attends, ()) for r, attends in enumerate(calls[0])]
         calls = [[first for first, _ in own], *calls[1:], [last for _, last in own]]
         steps: list[Step] = []
         results: tuple[Move, ...] = ()
@@ -55,13 +55,7 @@ class Helper(Mode):
                 if block.home != r
             )
             steps.append(Step(fetches + results, tuple(attends)))
-            results = tuple(
-                Move(query.result(Kind.OUT, r), r, query.home)
-                for r, each in enumerate(attends)
-                for attend in each
-                for query in attend.queries
-                if query.home != r
-            )
+            results = tuple(Move(out, out.origin, out.home) for out in outputs_away(steps[-1:]))
         if len(steps) > 1 and not steps[-1].moves and not any(steps[-1].attends):
             steps.pop()
         return Plan(self.name, visible.mask, visible.queries, visible.keys, tuple(steps))
@@ -75,17 +69,5 @@ def _calls(visible: Visibility, rank: int, t: int, causal: bool, shares: bool) -
     else:
         calls, half = visible.attend_all(rank - t + n, rank), 1
     if causal and t and 2 * t == n:  # even n, last step: two ranks for each pair
-        return _halves(calls)[half] if shares else calls[half:]
+        return tuple(part for call in calls for part in call.halves()[half]) if shares else calls[half:]
     return calls
-
-
-def _halves(calls: tuple[Attend, ...]) -> tuple[tuple[Attend, ...], tuple[Attend, ...]]:
-    """Divide the queries of every call into two halves."""
-    first = [call.part(0, call.num_queries // 2) for call in calls]
-    last = [call.part(call.num_queries // 2, call.num_queries) for call in calls]
-    return tuple(filter(None, first)), tuple(filter(None, last))
-
-
-def _divide_own(calls: tuple[Attend, ...]) -> tuple[tuple[Attend, ...], tuple[Attend, ...]]:
-    """Divide a rank's own block into a part beside the first messages and a part beside the last ones."""
-    return (calls, ()) if sum(each.num_queries for each in calls) < LEAST_TOKENS else _halves(calls)
