@@ -47,7 +47,8 @@ def keeping(plan: Plan) -> Plan:
         away = [query for query in attend.queries if query.home != rank]
         if away:
             computed = computed or calls_by_home(plan)
-            if all(_only_in(attend, query, computed[query.home]) for query in attend.queries):
+            others = (other for query in attend.queries for other in computed[query.home] if other[0].overlaps(query))
+            if all(call is attend for _, call in others):
                 kept[rank].update(away)
     return replace(plan, kept=tuple(tuple(sorted(blocks)) for blocks in kept))
 
@@ -64,10 +65,6 @@ def calls_by_home(plan: Plan) -> list[list[tuple[Block, Attend]]]:
         for query in attend.queries:
             calls[query.home].append((query, attend))
     return calls
-
-
-def _only_in(attend: Attend, query: Block, calls: list[tuple[Block, Attend]]) -> bool:
-    return all(call is attend or not other.overlaps(query) for other, call in calls)
 
 
 def ranks_to_sum(setting: str, cluster: Cluster | None, n: int) -> int:

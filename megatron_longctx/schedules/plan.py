@@ -93,11 +93,8 @@ class Block(NamedTuple):
 
     def overlaps(self, other: Block) -> bool:
         """Whether two blocks of one home share a token in some head."""
-        return (
-            self.start < other.stop
-            and other.start < self.stop
-            and (self.heads.covers(other.heads) or other.heads.covers(self.heads))
-        )
+        rows = self.start < other.stop and other.start < self.stop
+        return rows and (self.heads.covers(other.heads) or other.heads.covers(self.heads))
 
     def __str__(self) -> str:
         by = f" by {self.origin}" if self.origin >= 0 else ""
@@ -226,11 +223,8 @@ class Plan:
 
     @cached_property
     def _moves(self) -> tuple[dict[int, list[list[Move]]], dict[int, list[list[Move]]]]:
-        def none() -> list[list[Move]]:
-            return [[] for _ in self.steps]
-
-        sends: dict[int, list[list[Move]]] = defaultdict(none)
-        receives: dict[int, list[list[Move]]] = defaultdict(none)
+        sends: dict[int, list[list[Move]]] = defaultdict(lambda: [[] for _ in self.steps])
+        receives: dict[int, list[list[Move]]] = defaultdict(lambda: [[] for _ in self.steps])
         for t, step in enumerate(self.steps):
             for move in step.moves:
                 sends[move[1]][t].append(move)
@@ -301,8 +295,16 @@ class Plan:
         return 1 - sum(self._pairs) / (self.n * busiest) if busiest else 0.0
 
 
-def outputs_away(steps: Iterable[Step]) -> list[Block]:
-    """Return the outputs that ranks compute for other ranks: one block for each rank, home and part of the heads."""
+def fetch_moves(attends: Iterable[tuple[Attend, ...]]) -> list[Move]:
+    """Return the moves that fetch the blocks of other ranks for calls, which are indexed by rank, from their homes."""
+    blocks = (
+        (rank, block) for rank, calls in enumerate(attends) for call in calls for block in call.queries + call.keys
+    )
+    return [Move(block, block.home, rank) for rank, block in blocks if block.home != rank]
+
+
+def return_moves(steps: Iterable[Step]) -> list[Move]:
+    """Return the moves that send outputs home: one for each rank that computed them, home and part of the heads."""
     rows: dict[tuple[int, int, Heads], tuple[int, int]] = {}
     for step in steps:
         for rank, attends in enumerate(step.attends):
@@ -310,7 +312,7 @@ def outputs_away(steps: Iterable[Step]) -> list[Block]:
                 if home != rank:
                     low, high = rows.get((rank, home, heads), (start, stop))
                     rows[rank, home, heads] = min(start, low), max(stop, high)
-    return [Block(Kind.OUT, home, *rows[rank, home, heads], rank, heads) for rank, home, heads in sorted(rows)]
+    return [Move(Block(Kind.OUT, key[1], *rows[key], key[0], key[2]), *key[:2]) for key in sorted(rows)]
 
 
 def trim(plan: Plan) -> Plan:

@@ -168,7 +168,10 @@ def _check_flow(plan: Plan) -> None:
     for t, step in enumerate(plan.steps):
         for move in step.moves:
             where = f"{plan.name}, step {t}: {move.block} from {move.source} to {move.destination}"
-            _check_move(plan, move, held, where)
+            if not (0 <= move.source < plan.n and 0 <= move.destination < plan.n) or move.source == move.destination:
+                raise PlanError(f"{where}: source and destination must be two ranks below {plan.n}")
+            if not held[move.source].holds(move.block) and move.source != move.block.origin:
+                raise PlanError(f"{where}: the source does not hold it yet")
             if move.block.kind in RESULTS:
                 results.move(move, where)
         for rank, attends in enumerate(step.attends):
@@ -194,13 +197,6 @@ def _check_flow(plan: Plan) -> None:
     lost = results.lost()
     if lost:
         raise PlanError(f"{plan.name}: {lost[0]} never reaches its home, nor do {len(lost) - 1} more results")
-
-
-def _check_move(plan: Plan, move: Move, held: list[_Holdings], where: str) -> None:
-    if not (0 <= move.source < plan.n and 0 <= move.destination < plan.n) or move.source == move.destination:
-        raise PlanError(f"{where}: source and destination must be two ranks below {plan.n}")
-    if not held[move.source].holds(move.block) and move.source != move.block.origin:
-        raise PlanError(f"{where}: the source does not hold it yet")
 
 
 class _Results:

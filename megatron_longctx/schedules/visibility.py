@@ -37,12 +37,16 @@ class Visibility:
     Most pairs of many ranks see the same slices of each other, so equal tuples of slices are one object, and results
     are cached by the identity of these objects.
 
+    all_keys: indexed by rank, one block of all its keys, or nothing for a rank without keys.
+
     Args:
         queries, keys: their layouts; the same, except over a cache.
     """
 
     def __init__(self, mask: Mask, queries: Layout, keys: Layout) -> None:
         self.mask, self.queries, self.keys = mask, queries, keys
+        sizes = map(keys.num_tokens, range(keys.n))
+        self.all_keys = [[Block(Kind.KV, rank, 0, slots)] if slots else [] for rank, slots in enumerate(sizes)]
         self._between: dict[int, dict[int, tuple[Slice, ...]]] = {}
         self._joined: dict[tuple[Slice, ...], tuple[Slice, ...]] = {}
         self._query_blocks: dict[tuple[int, int, int], tuple[Block]] = {}
@@ -92,18 +96,6 @@ class Visibility:
         ]
         return (Attend(self._query_blocks[query], tuple(spans), call.slices),)
 
-    def attend_all(self, q_rank: int, k_rank: int) -> tuple[Attend, ...]:
-        """Return the one call of all queries of one rank on all keys of another, or none."""
-        return self.attend(q_rank, self._all_keys_of(k_rank))
-
-    def all_keys(self) -> list[list[Block]]:
-        """Return a block of all keys of each rank, indexed by rank; empty for a rank without keys."""
-        return [self._all_keys_of(rank) for rank in range(self.keys.n)]
-
-    def _all_keys_of(self, rank: int) -> list[Block]:
-        slots = self.keys.num_tokens(rank)
-        return [Block(Kind.KV, rank, 0, slots)] if slots else []
-
     def needed(self, q_rank: int, k_rank: int) -> list[Block]:
         """Return the keys of one rank that any query of another sees."""
         seen = self.between(q_rank, k_rank)
@@ -126,16 +118,15 @@ class Visibility:
         spans: list[tuple[int, int]] = []
         blocks: list[Block] = []
         for hop in range(len(readers) - 1, -1, -1):
-            if spans != [(0, slots)]:
-                more = [(each.k_start, each.k_stop) for each in self.between(readers[hop], home)]
-                if more:
-                    spans = runs((*spans, *more))
-                    blocks = [
-                        piece._replace(start=max(start, piece.start), stop=min(stop, piece.stop))
-                        for piece in pieces
-                        for start, stop in spans
-                        if start < piece.stop and piece.start < stop
-                    ]
+            seen = () if spans == [(0, slots)] else self.between(readers[hop], home)
+            if seen:
+                spans = runs((*spans, *((each.k_start, each.k_stop) for each in seen)))
+                blocks = [
+                    piece._replace(start=max(start, piece.start), stop=min(stop, piece.stop))
+                    for piece in pieces
+                    for start, stop in spans
+                    if start < piece.stop and piece.start < stop
+                ]
             hops[hop] = blocks
         return hops
 
@@ -149,10 +140,8 @@ class Visibility:
                 if near is None or not q:
                     continue
                 # Keys that all of these queries see.
-                start, stop = (
-                    max(each.k_start, span[q.stop - 1] + each.lo),
-                    min(each.k_stop, span[q.start] + each.hi + 1),
-                )
+                start = max(each.k_start, span[q.stop - 1] + each.lo)
+                stop = min(each.k_stop, span[q.start] + each.hi + 1)
                 for rank, at, tokens in self._holding(near):
                     if start <= tokens.start and tokens[-1] < stop:
                         seen = [Slice(slot + q.start, slot + q.stop, at, at + len(tokens))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -62,9 +63,10 @@ class Mesh(_Hardware):
     latency_s: float = 0.0
     kind: ClassVar[str] = "mesh"
 
-    def resources(self, source: int, destination: int) -> tuple[tuple[Resource, float], ...]:
-        """Return the resources of a message, each with its rate."""
-        return ((Resource("link", source, destination), self.pair_gibps),)
+    @cached_property
+    def rates(self) -> dict[str, float]:
+        """The GiB/s of the resources that a message occupies, keyed by their kind."""
+        return {"link": self.pair_gibps}
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,11 @@ class Switch(_Hardware):
     latency_s: float = 0.0
     kind: ClassVar[str] = "switch"
 
-    def resources(self, source: int, destination: int) -> tuple[tuple[Resource, float], ...]:
-        """Return the resources of a message, each with its rate."""
-        ends = (
-            (Resource("egress", source), self.egress_gibps),
-            (Resource("ingress", destination), self.ingress_gibps),
-        )
-        if self.pair_gibps is None:
-            return ends
-        return (*ends, (Resource("link", source, destination), self.pair_gibps))
+    @cached_property
+    def rates(self) -> dict[str, float]:
+        """The GiB/s of the resources that a message occupies, keyed by their kind."""
+        link = {} if self.pair_gibps is None else {"link": self.pair_gibps}
+        return {"egress": self.egress_gibps, "ingress": self.ingress_gibps, **link}
 
 
 @dataclass(frozen=True)
@@ -191,19 +189,18 @@ class Cluster:
             raise refuse("destination", destination, "a rank other than the source", "Move nothing to oneself.")
         if self.node_of(source) == self.node_of(destination):
             assert self.intra is not None
-            used, latency = self.intra.resources(source, destination), self.intra.latency_s
-        else:
-            assert self.network is not None
-            rate, latency = self._nic_gibps(), self.network.latency_s
-            used = (self.ports(source)[0], rate), (self.ports(destination)[1], rate)
-        return Route(tuple(resource for resource, _ in used), min(rate for _, rate in used), latency)
+            owners = {"egress": (source,), "ingress": (destination,), "link": (source, destination)}
+            used = tuple(Resource(kind, *owners[kind]) for kind in self.intra.rates)
+            return Route(used, min(self.intra.rates.values()), self.intra.latency_s)
+        assert self.network is not None
+        return Route((self.ports(source)[0], self.ports(destination)[1]), self._nic_gibps(), self.network.latency_s)
 
     def capacity(self, resource: Resource) -> float:
         """Return the GiB/s of a resource in its one direction. All resources of a kind are equal."""
         if resource.kind in ("nic_out", "nic_in"):
             return self._nic_gibps()
         assert self.intra is not None
-        return next(rate for other, rate in self.intra.resources(0, 1) if other.kind == resource.kind)
+        return self.intra.rates[resource.kind]
 
     def _nic_gibps(self) -> float:
         """Return the rate of one NIC, or of the NICs that one rank has to itself."""

@@ -20,7 +20,9 @@ from random import Random
 
 Vertices = tuple[int, ...]
 
-_LARGEST: dict[int, tuple[Vertices, ...]] = {
+_SMALL: dict[int, tuple[Vertices, ...]] = {
+    1: (),
+    2: ((0, 1),),
     4: ((0, 1, 2, 3), (0, 3, 2, 1)),
     6: ((0, 1, 2, 3, 4, 5), (0, 2, 1, 3, 5, 4), (0, 4, 1, 5, 3, 2), (0, 5, 2, 4, 3, 1)),
 }
@@ -38,12 +40,8 @@ def hamiltonian_cycles(n: int) -> tuple[Vertices, ...]:
     """
     if n < 1:
         raise ValueError(f"n={n}: expected at least 1 vertex. Give the number of ranks.")
-    if n == 1:
-        return ()
-    if n == 2:
-        return ((0, 1),)
-    if n in _LARGEST:
-        return _LARGEST[n]
+    if n in _SMALL:
+        return _SMALL[n]
     if n % 2:
         return tuple((*row, n - 1) for row in row_complete_latin_square(n - 1))
     cycles = hamiltonian_cycles(n - 1)

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -141,18 +142,13 @@ class _Links:
         single direction is timed.
         """
         back = size if size < 4096 else 1
-        other = destination if self.rank == source else source
 
         def exchange() -> None:
-            if self.rank == source:
-                self._swap([(other, size)], [])
-                self._swap([], [(other, back)])
-            elif self.rank == destination:
-                self._swap([], [(other, size)])
-                self._swap([(other, back)], [])
+            for a, b, num_bytes in ((source, destination, size), (destination, source, back)):
+                if self.rank in (a, b):
+                    self._swap([(b, num_bytes)] if self.rank == a else [], [(a, num_bytes)] if self.rank == b else [])
 
-        seconds = self._timed(exchange)
-        round_trip: float = self.gather(seconds)[source]
+        round_trip: float = self.gather(self._timed(exchange))[source]
         return round_trip / 2 if back == size else round_trip
 
     def shifted(self, ranks: Sequence[int], shift: int, size: int) -> list[Sample]:
@@ -170,13 +166,9 @@ class _Links:
 
     def _swap(self, sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]]) -> None:
         """Exchange messages, given as (rank, bytes), all in flight together, and wait for them."""
-        ops = [
-            dist.P2POp(dist.isend, self._send_buffer[:size], self._peers[rank], group=self.group)
-            for rank, size in sends
-        ] + [
-            dist.P2POp(dist.irecv, self._recv_buffer(rank, size), self._peers[rank], group=self.group)
-            for rank, size in receives
-        ]
+        op = partial(dist.P2POp, group=self.group)
+        ops = [op(dist.isend, self._send_buffer[:size], self._peers[rank]) for rank, size in sends]
+        ops += [op(dist.irecv, self._recv_buffer(rank, size), self._peers[rank]) for rank, size in receives]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 

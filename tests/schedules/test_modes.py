@@ -233,7 +233,7 @@ def test_cache_modes_move_different_blocks() -> None:
     """4 ranks with 16 keys and one query each."""
     layouts = contiguous(4, 4), contiguous(4, 64)
     visible = Visibility(replace(full(64), slices=(full(64).slices[0]._replace(q_stop=4),)), *layouts)
-    plans = {name: mode(visible, visible.all_keys()) for name, mode in CACHE_MODES.items()}
+    plans = {name: mode(visible, visible.all_keys) for name, mode in CACHE_MODES.items()}
     moved = {name: Counter(move.block.kind for move in moves_of(plan)) for name, plan in plans.items()}
     assert moved == {
         "pass_kv": Counter({Kind.KV: 12}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plan import Block, Kind, Move, Plan, Step, outputs_away, trim
+from ..plan import Block, Kind, Move, Plan, Step, return_moves, trim
 from ..visibility import Visibility
 
 
@@ -28,6 +28,5 @@ def return_outputs(steps: Sequence[Step], n: int) -> list[Step]:
 
     Moves are ordered by distance from home, so the order of merging does not depend on where a sequence begins.
     """
-    outputs = sorted(outputs_away(steps), key=lambda out: ((out.origin - out.home) % n, out.origin))
-    moves = tuple(Move(out, out.origin, out.home) for out in outputs)
-    return [Step(moves, ((),) * n)] if moves else []
+    moves = sorted(return_moves(steps), key=lambda move: ((move.source - move.destination) % n, move.source))
+    return [Step(tuple(moves), ((),) * n)] if moves else []

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 
 from ...errors import refuse
-from ..plan import Block, Move, Plan, Step
+from ..plan import Block, Plan, Step, fetch_moves
 from ..visibility import Visibility
 from .mode import Choices, Mode, ModeOptions
 
@@ -57,17 +58,9 @@ class AllGather(Mode):
                 "parallelism.max_buffer_tokens", most, "at least 2: one group arrives while another is attended",
                 f"Raise it; all remote keys at once would take {total}.",
             )  # fmt: skip
-        groups = [[visible.attend(r, group) for group in _groups(keys, room)] for r, keys in enumerate(remote)]
-        steps = []
-        for t in range(max(map(len, groups), default=0) + 1):
-            arriving = [calls[t] if t < len(calls) else () for calls in groups]
-            keys = [[key for call in calls for key in call.keys] for calls in arriving]
-            moves = tuple(Move(key, key.home, r) for r in range(n) for key in keys[r])
-            if t == 0:
-                attends = [visible.attend_all(r, r) for r in range(n)]
-            else:
-                attends = [calls[t - 1] if t <= len(calls) else () for calls in groups]
-            steps.append(Step(moves, tuple(attends)))
+        groups = [(visible.all_keys[r], *_groups(remote[r], room)) for r in range(n)]
+        calls = zip_longest(*([visible.attend(r, keys) for keys in groups[r]] for r in range(n)), fillvalue=())
+        steps = [Step(tuple(fetch_moves(following)), attends) for attends, following in pairwise([*calls, ()])]
         return Plan(self.name, visible.mask, visible.queries, visible.keys, tuple(steps))
 
 

@@ -54,7 +54,7 @@ class DoubleRing(Mode):
                 node = (r // inner - a) % outer * inner  # the first rank of the node whose blocks circulate here
                 home = node + (r - c) % inner
                 pieces = [piece for piece in _pieces(visible, home, inner) if piece.tokens]
-                attends.append(visible.attend(r, pieces) if home != r else visible.attend_all(r, r))
+                attends.append(visible.attend(r, pieces) if home != r else visible.attend(r, visible.all_keys[r]))
                 if c + 1 < inner:
                     to = r // inner * inner + (r + 1) % inner
                     moves += [Move(piece, r, to) for piece in pieces]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..backward import divide_own
-from ..plan import Attend, Move, Plan, Step, outputs_away
+from ..plan import Attend, Move, Plan, Step, fetch_moves, return_moves
 from ..visibility import Visibility
 from .mode import Mode
 
@@ -44,18 +44,11 @@ class Helper(Mode):
         own = [divide_own(attends, r) if self.shares else (attends, ()) for r, attends in enumerate(calls[0])]
         calls = [[first for first, _ in own], *calls[1:], [last for _, last in own]]
         steps: list[Step] = []
-        results: tuple[Move, ...] = ()
+        results: list[Move] = []
         nothing: list[tuple[Attend, ...]] = [()] * n
         for attends, following in pairwise([*calls, nothing]):
-            fetches = tuple(
-                Move(block, block.home, r)
-                for r, each in enumerate(following)
-                for attend in each
-                for block in (*attend.queries, *attend.keys)
-                if block.home != r
-            )
-            steps.append(Step(fetches + results, tuple(attends)))
-            results = tuple(Move(out, out.origin, out.home) for out in outputs_away(steps[-1:]))
+            steps.append(Step((*fetch_moves(following), *results), tuple(attends)))
+            results = return_moves(steps[-1:])
         if len(steps) > 1 and not steps[-1].moves and not any(steps[-1].attends):
             steps.pop()
         return Plan(self.name, visible.mask, visible.queries, visible.keys, tuple(steps))
@@ -65,9 +58,9 @@ def _calls(visible: Visibility, rank: int, t: int, causal: bool, shares: bool) -
     """Return the calls of `rank` in step `t`: for itself (a worker), for another rank (a helper), or none."""
     n = visible.queries.n
     if t <= rank or not causal:
-        calls, half = visible.attend_all(rank, (rank - t) % n), 0
+        calls, half = visible.attend(rank, visible.all_keys[(rank - t) % n]), 0
     else:
-        calls, half = visible.attend_all(rank - t + n, rank), 1
+        calls, half = visible.attend(rank - t + n, visible.all_keys[rank]), 1
     if causal and t and 2 * t == n:  # even n, last step: two ranks for each pair
         return tuple(part for call in calls for part in call.halves()[half]) if shares else calls[half:]
     return calls

@@ -85,7 +85,6 @@ class Mode(ABC):
     @classmethod
     def from_options(cls, options: ModeOptions, n: int) -> Mode:
         """Return the mode for `n` ranks with the configured options."""
-        del options, n
         return cls()
 
     @classmethod
@@ -119,7 +118,6 @@ class Mode(ABC):
 
     def num_messages(self, n: int, length: int) -> int:
         """Return about how many messages a plan has; the time and memory of planning are proportional to it."""
-        del length
         return n * n
 
     def check_heads(self, n: int, num_heads: int, num_kv_heads: int) -> None:  # noqa: B027 (most modes refuse none)

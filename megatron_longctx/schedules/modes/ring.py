@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..plan import Attend, Block, Move, Plan, Step
+from ..plan import Block, Move, Plan, Step
 from ..visibility import Visibility
 from .mode import Mode
 
@@ -23,18 +23,14 @@ def ring(visible: Visibility, name: str, keys: Sequence[Sequence[Block]] | None 
         keys: indexed by rank, its keys in the order in which they are attended to; None for the order of its slots.
     """
     n = visible.queries.n
-    held = visible.all_keys() if keys is None else keys
+    held = visible.all_keys if keys is None else keys
     hops = [visible.needed_per_hop(home, [(home + t) % n for t in range(1, n)], held[home]) for home in range(n)]
     steps = []
     for t in range(n):
-        moves: list[Move] = []
-        attends: list[tuple[Attend, ...]] = []
-        for r in range(n):
-            home = (r - t) % n
-            attends.append(visible.attend(r, held[home]))
-            if t + 1 < n:
-                moves += [Move(block, r, (r + 1) % n) for block in hops[home][t]]
-        steps.append(Step(tuple(moves), tuple(attends)))
+        homes = [(r - t) % n for r in range(n)]
+        attends = tuple(visible.attend(r, held[home]) for r, home in enumerate(homes))
+        passed_on = ((block, r) for r, home in enumerate(homes) for block in hops[home][t]) if t + 1 < n else ()
+        steps.append(Step(tuple(Move(block, r, (r + 1) % n) for block, r in passed_on), attends))
     return Plan(name, visible.mask, visible.queries, visible.keys, tuple(steps))
 
 

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass, field
 
 from ...topology import Rings, choose, hamiltonian_cycles
-from ..plan import Attend, Block, Kind, Move, Plan, Step
+from ..plan import Block, Kind, Move, Plan, Step
 from ..visibility import Visibility
 from .mode import Mode, ModeOptions, check_messages
 
@@ -53,29 +53,24 @@ class Tasp(Mode):
         if any(sorted(ring) != list(range(n)) for ring in rings) or (n > 1 and not rings):
             raise ValueError(f"rings={rings}: expected at least one ring that passes each of the {n} ranks once.")
         place = [{rank: i for i, rank in enumerate(ring)} for ring in rings]
-        hops = [  # indexed by ring and home rank
-            [
-                visible.needed_per_hop(
-                    home, [ring[(at[home] + t) % n] for t in range(1, n)], _pieces(visible, home, i, len(rings))
-                )
-                for home in range(n)
-            ]
-            for i, (ring, at) in enumerate(zip(rings, place, strict=True))
-        ]
+        hops: dict[tuple[int, int], list[list[Block]]] = {}  # keyed by ring and home rank
+        for i, ring in enumerate(rings):
+            for at, home in enumerate(ring):
+                pieces = _pieces(visible, home, i, len(rings))
+                hops[i, home] = visible.needed_per_hop(home, [*ring[at + 1 :], *ring[:at]], pieces)
         steps: list[Step] = []
-        held = visible.all_keys()
+        held = visible.all_keys
         for t in range(n):
             arriving: list[list[tuple[Block, int]]] = [[] for _ in range(n)]
             for i, ring in enumerate(rings) if t + 1 < n else ():
                 for r in range(n):
                     home = ring[(place[i][r] - t) % n]
                     to = ring[(place[i][r] + 1) % n]
-                    arriving[to] += [(piece, r) for piece in hops[i][home][t]]
+                    arriving[to] += [(piece, r) for piece in hops[i, home][t]]
             for r in range(n):  # pieces that the same queries see arrive side by side
                 arriving[r].sort(key=lambda item: (visible.first_query(r, item[0]), item[0]))
             moves = tuple(Move(piece, source, r) for r in range(n) for piece, source in arriving[r])
-            attends: list[tuple[Attend, ...]] = [visible.attend(r, held[r]) for r in range(n)]
-            steps.append(Step(moves, tuple(attends)))
+            steps.append(Step(moves, tuple(visible.attend(r, held[r]) for r in range(n))))
             held = [[piece for piece, _ in arriving[r]] for r in range(n)]
         return Plan(self.name, visible.mask, visible.queries, visible.keys, tuple(steps))
 

@@ -48,7 +48,7 @@ class Ulysses(Mode):
         """Attend to a chunk of heads while the next chunk arrives and the outputs of the previous one return."""
         layout, n, chunks = visible.queries, visible.queries.n, self.head_chunks
         if n == 1 or not visible.mask.slices:
-            own = tuple(visible.attend_all(rank, rank) for rank in range(n))
+            own = tuple(visible.attend(rank, visible.all_keys[rank]) for rank in range(n))
             return Plan(self.name, visible.mask, layout, visible.keys, (Step((), own),))
         spans = [(rank, 0, layout.num_tokens(rank)) for rank in range(n) if layout.num_tokens(rank)]
         moves: list[list[Move]] = [[] for _ in range(chunks + 2)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ...errors import refuse
 from ...layout import Layout
-from ..plan import RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step, outputs_away, trim
+from ..plan import RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step, return_moves, trim
 from ..visibility import Visibility, visibility
 from .mode import MODES, Choices, Mode, ModeOptions, check_divides, check_shared_heads, outer_modes
 
@@ -62,9 +62,8 @@ class Usp(Mode):
         outer = self.outer.plan(visibility(visible.mask, group_layout))
         idle: tuple[tuple[Attend, ...], ...] = ((),) * n
         steps = (Step(tuple(_exchange(groups)), idle), *(_expand(step, groups, sharing) for step in outer.steps))
-        returns = [Move(out, out.origin, out.home) for out in outputs_away(steps)]
-        within_groups = (move for move in returns if move.source // sharing == move.destination // sharing)
-        steps = (*steps, Step(tuple(within_groups), idle))
+        returns = (move for move in return_moves(steps) if move.source // sharing == move.destination // sharing)
+        steps = (*steps, Step(tuple(returns), idle))
         return trim(Plan(self.name, visible.mask, layout, visible.keys, steps))
 
     def check_heads(self, n: int, num_heads: int, num_kv_heads: int) -> None:
@@ -114,7 +113,7 @@ class _Group:
 
 def _expand(step: Step, groups: list[_Group], sharing: int) -> Step:
     """Convert a step of groups to a step of ranks, in which member i of each group does it for part i of the heads."""
-    moves, attends = [], []
+    moves = []
     for i in range(sharing):
         heads = Heads(i, sharing)
         for block, source, destination in step.moves:
@@ -122,20 +121,17 @@ def _expand(step: Step, groups: list[_Group], sharing: int) -> Step:
             is_result = block.kind in RESULTS  # results go directly to the members whose tokens they are
             for piece in groups[block.home].split(block, heads, sender if is_result else -1):
                 moves.append(Move(piece, sender, piece.home if is_result else receiver))
-    for group, calls in zip(groups, step.attends, strict=True):
-        for i in range(len(group.ranks)):
-            heads = Heads(i, sharing)
-            attends.append(
-                tuple(
-                    Attend(_split(groups, call.queries, heads), _split(groups, call.keys, heads), call.slices)
-                    for call in calls
-                )
-            )
+
+    def split(blocks: Iterable[Block], heads: Heads) -> tuple[Block, ...]:
+        return tuple(piece for block in blocks for piece in groups[block.home].split(block, heads))
+
+    parts = [Heads(i, sharing) for i in range(sharing)]
+    attends = (
+        tuple(Attend(split(call.queries, part), split(call.keys, part), call.slices) for call in calls)
+        for calls in step.attends
+        for part in parts
+    )
     return Step(tuple(moves), tuple(attends))
-
-
-def _split(groups: list[_Group], blocks: Iterable[Block], heads: Heads) -> tuple[Block, ...]:
-    return tuple(piece for block in blocks for piece in groups[block.home].split(block, heads))
 
 
 def _exchange(groups: list[_Group]) -> Iterator[Move]:
