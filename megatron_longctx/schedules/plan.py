@@ -297,10 +297,8 @@ class Plan:
 
 def fetch_moves(attends: Iterable[tuple[Attend, ...]]) -> list[Move]:
     """Return the moves that fetch the blocks of other ranks for calls, which are indexed by rank, from their homes."""
-    blocks = (
-        (rank, block) for rank, calls in enumerate(attends) for call in calls for block in call.queries + call.keys
-    )
-    return [Move(block, block.home, rank) for rank, block in blocks if block.home != rank]
+    calls = [(rank, call) for rank, some in enumerate(attends) for call in some]
+    return [Move(each, each.home, r) for r, call in calls for each in call.queries + call.keys if each.home != r]
 
 
 def return_moves(steps: Iterable[Step]) -> list[Move]:

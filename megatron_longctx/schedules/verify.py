@@ -179,14 +179,12 @@ def _check_flow(plan: Plan) -> None:
                 for block in (block for blocks in plan.inputs(attend, rank) for block in blocks):
                     if not held[rank].holds(block):
                         raise PlanError(f"{plan.name}, step {t}: rank {rank} attends {block} before it arrives")
+                for result in plan.results_away(attend, rank):
+                    results.compute(result)
         for move in step.moves:
             if move.block.kind not in RESULTS and held[move.destination].overlaps(move.block):
                 raise PlanError(f"{plan.name}, step {t}: {move.block} reaches rank {move.destination} twice")
             held[move.destination].add(move.block)
-        for rank, attends in enumerate(step.attends):
-            for attend in attends:
-                for result in plan.results_away(attend, rank):
-                    results.compute(result)
         results.add_arrived(previous)
         previous = step.moves
     results.add_arrived(previous)
@@ -194,8 +192,7 @@ def _check_flow(plan: Plan) -> None:
         for block in kept:
             if not held[rank].holds(block):
                 raise PlanError(f"{plan.name}: rank {rank} keeps {block}, which it never receives")
-    lost = results.lost()
-    if lost:
+    if lost := results.lost():
         raise PlanError(f"{plan.name}: {lost[0]} never reaches its home, nor do {len(lost) - 1} more results")
 
 
