@@ -28,7 +28,7 @@ from ..schedules import (
     Target,
     build_plan,
     find_mode,
-    keeping,
+    keep_received,
     keeps_received,
     ranks_to_sum,
     summing_in_nodes,
@@ -266,7 +266,7 @@ class ContextParallelAttention:
         plan = summing_in_nodes(self.plan(mask), self._links[shapes.device].summed)
         hosts = None if engine.transport is None else engine.transport.hosts
         target = Target(shapes.workload, engine.kernel.takes, hosts)
-        made = Passes(keeping(plan) if keep else plan, target, self.rank, shapes, engine)
+        made = Passes(keep_received(plan) if keep else plan, target, self.rank, shapes, engine)
         with self._lock:
             self._kinds.add((request, shapes, keep))
             found = self._bound.setdefault(key, made)

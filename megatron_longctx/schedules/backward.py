@@ -30,7 +30,7 @@ def keeps_received(setting: str, schedule: str, n: int, length: int, batch: int 
     return n > 1 and setting == "true"
 
 
-def keeping(plan: Plan) -> Plan:
+def keep_received(plan: Plan) -> Plan:
     """Return the forward plan in which ranks keep all blocks that they have received and attended with.
 
     Queries are kept if one call of one rank computes all of their attention. Then this rank has their whole out and

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..topology import Cluster
-from .backward import backward_plan, keeping, keeps_received, ranks_to_sum, summing_in_nodes
+from .backward import backward_plan, keep_received, keeps_received, ranks_to_sum, summing_in_nodes
 from .build import build_plan
 from .cost import GIB, Costs
 from .mask import Mask
@@ -146,7 +146,7 @@ def _price(mode: Mode, problem: Problem, cluster: Cluster, costs: Costs, timelin
     mode.check_heads(n, target.workload.num_heads, target.workload.num_kv_heads)
     plan = build_plan(mode, n, problem.mask, unit=problem.unit, layout=problem.layout)
     if keeps_received(problem.keep_received, mode.name, n, length, target.workload.batch):
-        plan = keeping(plan)
+        plan = keep_received(plan)
     plan = summing_in_nodes(plan, ranks_to_sum(problem.sum_in_node, problem.options.cluster, n))
     forward = simulate(plan, cluster, target, costs, timeline=timeline)
     backward = simulate(backward_plan(plan), cluster, target, costs, timeline=timeline)

@@ -33,7 +33,7 @@ from megatron_longctx.schedules import (
     Target,
     backward_plan,
     build_plan,
-    keeping,
+    keep_received,
 )
 from megatron_longctx.schedules.mask import documents, full
 
@@ -207,7 +207,7 @@ LAYERS: dict[tuple[str, int, int, bool, Any], tuple[int, int, int]] = {
 def plan_of(schedule: str, n: int, chunks: int, keep: bool, mask: Any, tokens: int = 64) -> Plan:
     options = ModeOptions(inner_size=2, head_chunks=chunks)
     plan = build_plan(schedule, n, n * tokens if mask is None else mask, options)
-    return keeping(plan) if keep else plan
+    return keep_received(plan) if keep else plan
 
 
 @pytest.mark.parametrize("case", LAYERS, ids=lambda case: "-".join(map(str, case)))

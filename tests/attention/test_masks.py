@@ -31,7 +31,7 @@ from megatron_longctx.schedules import (
     backward,
     build_plan,
     find_mode,
-    keeping,
+    keep_received,
     made,
     places,
     verify,
@@ -211,7 +211,7 @@ def check_case(name: str, case: Case) -> None:
     mode.check_heads(case.n, h, g)
     with nearby(4 if case.near else None):
         plan = build_plan(mode, case.n, mask, layout=case.layout)
-        plan = keeping(plan) if case.keep else plan
+        plan = keep_received(plan) if case.keep else plan
         wants = [x.requires_grad_() for x in whole[:3]]
         inputs = Inputs(*wants, whole[3], None if sink is None else sink.requires_grad_())
         hosts = case.hosts and [[r for r in range(case.n) if case.hosts[r] == each] for each in case.hosts]
@@ -243,7 +243,7 @@ def test_plans_in_which_queries_and_results_travel(plan: Plan, peers: bool) -> N
     expected = dense_attention(*whole, causal=plan.name != "one-sided", sink=sink)
     inputs = Inputs(*(x.requires_grad_() for x in whole[:3]), whole[3], sink.requires_grad_())
     hosts = [list(range(plan.n))] * plan.n if peers else None
-    for each in (plan, keeping(plan)):
+    for each in (plan, keep_received(plan)):
         found = attend(each, inputs, 8**-0.5, lambda: Literal(PACKED), hosts)
         assert found.keys() == expected.keys()
         assert all(relative_error(found[key], truth) < 1e-11 for key, truth in expected.items())

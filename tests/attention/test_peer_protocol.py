@@ -31,7 +31,7 @@ from megatron_longctx.schedules import (
     Workload,
     backward_plan,
     build_plan,
-    keeping,
+    keep_received,
 )
 from megatron_longctx.schedules.mask import documents, full
 from megatron_longctx.schedules.plan import NUM_FIELDS
@@ -269,7 +269,7 @@ MODES: dict[str, Any] = {
     "usp, documents": ("usp", 6, documents([40, 5, 30]), ModeOptions(inner_size=3)),
 }
 PLANS = {name: build_plan(mode, n, mask, options) for name, (mode, n, mask, options) in MODES.items()}
-PLANS |= {f"{name}, kept": keeping(PLANS[name]) for name in ("ulysses", "usp", "zigzag")}
+PLANS |= {f"{name}, kept": keep_received(PLANS[name]) for name in ("ulysses", "usp", "zigzag")}
 PLANS |= {"tangled": tangled_plan(12), "one-sided": one_sided_plan(8)}
 
 

@@ -17,7 +17,7 @@ from megatron_longctx.kernels.interface import BlockInputs
 from megatron_longctx.kernels.packed import Segments
 from megatron_longctx.kernels.providers.fa4 import Fa4Kernel
 from megatron_longctx.mcore.sequence import ShardedSequence
-from megatron_longctx.schedules import MODES, ModeOptions, Target, build_plan, keeping
+from megatron_longctx.schedules import MODES, ModeOptions, Target, build_plan, keep_received
 from megatron_longctx.schedules.mask import Window, documents
 from megatron_longctx.testing.references import random_qkv
 from tests.kernels.packed_stand_ins import RowsKernel
@@ -79,7 +79,7 @@ def test_packs_over_ranks_bring_no_other_kinds(name: str, keep: bool) -> None:
 
     def of(lengths: list[int], rank: int, window: Window, varied: bool) -> set[Any]:
         plan = build_plan(name, n, documents(lengths, window=window), ModeOptions())
-        plan = keeping(plan) if keep else plan
+        plan = keep_received(plan) if keep else plan
         return kinds(Passes(plan, Target(shapes.workload, Fa4Kernel.takes), rank, shapes, engine), varied)  # type: ignore[arg-type]
 
     for window in (PLAIN, NEAR):

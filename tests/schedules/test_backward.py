@@ -25,7 +25,7 @@ from megatron_longctx.schedules import (
     Workload,
     backward_plan,
     build_plan,
-    keeping,
+    keep_received,
     keeps_received,
     lower,
     summing_in_nodes,
@@ -46,7 +46,7 @@ PACKED = Takes(packed=True, rectangles=True, windows=True)
 WORK = Workload(8, 8, 64)
 
 
-@pytest.mark.parametrize("derive", [transpose, backward_plan, keeping, lambda plan: summing_in_nodes(plan, 2)])
+@pytest.mark.parametrize("derive", [transpose, backward_plan, keep_received, lambda plan: summing_in_nodes(plan, 2)])
 def test_backward_plans_are_refused_where_forward_plans_are_expected(derive: Callable[[Plan], Plan]) -> None:
     with pytest.raises(ValueError, match="zigzag is a backward plan: expected a forward plan"):
         derive(transpose(build_plan("zigzag", 2, 8)))
@@ -60,7 +60,7 @@ def kinds(plan: Plan) -> set[Kind]:
 def test_kept_blocks_do_not_travel_again(mask: Mask) -> None:
     def backward(schedule: str, keep: bool = True) -> Plan:
         plan = build_plan(schedule, 4, mask, ModeOptions(inner_size=2))
-        return backward_plan(keeping(plan) if keep else plan)
+        return backward_plan(keep_received(plan) if keep else plan)
 
     assert kinds(backward("ulysses")) == {Kind.GRAD, Kind.DQ, Kind.DKV}
     assert kinds(backward("ulysses", keep=False)) == {Kind.KV, Kind.Q_GRAD, Kind.DQ, Kind.DKV}
@@ -87,7 +87,7 @@ def refuse(plan: Plan, message: str, forward: Plan | None = None) -> None:
 
 
 def test_wrong_kept_blocks_are_refused() -> None:
-    plan = keeping(build_plan("ulysses", 3, 12))
+    plan = keep_received(build_plan("ulysses", 3, 12))
     backward = backward_plan(plan)
     kept = list(plan.kept[0])
     keys = Block(Kind.KV, 1, 0, 4, heads=Heads(0, 3))
@@ -124,7 +124,7 @@ def test_the_time_that_keeping_saves() -> None:
     slow = Cluster("slow", 1, 4, Mesh(1.0))
     instant = Costs(1e6, 1e6, call_s=0.0, merge_gibps=1e9, step_s=0.0, message_s=0.0)
     plan = build_plan("ulysses", 4, length)
-    kept = keeping(plan)
+    kept = keep_received(plan)
     token = 2 * 8 * 64 // 4  # bytes of one token of a quarter of the heads of one tensor
     lse = 4 * 8 // 4
     fetched, less = (simulate(backward_plan(each), slow, WORK, instant).seconds for each in (plan, kept))
@@ -141,7 +141,7 @@ def footprint_of(plan: Plan, work: Workload = WORK) -> Footprint:
 
 def test_memory_of_kept_blocks() -> None:
     plan, tensor, lse = build_plan("ulysses", 4, 4096), 1024 * 2 * 8 * 64, 1024 * 4 * 8
-    kept = keeping(plan)
+    kept = keep_received(plan)
     # q, k, v and out, with the rank's own share
     assert footprint_of(plan).kept == 0 and footprint_of(kept).kept == 4 * tensor + lse
     # Shared buffers hold only outputs of the rank's own queries; backward reads nothing of its own but the gradient.
@@ -151,7 +151,7 @@ def test_memory_of_kept_blocks() -> None:
     # If there are more ranks than KV heads, several ranks hold the same one.
     assert footprint_of(kept, Workload(8, 2, 64)).kept == 2 * tensor + lse + 2 * tensor // 4 * 2
     fetched = build_plan("all_gather", 4, 4096)  # rank 0 has the last tokens, which see everything
-    gathered = keeping(fetched)
+    gathered = keep_received(fetched)
     assert footprint_of(gathered).kept == 3 * 2 * tensor == footprint_of(fetched).buffers
     assert footprint_of(gathered).buffers == 0 and footprint_of(gathered).total == footprint_of(fetched).total
 
@@ -171,7 +171,7 @@ def test_modes_are_chosen_by_what_they_will_keep() -> None:
 
 def test_descriptions_name_kept_blocks() -> None:
     target = Target(Workload(8, 8, 64), PACKED)
-    text = describe(keeping(build_plan("ulysses", 4, 64)), target)
+    text = describe(keep_received(build_plan("ulysses", 4, 64)), target)
     # 64 tokens of 2 heads of q, k and v.
     assert "kept from other ranks, for backward: 48 KiB at most, and the outputs of its queries" in text
     assert "kept from" not in describe(build_plan("ulysses", 4, 64), target)

@@ -19,7 +19,7 @@ from megatron_longctx.schedules import (
     Slice,
     backward_plan,
     build_plan,
-    keeping,
+    keep_received,
     verify,
 )
 from megatron_longctx.schedules.mask import FAR
@@ -31,7 +31,7 @@ from tests.shared.plans import with_calls, with_moves
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     plan = build_plan(draw(st.sampled_from(list(MODES))), draw(st.sampled_from([2, 3, 4, 6])), draw(masks(24)))
-    plan = keeping(plan) if draw(st.booleans()) else plan
+    plan = keep_received(plan) if draw(st.booleans()) else plan
     return backward_plan(plan) if draw(st.booleans()) else plan
 
 

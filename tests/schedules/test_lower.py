@@ -20,7 +20,7 @@ from megatron_longctx.schedules import (
     Workload,
     backward_plan,
     build_plan,
-    keeping,
+    keep_received,
     lower,
     places,
 )
@@ -67,7 +67,7 @@ def targets(draw: st.DrawFn, n: int, parts: int) -> Target:
 def test_programs_compute_what_plans_say(schedule: str, mask: Mask, n: int, data: st.DataObject) -> None:
     said = ModeOptions(data.draw(st.sampled_from([None, 6])), head_chunks=data.draw(st.sampled_from([1, 2])))
     plan = build_plan(schedule, n, mask, said)
-    plan = keeping(plan) if data.draw(st.booleans()) else plan
+    plan = keep_received(plan) if data.draw(st.booleans()) else plan
     run_both_ways(plan, data.draw(targets(n, parts_of(plan))), data.draw(st.randoms(use_true_random=False)))
 
 
@@ -82,7 +82,7 @@ def test_programs_over_a_cache(mode: str, cache: Cache, data: st.DataObject) -> 
 @pytest.mark.parametrize("way", ["peers", "nodes", "messages"])
 def test_programs_of_plans_by_hand(way: str) -> None:
     for plan in (helper_plan(3, 11), tangled_plan(15), one_sided_plan(10)):
-        for each in (plan, keeping(plan)):
+        for each in (plan, keep_received(plan)):
             run_both_ways(each, Target(Workload(2, 1, 2), PACKED, hosts_of(plan.n, way)), random.Random(0))
 
 

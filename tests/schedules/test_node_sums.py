@@ -29,7 +29,7 @@ from megatron_longctx.schedules import (
     backward_plan,
     build_plan,
     find_mode,
-    keeping,
+    keep_received,
     ranks_to_sum,
     summing_in_nodes,
     transpose,
@@ -64,7 +64,7 @@ def summed(plan: Plan, node: int) -> Plan:
 
 
 def check(plan: Plan, node: int) -> None:
-    for forward in (plan, keeping(plan)):
+    for forward in (plan, keep_received(plan)):
         with_sums = summing_in_nodes(forward, node)
         for backward in (transpose(with_sums), backward_plan(with_sums)):
             verify(backward, with_sums)
@@ -96,7 +96,7 @@ def test_programs_add_up_what_plans_say(schedule: str, mask: Mask, nodes: tuple[
     """Every gradient has every pair once, whichever ranks read each other's memory, in any order of the ranks."""
     n, node = nodes[0] * nodes[1], nodes[1]
     plan = build_plan(schedule, n, mask, ModeOptions(data.draw(st.sampled_from([None, 6]))))
-    plan = summing_in_nodes(keeping(plan) if data.draw(st.booleans()) else plan, node)
+    plan = summing_in_nodes(keep_received(plan) if data.draw(st.booleans()) else plan, node)
     of_node = tuple(tuple(range(r // node * node, (r // node + 1) * node)) for r in range(n))
     hosts = data.draw(st.sampled_from([None, of_node, (tuple(range(n)),) * n]))
     parts = parts_of(plan)

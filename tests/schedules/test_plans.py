@@ -24,7 +24,7 @@ from megatron_longctx.schedules import (
     Workload,
     backward_plan,
     build_plan,
-    keeping,
+    keep_received,
     lower,
     transpose,
     verify,
@@ -45,7 +45,7 @@ MASKS = [causal, full]
 
 def check(plan: Plan) -> None:
     """Check forward and backward, with all received blocks kept and with none."""
-    for forward in (plan, keeping(plan)):
+    for forward in (plan, keep_received(plan)):
         verify(forward)
         follow(forward)
         for backward in (transpose(forward), backward_plan(forward)):
