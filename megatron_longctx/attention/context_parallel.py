@@ -31,7 +31,7 @@ from ..schedules import (
     keep_received,
     keeps_received,
     ranks_to_sum,
-    summing_in_nodes,
+    sum_in_nodes,
 )
 from ..schedules import mask as masks
 from .bind import Engine
@@ -263,7 +263,7 @@ class ContextParallelAttention:
                 return found
         wanted = replace(request, windows=mask.has_windows, packed=len(mask.slices) > 1)
         engine = self._engine(wanted, shapes.device)
-        plan = summing_in_nodes(self.plan(mask), self._links[shapes.device].summed)
+        plan = sum_in_nodes(self.plan(mask), self._links[shapes.device].summed)
         hosts = None if engine.transport is None else engine.transport.hosts
         target = Target(shapes.workload, engine.kernel.takes, hosts)
         made = Passes(keep_received(plan) if keep else plan, target, self.rank, shapes, engine)

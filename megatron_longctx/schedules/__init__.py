@@ -7,7 +7,7 @@
 - `modes/` has the modes and `cache_modes/` those over a KV cache. To add one, add its file there.
 """
 
-from .backward import backward_plan, keep_received, keeps_received, ranks_to_sum, summing_in_nodes, transpose
+from .backward import backward_plan, keep_received, keeps_received, ranks_to_sum, sum_in_nodes, transpose
 from .build import build_plan
 from .cost import Costs, KernelSample, MessageSample, Workload
 from .kernel_calls import KernelCall, Segment, Takes, kernel_calls

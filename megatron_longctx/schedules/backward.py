@@ -88,7 +88,7 @@ def ranks_to_sum(setting: str, cluster: Cluster | None, n: int) -> int:
     return cluster.ranks_per_node if setting == "true" or pays else 0
 
 
-def summing_in_nodes(plan: Plan, ranks: int) -> Plan:
+def sum_in_nodes(plan: Plan, ranks: int) -> Plan:
     """Return the forward plan whose backward sums in nodes of `ranks` ranks (see `Plan.sum_in_node`); 0 for no sums.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..topology import Cluster
-from .backward import backward_plan, keep_received, keeps_received, ranks_to_sum, summing_in_nodes
+from .backward import backward_plan, keep_received, keeps_received, ranks_to_sum, sum_in_nodes
 from .build import build_plan
 from .cost import GIB, Costs
 from .mask import Mask
@@ -147,7 +147,7 @@ def _price(mode: Mode, problem: Problem, cluster: Cluster, costs: Costs, timelin
     plan = build_plan(mode, n, problem.mask, unit=problem.unit, layout=problem.layout)
     if keeps_received(problem.keep_received, mode.name, n, length, target.workload.batch):
         plan = keep_received(plan)
-    plan = summing_in_nodes(plan, ranks_to_sum(problem.sum_in_node, problem.options.cluster, n))
+    plan = sum_in_nodes(plan, ranks_to_sum(problem.sum_in_node, problem.options.cluster, n))
     forward = simulate(plan, cluster, target, costs, timeline=timeline)
     backward = simulate(backward_plan(plan), cluster, target, costs, timeline=timeline)
     found = Candidate(str(mode), mode, forward, backward)

@@ -18,7 +18,7 @@ from ..schedules import (
     build_plan,
     keep_received,
     keeps_received,
-    summing_in_nodes,
+    sum_in_nodes,
 )
 from ..schedules import mask as masks
 from ..schedules.describe import describe, describe_placement, summary
@@ -199,7 +199,7 @@ def _configured(config: Config, mask: masks.Mask) -> Plan:
     n, length = par.context_parallel_size, config.data.seq_length
     plan = build_plan(par.schedule, n, mask, mode_options(par), token_unit(par), par.layout)
     keep = keeps_received(config.keep_received, par.schedule, n, length, config.train.micro_batch_size)
-    return summing_in_nodes(keep_received(plan) if keep else plan, ranks_summed(config))
+    return sum_in_nodes(keep_received(plan) if keep else plan, ranks_summed(config))
 
 
 def _mask(config: Config, causal: bool, lengths: Sequence[int] | None = None) -> masks.Mask:

@@ -28,7 +28,7 @@ from megatron_longctx.schedules import (
     keep_received,
     keeps_received,
     lower,
-    summing_in_nodes,
+    sum_in_nodes,
     transpose,
     verify,
 )
@@ -46,7 +46,7 @@ PACKED = Takes(packed=True, rectangles=True, windows=True)
 WORK = Workload(8, 8, 64)
 
 
-@pytest.mark.parametrize("derive", [transpose, backward_plan, keep_received, lambda plan: summing_in_nodes(plan, 2)])
+@pytest.mark.parametrize("derive", [transpose, backward_plan, keep_received, lambda plan: sum_in_nodes(plan, 2)])
 def test_backward_plans_are_refused_where_forward_plans_are_expected(derive: Callable[[Plan], Plan]) -> None:
     with pytest.raises(ValueError, match="zigzag is a backward plan: expected a forward plan"):
         derive(transpose(build_plan("zigzag", 2, 8)))

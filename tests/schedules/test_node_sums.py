@@ -31,7 +31,7 @@ from megatron_longctx.schedules import (
     find_mode,
     keep_received,
     ranks_to_sum,
-    summing_in_nodes,
+    sum_in_nodes,
     transpose,
     verify,
 )
@@ -60,12 +60,12 @@ def crossing(plan: Plan, node: int) -> list[Move]:
 
 
 def summed(plan: Plan, node: int) -> Plan:
-    return backward_plan(summing_in_nodes(plan, node))
+    return backward_plan(sum_in_nodes(plan, node))
 
 
 def check(plan: Plan, node: int) -> None:
     for forward in (plan, keep_received(plan)):
-        with_sums = summing_in_nodes(forward, node)
+        with_sums = sum_in_nodes(forward, node)
         for backward in (transpose(with_sums), backward_plan(with_sums)):
             verify(backward, with_sums)
             follow(backward, with_sums)
@@ -96,7 +96,7 @@ def test_programs_add_up_what_plans_say(schedule: str, mask: Mask, nodes: tuple[
     """Every gradient has every pair once, whichever ranks read each other's memory, in any order of the ranks."""
     n, node = nodes[0] * nodes[1], nodes[1]
     plan = build_plan(schedule, n, mask, ModeOptions(data.draw(st.sampled_from([None, 6]))))
-    plan = summing_in_nodes(keep_received(plan) if data.draw(st.booleans()) else plan, node)
+    plan = sum_in_nodes(keep_received(plan) if data.draw(st.booleans()) else plan, node)
     of_node = tuple(tuple(range(r // node * node, (r // node + 1) * node)) for r in range(n))
     hosts = data.draw(st.sampled_from([None, of_node, (tuple(range(n)),) * n]))
     parts = parts_of(plan)
@@ -132,7 +132,7 @@ def test_a_ring_takes_one_step_more(schedule: str) -> None:
 def test_without_other_nodes_nothing_changes() -> None:
     for schedule in MODES:
         plan = build_plan(schedule, 4, 64, ModeOptions(inner_size=2))
-        assert summing_in_nodes(plan, 0) is plan
+        assert sum_in_nodes(plan, 0) is plan
         for node in (1, 4, 8):
             assert summed(plan, node).steps == backward_plan(plan).steps
     for node in (1, 2):  # no head's gradient is computed by two ranks of a node
@@ -142,7 +142,7 @@ def test_without_other_nodes_nothing_changes() -> None:
 
 def relayed() -> Plan:
     """Return a plan in which ranks 2 and 3 have gradients for 0 and 1; rank 3 sums those for 0, rank 2 those for 1."""
-    plan = transpose(summing_in_nodes(build_plan("ring", 4, 16), 2))
+    plan = transpose(sum_in_nodes(build_plan("ring", 4, 16), 2))
     verify(plan)
     moves = [(t, str(move.block), *move[1:]) for t, step in enumerate(plan.steps) for move in step.moves]
     assert [each for each in moves if "dkv0[0:4] by" in each[1] or "dkv1[0:4] by" in each[1]] == [
