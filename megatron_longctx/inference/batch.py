@@ -15,7 +15,7 @@ from ..errors import refuse
 from ..layout import Layout
 from ..schedules import Block, Document, Kind, Mask, Plan, Slice
 from ..schedules.cache_modes import CACHE_MODES
-from ..schedules.mask import FAR, band_between, runs
+from ..schedules.mask import FAR, band_between, merge_spans
 from ..schedules.visibility import Visibility
 from .cache_manager import ScheduledChunk
 
@@ -97,7 +97,7 @@ class Batch:
         for rank in range(self.n):
             spans = [(run.start, run.stop) for chunk in self.chunks for run in _all_runs(chunk, rank)]
             edges = sorted({edge for span in spans for edge in span})
-            shared = len(runs(spans)) < len(spans) and any(a[1] > b[0] for a, b in pairwise(sorted(spans)))
+            shared = len(merge_spans(spans)) < len(spans) and any(a[1] > b[0] for a, b in pairwise(sorted(spans)))
             cut = edges if shared else ()  # shared ones are then the same blocks of all that share them
             blocks = (piece for start, stop in spans for piece in _cut(Block(Kind.KV, rank, start, stop), cut))
             found.append(tuple(dict.fromkeys(blocks)))

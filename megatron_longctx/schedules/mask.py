@@ -187,7 +187,7 @@ def canonical(slices: Iterable[Slice]) -> list[Slice]:
     run: _Run | None = None
     before = 0
     for q in sorted(seen):
-        spans = tuple(runs(span for span in seen[q] if span[0] < span[1]))
+        spans = tuple(merge_spans(span for span in seen[q] if span[0] < span[1]))
         shifts = None
         if run is not None and before == q - 1 and len(spans) == len(run.last):
             pairs = zip(spans, run.last, strict=True)
@@ -203,7 +203,7 @@ def canonical(slices: Iterable[Slice]) -> list[Slice]:
     return found if run is None else [*found, *run.slices(before + 1)]
 
 
-def runs(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merge spans that touch or overlap, and return them in ascending order."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(spans):

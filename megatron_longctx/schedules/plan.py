@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..layout import Layout
-from .mask import Mask, Slice, runs
+from .mask import Mask, Slice, merge_spans
 
 
 class Kind(StrEnum):
@@ -341,6 +341,6 @@ def _needed(move: Move, needs: dict[tuple[int, Kind, int], list[Block]]) -> Iter
         yield move
         return
     spans = [(max(block.start, each.start), min(block.stop, each.stop)) for each in used if block.overlaps(each)]
-    for start, stop in runs(spans):
+    for start, stop in merge_spans(spans):
         whole = (start, stop) == (block.start, block.stop)
         yield move if whole else move._replace(block=block._replace(start=start, stop=stop))

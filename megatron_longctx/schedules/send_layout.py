@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from .mask import runs
+from .mask import merge_spans
 from .plan import GRADIENTS, RESULTS, Block, Heads, Kind, Move, Plan
 from .program import Message, Region, SendLayout
 
@@ -165,7 +165,7 @@ def send_layout(
     published: list[list[tuple[int, tuple[tuple[int, int], ...]]]] = [[] for _ in sends]
     places: dict[tuple[Kind, Heads], tuple[int, tuple[tuple[int, int], ...]]] = {}
     for name in sorted(own, key=lambda name: (name[0], name[1].parts, name[1].part)):
-        spans = tuple(runs(own[name]))
+        spans = tuple(merge_spans(own[name]))
         places[name] = builder.region(*name, sum(stop - start for start, stop in spans)), spans
         published[first[name]].append(places[name])
     batches: list[tuple[Batch, list[tuple[Block, int]]]] = []

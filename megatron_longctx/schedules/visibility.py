@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..layout import Layout
-from .mask import Mask, Slice, band_between, joined, runs, within
+from .mask import Mask, Slice, band_between, joined, merge_spans, within
 from .plan import Attend, Block, Kind
 
 
@@ -100,7 +100,7 @@ class Visibility:
         """Return the keys of one rank that any query of another sees."""
         seen = self.between(q_rank, k_rank)
         if id(seen) not in self._needed:
-            self._needed[id(seen)] = runs((each.k_start, each.k_stop) for each in seen)
+            self._needed[id(seen)] = merge_spans((each.k_start, each.k_stop) for each in seen)
         return [Block(Kind.KV, k_rank, start, stop) for start, stop in self._needed[id(seen)]]
 
     def first_query(self, q_rank: int, key: Block) -> int:
@@ -120,7 +120,7 @@ class Visibility:
         for hop in range(len(readers) - 1, -1, -1):
             seen = () if spans == [(0, slots)] else self.between(readers[hop], home)
             if seen:
-                spans = runs((*spans, *((each.k_start, each.k_stop) for each in seen)))
+                spans = merge_spans((*spans, *((each.k_start, each.k_stop) for each in seen)))
                 blocks = [
                     piece._replace(start=max(start, piece.start), stop=min(stop, piece.stop))
                     for piece in pieces
@@ -166,7 +166,7 @@ def _seen_parts(seen: Sequence[Slice], start: int, stop: int) -> list[_SeenPart]
     slices = [piece for each in seen if (piece := _cut_keys(each, start, stop)) is not None]
     return [
         _SeenPart(low, high, (low, high) == (start, stop), [each for each in slices if low <= each.k_start < high])
-        for low, high in runs((each.k_start, each.k_stop) for each in slices)
+        for low, high in merge_spans((each.k_start, each.k_stop) for each in slices)
     ]
 
 

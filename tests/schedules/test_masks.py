@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_longctx.layout import Layout, build_layout
 from megatron_longctx.schedules import Block, Kind, Mask, Slice
-from megatron_longctx.schedules.mask import FAR, band_between, causal, documents, full, joined, runs
+from megatron_longctx.schedules.mask import FAR, band_between, causal, documents, full, joined, merge_spans
 from megatron_longctx.schedules.visibility import Visibility
 from megatron_longctx.testing.references import visible
 from tests.schedules.masks import Arguments, arguments, pairs_of
@@ -219,6 +219,6 @@ def test_visibility_between_ranks(drawn: Arguments, data: st.DataObject) -> None
 
 @given(st.lists(st.tuples(places, places).map(lambda pair: (min(pair), max(pair) + 1)), max_size=8))
 def test_merged_spans_cover_the_same(spans: list[tuple[int, int]]) -> None:
-    found = runs(spans)
+    found = merge_spans(spans)
     assert [x for a, b in found for x in range(a, b)] == sorted({x for a, b in spans for x in range(a, b)})
     assert all(a[1] < b[0] for a, b in pairwise(found))
