@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .cost import Workload
 from .lower import Lowering
-from .mask import within
+from .mask import indices_within
 from .plan import Attend, Kind, Plan
 from .program import Program
 from .simulate import Simulation
@@ -152,7 +152,7 @@ def document_shards(plan: Plan) -> Iterator[DocumentShard]:
         held: Counter[int] = Counter()
         for _, span in plan.queries.slot_spans(rank):
             for number, document in enumerate(plan.mask.documents):
-                if tokens := len(within(span, document.start, document.stop)):
+                if tokens := len(indices_within(span, document.start, document.stop)):
                     held[number] += tokens
         for number, tokens in held.items():
             start, stop, _ = plan.mask.documents[number]

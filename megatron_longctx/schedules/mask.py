@@ -363,8 +363,8 @@ def band_between(each: Slice, queries: range, keys: range) -> Iterator[Slice]:
 
     This is one slice if both ranges have the same step or no bound excludes anything, else one slice per key.
     """
-    q = within(queries, each.q_start, each.q_stop)
-    k = within(keys, each.k_start, each.k_stop)
+    q = indices_within(queries, each.q_start, each.q_stop)
+    k = indices_within(keys, each.k_start, each.k_stop)
     if not q or not k:
         return
     if each.lo <= keys[k.start] - queries[q.stop - 1] and keys[k.stop - 1] - queries[q.start] <= each.hi:
@@ -382,7 +382,7 @@ def band_between(each: Slice, queries: range, keys: range) -> Iterator[Slice]:
             yield found
 
 
-def within(tokens: range, start: int, stop: int) -> range:
+def indices_within(tokens: range, start: int, stop: int) -> range:
     """Return the indices of the elements of `tokens` that are in `start..stop-1`."""
     first = max(0, -((tokens.start - start) // tokens.step)) if tokens.start < start else 0
     last = min(len(tokens), -((tokens.start - stop) // tokens.step))

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..layout import Layout
-from .mask import Mask, Slice, band_between, joined, merge_spans, within
+from .mask import Mask, Slice, band_between, indices_within, joined, merge_spans
 from .plan import Attend, Block, Kind
 
 
@@ -136,7 +136,7 @@ class Visibility:
         for slot, span in self.queries.slot_spans(q_rank):
             for each in self.mask.slices_of(span.start, span[-1] + 1):
                 near = each.cut(span.start, span[-1] + 1, each.k_start, each.k_stop)  # of a window few keys
-                q = within(span, each.q_start, each.q_stop)
+                q = indices_within(span, each.q_start, each.q_stop)
                 if near is None or not q:
                     continue
                 # Keys that all of these queries see.
