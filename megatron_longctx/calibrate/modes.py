@@ -13,7 +13,7 @@ from ..comm import from_all, transport_name
 from ..schedules import MODES, Costs, Mode, Target, Workload
 from ..schedules.cost import ModeSample
 from ..schedules.mask import causal
-from ..schedules.modes import Choices
+from ..schedules.modes import SearchContext
 from ..schedules.modes.ulysses import Ulysses
 from ..schedules.select import Candidate, Problem, rank_modes
 from ..topology import Cluster
@@ -31,11 +31,11 @@ _BUDGET_S = 20.0
 
 def every_mode(n: int, workload: Workload, cluster: Cluster, length: int = 0) -> list[Mode]:
     """All modes for `n` ranks: what `auto` considers, and Ulysses in two chunks of the heads."""
-    choices = Choices(n, length, workload.num_kv_heads, cluster)
+    context = SearchContext(n, length, workload.num_kv_heads, cluster)
     found: list[Mode] = []
     for mode in MODES.values():
         with suppress(ValueError):
-            found += mode.candidates(choices)
+            found += mode.candidates(context)
     return found if Ulysses(2) in found else [*found, Ulysses(2)]
 
 

@@ -11,7 +11,7 @@ from .backward import backward_plan, keep_received, keeps_received, ranks_to_sum
 from .build import build_plan
 from .cost import GIB, Costs
 from .mask import Mask
-from .modes import MODES, Choices, Mode, ModeOptions
+from .modes import MODES, Mode, ModeOptions, SearchContext
 from .simulate import Simulation, simulate
 from .target import Target
 
@@ -83,7 +83,7 @@ def rank_modes(
     costs = costs or Costs.of_device(cluster.device)
     found: list[Candidate] = []
     if candidates is None:
-        choices = Choices(
+        context = SearchContext(
             problem.n,
             problem.mask.length,
             problem.target.workload.num_kv_heads,
@@ -95,7 +95,7 @@ def rank_modes(
         candidates = []
         for name, mode in MODES.items():
             try:
-                candidates += mode.candidates(choices)
+                candidates += mode.candidates(context)
             except ValueError as error:
                 found.append(Candidate(name, reason=str(error)))
     for candidate in candidates:

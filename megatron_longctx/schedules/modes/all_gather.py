@@ -13,7 +13,7 @@ from itertools import pairwise, zip_longest
 from ...errors import refuse
 from ..plan import Block, Plan, Step, fetch_moves
 from ..visibility import Visibility
-from .mode import Choices, Mode, ModeOptions
+from .mode import Mode, ModeOptions, SearchContext
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class AllGather(Mode):
         return cls(options.max_buffer_tokens)
 
     @classmethod
-    def candidates(cls, choices: Choices) -> Iterator[Mode]:
+    def candidates(cls, context: SearchContext) -> Iterator[Mode]:
         """Yield few groups, and also more groups if memory is bounded."""
-        n = choices.n
-        yield cls(choices.options.max_buffer_tokens)
+        n = context.n
+        yield cls(context.options.max_buffer_tokens)
         if n > 2:
-            tokens = -(-choices.length // n)
-            groups = {n - 2, 4, 2, 1} if choices.bounded else {n - 2}
+            tokens = -(-context.length // n)
+            groups = {n - 2, 4, 2, 1} if context.bounded_memory else {n - 2}
             yield from (cls(k * tokens) for k in sorted(groups, reverse=True))
 
     def num_messages(self, n: int, length: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..plan import Attend, Block, Kind, Move, Plan, Step, trim
 from ..visibility import Visibility
-from .mode import Choices, Mode, ModeOptions, check_divides
+from .mode import Mode, ModeOptions, SearchContext, check_divides
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class DoubleRing(Mode):
         return cls(options.resolve_inner_size(n))
 
     @classmethod
-    def candidates(cls, choices: Choices) -> Iterator[Mode]:
-        n = choices.n
-        sizes = {choices.cluster.ranks_per_node, choices.options.resolve_inner_size(n)} - {n}
+    def candidates(cls, context: SearchContext) -> Iterator[Mode]:
+        n = context.n
+        sizes = {context.cluster.ranks_per_node, context.options.resolve_inner_size(n)} - {n}
         yield from (cls(k) for k in sorted(sizes) if n % k == 0)
 
     def num_messages(self, n: int, length: int) -> int:

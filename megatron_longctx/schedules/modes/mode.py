@@ -47,11 +47,11 @@ class ModeOptions:
 
 
 @dataclass(frozen=True)
-class Choices:
+class SearchContext:
     """The problem for which modes propose candidates: `n` ranks of a cluster, tokens, and the KV heads of one rank.
 
-    options: the configured options. bounded: whether memory is bounded. measured: names of modes whose whole passes a
-    calibration has measured.
+    options: the configured options. bounded_memory: whether memory is bounded. measured_modes: names of modes whose
+    whole passes a calibration has measured.
     """
 
     n: int
@@ -59,8 +59,8 @@ class Choices:
     num_kv_heads: int
     cluster: Cluster
     options: ModeOptions = field(default_factory=ModeOptions)
-    bounded: bool = False
-    measured: frozenset[str] = frozenset()
+    bounded_memory: bool = False
+    measured_modes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Mode(ABC):
         return cls()
 
     @classmethod
-    def candidates(cls, choices: Choices) -> Iterator[Mode]:
+    def candidates(cls, context: SearchContext) -> Iterator[Mode]:
         """Yield the variants that `auto` compares."""
-        yield cls.from_options(choices.options, choices.n)
+        yield cls.from_options(context.options, context.n)
 
     @abstractmethod
     def plan(self, visible: Visibility) -> Plan:

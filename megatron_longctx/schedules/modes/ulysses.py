@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ...errors import refuse
 from ..plan import Attend, Block, Heads, Kind, Move, Plan, Step
 from ..visibility import Visibility
-from .mode import Choices, Mode, ModeOptions, check_shared_heads
+from .mode import Mode, ModeOptions, SearchContext, check_shared_heads
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Ulysses(Mode):
         return cls(options.head_chunks)
 
     @classmethod
-    def candidates(cls, choices: Choices) -> Iterator[Mode]:
+    def candidates(cls, context: SearchContext) -> Iterator[Mode]:
         """Yield two chunks only for several nodes; on one node they gain what they cost, unless measured otherwise."""
         yield cls()
         two = cls(2)
-        fits = choices.n > 1 and choices.num_kv_heads % (2 * choices.n) == 0
-        if fits and (choices.cluster.nodes > 1 or str(two) in choices.measured):
+        fits = context.n > 1 and context.num_kv_heads % (2 * context.n) == 0
+        if fits and (context.cluster.nodes > 1 or str(two) in context.measured_modes):
             yield two
 
     def num_messages(self, n: int, length: int) -> int:

@@ -13,7 +13,7 @@ from ...errors import refuse
 from ...layout import Layout
 from ..plan import RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step, return_moves, trim
 from ..visibility import Visibility, visibility
-from .mode import MODES, Choices, Mode, ModeOptions, check_divides, check_shared_heads, outer_modes
+from .mode import MODES, Mode, ModeOptions, SearchContext, check_divides, check_shared_heads, outer_modes
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Usp(Mode):
         return cls(inner, MODES[options.outer_schedule].from_options(outer_options, n // inner))
 
     @classmethod
-    def candidates(cls, choices: Choices) -> Iterator[Mode]:
-        n = choices.n
-        yield from (cls.from_options(replace(choices.options, inner_size=k), n) for k in range(2, n) if n % k == 0)
+    def candidates(cls, context: SearchContext) -> Iterator[Mode]:
+        n = context.n
+        yield from (cls.from_options(replace(context.options, inner_size=k), n) for k in range(2, n) if n % k == 0)
 
     @property
     def layout(self) -> str:  # type: ignore[override]
