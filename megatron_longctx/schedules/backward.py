@@ -121,12 +121,10 @@ def backward_plan(plan: Plan) -> Plan:
 
 def divide_own(attends: tuple[Attend, ...], rank: int) -> tuple[tuple[Attend, ...], tuple[Attend, ...]]:
     """Divide the queries of a rank's own block into halves, to be computed first and last, unless they are few."""
-    if len(attends) != 1 or attends[0].num_queries < LEAST_TOKENS:
+    is_own = all(block.home == rank for attend in attends for block in (*attend.queries, *attend.keys))
+    if not is_own or [len(each.queries) for each in attends] != [1] or attends[0].num_queries < LEAST_TOKENS:
         return attends, ()
-    (whole,) = attends
-    if any(block.home != rank for block in (*whole.queries, *whole.keys)) or len(whole.queries) > 1:
-        return attends, ()
-    return whole.halves()
+    return attends[0].halves()
 
 
 def transpose(plan: Plan) -> Plan:
@@ -179,7 +177,7 @@ def _gradient_moves(plan: Plan) -> dict[int, list[Move]]:
             for _, home, start, stop, _, heads in blocks:
                 if home != rank:
                     away.setdefault((rank, kind, home, heads), []).append((start, stop, t))
-    partials: list[_Partial] = []
+    partials = []
     for (rank, kind, home, heads), computed in away.items():
         computed.sort()
         first, open_stop, last = computed[0]

@@ -18,8 +18,7 @@ from .mode import Mode, ModeOptions, SearchContext, check_shared_heads
 
 @dataclass(frozen=True)
 class Ulysses(Mode):
-    """head_chunks: the number of equal parts of a rank's heads. If above 1, the ranks times it must divide the KV
-    heads."""
+    """head_chunks: equal parts of a rank's heads; above 1, the ranks times the chunks must divide the KV heads."""
 
     head_chunks: int = 1
 
