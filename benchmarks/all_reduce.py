@@ -14,12 +14,11 @@ from torch import Tensor
 
 from megatron_longctx.calibrate.timing import row_seconds, step_seconds
 from megatron_longctx.comm import from_all
-from megatron_longctx.comm.hosts import find_hosts
-from megatron_longctx.comm.peer_memory import MOST_BLOCKS, peer_memory
-from megatron_longctx.comm.symmetric import symmetric_memory
+from megatron_longctx.comm.peer_memory import MAX_BLOCKS, allocate_peer_memory
+from megatron_longctx.comm.symmetric import find_hosts, symmetric_memory
 from megatron_longctx.errors import refuse
 from megatron_longctx.lowbit.crossover import Crossover
-from megatron_longctx.lowbit.peer_reduce import ROOM, PeerReduction, peer_reduction
+from megatron_longctx.lowbit.peer_reduce import HALF_BYTES, PeerReduction, peer_reduction
 from megatron_longctx.lowbit.quantized import all_reduce
 from megatron_longctx.training.ranks import Where, start, world
 
@@ -63,8 +62,8 @@ def run(arguments: argparse.Namespace) -> None:
     if not 0 < smallest <= largest:
         raise refuse("--smallest-kib", arguments.smallest_kib, "1 or more, and not above the largest", "Correct it.")
     blocks = tuple(map(int, numbers("--blocks", arguments.blocks, 1))) if arguments.blocks else ()
-    if max(blocks, default=1) > MOST_BLOCKS:
-        raise refuse("--blocks", max(blocks), f"1 to {MOST_BLOCKS}", "A kernel has no more.")
+    if max(blocks, default=1) > MAX_BLOCKS:
+        raise refuse("--blocks", max(blocks), f"1 to {MAX_BLOCKS}", "A kernel has no more.")
     sizes = tuple(takewhile(lambda size: size <= largest, (smallest << i for i in range(64))))
     what, about = "seconds of the slowest rank, by bytes of a rank's tensor", f"all-reduce of {arguments.dtype}"
     unit = f"{where.ranks} ranks; µs, of the slowest rank; calls {_ISSUED[where.device]}"
@@ -172,7 +171,7 @@ def _with_blocks(
     makers: dict[str, Maker] = {}
     if not blocks:
         return makers
-    memory = peer_memory(group, device, ROOM, "Leave --blocks out.")
+    memory = allocate_peer_memory(group, device, HALF_BYTES, "Leave --blocks out.")
     for count in blocks:
         if count > memory.blocks:
             left_out[f"{count} blocks"] = f"a GPU here runs {memory.blocks} at once"

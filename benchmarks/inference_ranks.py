@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.comm import from_all
-from megatron_longctx.comm.symmetric import finish
+from megatron_longctx.comm.device import synchronize
 from megatron_longctx.config import Config
 from megatron_longctx.errors import refuse
 from megatron_longctx.inference.batch import Batch
@@ -286,7 +286,7 @@ def seconds_to_first(engine: LongContextEngine, session: Session, prompt: list[i
 
 def together(device: torch.device) -> None:
     """All ranks go on with nothing left to do."""
-    finish(device)
+    synchronize(device)
     dist.barrier()
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import BufferPool, StreamClock, Times, Transport, choose_transport
-from ..comm.hosts import on_one_machine
+from ..comm.symmetric import on_one_machine
 from ..config import check_value
 from ..errors import refuse
 from ..kernels import KernelRequest, choose

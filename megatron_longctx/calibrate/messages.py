@@ -92,7 +92,7 @@ def blocking(place: Place) -> float:
 
 def _slowest(links: Transport | None) -> Transport | None:
     """The slowest link counts, and between hosts messages go point to point."""
-    return links.messages if isinstance(links, HybridTransport) else links
+    return links.p2p if isinstance(links, HybridTransport) else links
 
 
 def _in_a_row(place: Place, work: Callable[[], object], load: Callable[[], object] | None) -> float:

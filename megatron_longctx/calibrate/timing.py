@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import from_all
-from ..comm.symmetric import finish
+from ..comm.device import synchronize
 
 _LOAD_S = 0.1
 """Of work in a row. A GPU's power limit bites after 50 to 80 ms: a burst from idle is faster than passes in a row."""
@@ -25,11 +25,11 @@ _ROW_S, _MOST_IN_ROW = 0.005, 100
 
 def row_seconds(work: Callable[[], object], device: torch.device, count: int) -> float:
     """Of one of `count` calls of `work` in a row."""
-    finish(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(count):
         work()
-    finish(device)
+    synchronize(device)
     return (time.perf_counter() - start) / count
 
 

@@ -64,7 +64,7 @@ class Flags:
         return cls(addresses, False)
 
     @classmethod
-    def take(cls, addresses: Sequence[int]) -> Flags:
+    def wait_and_clear(cls, addresses: Sequence[int]) -> Flags:
         return cls(addresses, True)
 
     def issue(self, stream: Stream) -> None:

@@ -25,7 +25,7 @@ def _transport(hybrid: bool) -> Any:
     if not hybrid:
         return peers
     transport = HybridTransport.__new__(HybridTransport)
-    transport.peers, transport.messages = peers, P2PTransport(group, CPU)
+    transport.peer, transport.p2p = peers, P2PTransport(group, CPU)
     return transport
 
 

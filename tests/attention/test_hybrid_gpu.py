@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_longctx.attention import context_parallel
 from megatron_longctx.comm import HybridTransport, PeerTransport, choose_transport, transport_name
-from megatron_longctx.comm.hosts import RANKS_PER_HOST, find_hosts
+from megatron_longctx.comm.symmetric import RANKS_PER_HOST, find_hosts
 from megatron_longctx.gpus import gpu_ranks
 from megatron_longctx.kernels import PROVIDERS
 from megatron_longctx.testing.distributed import run_distributed

@@ -224,27 +224,27 @@ class Rank:
         transport.rank, transport.world, transport.peers = number, device.n, peers
         transport.stream, transport.signals = streams[1:3]  # type: ignore[assignment]
         transport.device, transport.group, transport.generation = torch.device("cpu"), None, 0  # type: ignore[assignment]
-        transport._broken, transport._turn, transport._unread, transport._growth = None, 0, [None, None], 1.0
+        transport._broken, transport._parity, transport._unread, transport._growth = None, 0, [None, None], 1.0
         transport._capacity = transport._steps = 0
-        transport._take = self.take  # type: ignore[method-assign]
+        transport._allocate = self.take  # type: ignore[method-assign]
         self.links: Any = transport
         self.far = Far(number, streams[3])
         if len(peers) < device.n:
             self.links = HybridTransport.__new__(HybridTransport)
-            self.links.peers, self.links.messages = transport, self.far
+            self.links.peer, self.links.p2p = transport, self.far
 
-    def take(self, capacity: int, steps: int) -> int:
+    def take(self, capacity: int, steps: int) -> None:
         transport, peers = self.peers, self.peers.peers
         base, memories = 10**9 * transport.generation, self.device.memories
         self.device.take(transport.generation, capacity, steps)
         now = memories[transport.generation]
         transport._flags = SimpleNamespace(buffer_ptrs=[base + 10**6 * (1 + r) for r in peers])
-        transport._halves = [
-            SimpleNamespace(get_buffer=lambda place, *_, turn=turn: Bytes(now[peers[place]][turn])) for turn in range(2)
+        transport._memories = [
+            SimpleNamespace(get_buffer=lambda place, *_, parity=parity: Bytes(now[peers[place]][parity]))
+            for parity in range(2)
         ]
         if len(peers) == 1:
-            transport._flags, transport._halves = None, [None, None]
-        return capacity
+            transport._flags, transport._memories = None, [None, None]
 
     def channel(self, lowering: Lowering) -> tuple[Program, Any]:
         program = lowering.program(self.number)
@@ -292,7 +292,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = SimpleNamespace(cuda=cuda, inference_mode=torch.inference_mode, uint8=torch.uint8)
     monkeypatch.setattr(peer, "torch", fake)
     monkeypatch.setattr(peer, "FlagOperations", Flags)
-    monkeypatch.setattr(peer, "_seen_as", lambda views, i, tensor: views[i])
+    monkeypatch.setattr(peer, "_view_like", lambda views, i, tensor: views[i])
     monkeypatch.setattr(peer, "from_all", lambda _, value: [value])
     ops = {Copy: Pass.copied, Compute: Pass.computed, Merge: Pass.merged, Send: Pass.sent, Wait: Pass.waited}
     monkeypatch.setattr(run, "_DO", {**run._DO, **ops, Acquire: Pass.acquire})

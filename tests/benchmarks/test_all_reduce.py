@@ -80,7 +80,7 @@ def test_kernels_with_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
             used.append((self.memory.blocks, bits))
             return x
 
-    monkeypatch.setattr(all_reduce, "peer_memory", lambda *_: memory)
+    monkeypatch.setattr(all_reduce, "allocate_peer_memory", lambda *_: memory)
     monkeypatch.setattr(all_reduce, "PeerReduction", Reduction)
     makers = all_reduce._with_blocks(None, torch.device("cpu"), (16, 48, 64), left_out)  # type: ignore[arg-type]
     for make in makers.values():

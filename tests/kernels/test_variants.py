@@ -170,8 +170,7 @@ def peers(draw: Draw, rng: random.Random) -> None:
 
 def merged_over_peers(draw: Draw, rng: random.Random) -> None:
     """Not for a GPU either."""
-    from megatron_longctx.comm.peer_memory import PeerMemory
-    from megatron_longctx.comm.peer_merge import PeerMerge
+    from megatron_longctx.comm.peer_memory import PeerMemory, PeerMerge
 
     addresses, state = draw(4, dtype=torch.int64), draw(2, dtype=torch.int64)
     q = draw(size(rng, 40), KV_HEADS * GROUP, D, dtype=BF16)
@@ -197,7 +196,7 @@ BOUNDS = {
     ("lowbit.peer_kernels", "_two_step_kernel"): (peers, 4),
     ("lowbit.peer_kernels", "_one_step_kernel"): (peers, 4),
     # Of 1, 2, 4, 8 and 16 or more shares, or of up to 128, that are multiples of 16 numbers apart, or not.
-    ("comm.peer_merge_kernel", "_merge_over_peers_kernel"): (merged_over_peers, 24),
+    ("comm.peer_kernels", "_merge_over_peers_kernel"): (merged_over_peers, 24),
 }
 WAITING = (peers, merged_over_peers)
 
