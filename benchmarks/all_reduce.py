@@ -158,7 +158,8 @@ def ways(
     peers = peer_reduction("auto", group, device) if reason is None else None
     if peers is not None:
         for name, bits_or_none in (("unquantized", None), ("int8", 8), ("int6", 6), ("int4", 4)):
-            makers[f"{name} over peers"] = partial(_ours, partial(peers.all_reduce, bits=bits_or_none))
+            reduce = partial(all_reduce, group=group, bits=bits_or_none, peers=peers)
+            makers[f"{name} over peers"] = partial(_ours, reduce)
     elif reason is None:
         left_out["over peers"] = "it could not be set up; the log says why"
     return makers
@@ -178,7 +179,8 @@ def _with_blocks(
             continue
         reduction = PeerReduction(replace(memory, blocks=count))
         for bits in (8, 4):
-            makers[f"int{bits} over peers, {count} blocks"] = partial(_ours, partial(reduction.all_reduce, bits=bits))
+            reduce = partial(all_reduce, group=group, bits=bits, peers=reduction)
+            makers[f"int{bits} over peers, {count} blocks"] = partial(_ours, reduce)
     return makers
 
 

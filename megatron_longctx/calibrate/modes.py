@@ -9,7 +9,7 @@ from functools import partial
 import torch.distributed as dist
 
 from ..attention import ContextParallelAttention
-from ..comm import from_all, transport_name
+from ..comm import from_all
 from ..schedules import MODES, Costs, Mode, Target, Workload
 from ..schedules.cost import ModeSample
 from ..schedules.mask import causal
@@ -71,7 +71,7 @@ def mode_samples(place: Place, cluster: Cluster, costs: Costs, lengths: Sequence
 def _seconds(place: Place, candidate: Candidate, length: int) -> float:
     """Of a whole step of one layer, of the slowest rank."""
     assert candidate.mode is not None and place.links is not None
-    transport = transport_name(place.links)
+    transport = place.links.name
     attention = ContextParallelAttention(place.group, schedule=candidate.mode, kernel=place.kernel, transport=transport)
     tokens = attention.layout(length).num_tokens(dist.get_rank(place.group))
     q, k, v, grad_out = place.qkv(tokens, tokens)

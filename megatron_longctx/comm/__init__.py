@@ -8,7 +8,7 @@ them. `PeerMerge` merges the partial results of several ranks for the same queri
 
 from .collectives import PeerMemoryError, from_all, from_first, from_rank_0, gather_over, on_rank_0, sum_over
 from .device import BufferPool, StreamClock, Times, measured
-from .hybrid import HybridTransport, choose_transport, transport_name
+from .hybrid import HybridTransport, choose_transport
 from .p2p import Channel, Exchange, P2PTransport, Transport
 from .peer import PeerTransport, SymmetricExchange
 from .peer_memory import PeerMerge

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -64,12 +63,7 @@ def choose_transport(
     return P2PTransport(group, device)
 
 
-def transport_name(transport: Transport) -> str:
-    """Return `peer`, `p2p` or `hybrid`."""
-    return {P2PTransport: "p2p", PeerTransport: "peer", HybridTransport: "hybrid"}[type(transport)]
-
-
-class HybridTransport:
+class HybridTransport(Transport):
     """Sends each message over the peer or the point-to-point transport, depending on its link.
 
     Args:
@@ -77,27 +71,19 @@ class HybridTransport:
             together.
     """
 
+    name = "hybrid"
+
     def __init__(self, peer: PeerTransport) -> None:
-        self.peer, self.p2p = peer, P2PTransport(peer.group, peer.device)
+        super().__init__(peer.group, peer.device)
+        self.peer, self.p2p, self.hosts = peer, P2PTransport(peer.group, peer.device), peer.hosts
 
-    @property
-    def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that read each rank's memory, indexed by rank."""
-        return self.peer.hosts
-
-    def channel(self, program: Program, num_bytes: int, memory: Memory) -> Channel:
-        """Return the channel of a program; see `Transport`."""
+    def channel(self, program: Program, num_bytes: int, memory: Memory) -> HybridChannel:
         peers, peer = self.peer.peers, self.peer.channel(program, num_bytes, memory)
         # A rank that is alone on its host has no memory that peers read.
         send_memory = (lambda: memory(program.sends.num_bytes)) if len(peers) == 1 else peer.memory
         return HybridChannel(peer, DirectChannel(self.p2p, program, send_memory, peers), program, peers)
 
-    def now(self) -> torch.cuda.Event | None:
-        """Return an event after all work issued so far to the caller's stream."""
-        return self.p2p.now()
-
     def break_off(self, error: BaseException) -> None:
-        """See `PeerTransport.break_off`."""
         self.peer.break_off(error)
 
 
@@ -131,14 +117,6 @@ def cross_waits(program: Program, peers: Container[int]) -> tuple[CrossWaits, ..
     return tuple(result)
 
 
-@dataclass
-class HybridExchange(Exchange):
-    """The messages of a step within the host and between hosts."""
-
-    peer: Exchange = field(default_factory=Exchange)
-    p2p: Exchange = field(default_factory=Exchange)
-
-
 class HybridChannel:
     """Carries messages with `peers`, the ranks of this host, over one channel, and all others over another."""
 
@@ -165,9 +143,7 @@ class HybridChannel:
     def memory(self) -> Tensor:
         return self._p2p.memory()
 
-    def start(
-        self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Sequence[Any]
-    ) -> HybridExchange:
+    def start(self, step: int, passed: Sequence[Tensor], receives: Sequence[Tensor], after: Sequence[Any]) -> Exchange:
         peer_passed, p2p_passed = _split(passed, self._passed[step])
         peer_receives, p2p_receives = _split(receives, self._received[step])
         waits, (peer_arrived, p2p_arrived) = self._waits[step], self._arrived
@@ -176,12 +152,12 @@ class HybridChannel:
         peer = self._peer.start(step, peer_passed, peer_receives, after_p2p)
         p2p = self._p2p.start(step, p2p_passed, p2p_receives, after_peer)
         self._arrived = [peer.arrived or peer_arrived, p2p.arrived or p2p_arrived]
-        return HybridExchange(peer=peer, p2p=p2p)
+        return Exchange(parts=(peer, p2p))
 
     def wait(self, exchange: Exchange) -> None:
-        assert isinstance(exchange, HybridExchange)
-        self._peer.wait(exchange.peer)
-        self._p2p.wait(exchange.p2p)
+        peer, p2p = exchange.parts
+        self._peer.wait(peer)
+        self._p2p.wait(p2p)
 
 
 def _split(tensors: Sequence[Tensor], is_peer: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:

@@ -35,6 +35,7 @@ class Exchange:
     tensors: tuple[Tensor, ...] = ()
     done: bool = False
     started_by: object = None
+    parts: tuple[Exchange, ...] = ()
 
 
 class Channel(Protocol):
@@ -64,15 +65,25 @@ class Channel(Protocol):
         """Make the caller's stream wait until the messages have arrived."""
 
 
-class Transport(Protocol):
-    """Carries the messages between the ranks of a group."""
+class Transport:
+    """Carries the messages between the ranks of a process group, all of which construct it together.
 
-    @property
-    def hosts(self) -> tuple[tuple[int, ...], ...] | None:
-        """The ranks that read each rank's memory, itself included, indexed by rank; None if messages are sent."""
+    Args:
+        group: the ranks that send to each other.
+        device: this rank's device, on which all tensors are.
+    """
 
-    def now(self) -> Any:
+    name: str
+    hosts: tuple[tuple[int, ...], ...] | None = None
+    """The ranks that read each rank's memory, itself included, indexed by rank; None if messages are sent."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+
+    def now(self) -> torch.cuda.Event | None:
         """Return an event after all work issued so far to the caller's stream; None on CPU."""
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def channel(self, program: Program, num_bytes: int, memory: Memory) -> Channel:
         """Return the channel of a program.
@@ -81,25 +92,22 @@ class Transport(Protocol):
             num_bytes: the send memory of the rank that sends most.
             memory: allocates send memory for point-to-point messages.
         """
+        raise NotImplementedError
 
     def break_off(self, error: BaseException) -> None:
-        """Handle the failure of a pass on this rank, whose remaining messages others may wait for."""
+        """Handle the failure of a pass on this rank, whose remaining messages others may wait for.
+
+        Point-to-point messages fail by themselves when this rank ends.
+        """
 
 
-class P2PTransport:
-    """Point-to-point messages between the ranks of a process group.
+class P2PTransport(Transport):
+    """Point-to-point messages. CUDA requires a group with NCCL, CPU one with gloo."""
 
-    Args:
-        group: the process group; all its ranks construct the transport together.
-        device: of all tensors. CUDA requires a group with NCCL, CPU one with gloo.
-    """
-
-    hosts = None
+    name = "p2p"
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
-        self.rank = dist.get_rank(group)
-        self.world = dist.get_world_size(group)
+        super().__init__(group, device)
         self._peers = dist.get_process_group_ranks(group)
         self._cuda = device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
@@ -110,16 +118,8 @@ class P2PTransport:
                 # of a plan, some ranks may have nothing to send, and the others would wait for them forever.
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    def now(self) -> torch.cuda.Event | None:
-        """Return an event after all work issued so far to the caller's stream; None on CPU."""
-        return torch.cuda.current_stream(self.device).record_event() if self._cuda else None
-
     def channel(self, program: Program, num_bytes: int, memory: Memory) -> DirectChannel:
-        """Return the channel of a program; see `Transport`."""
         return DirectChannel(self, program, lambda: memory(program.sends.num_bytes))
-
-    def break_off(self, error: BaseException) -> None:
-        """Do nothing: messages that others wait for fail when this rank ends."""
 
     def start(
         self, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[torch.cuda.Event | None] = ()

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..schedules.program import Program
 from .collectives import PeerMemoryError, all_or_none, from_all
 from .device import synchronize
-from .p2p import Exchange
+from .p2p import Exchange, Transport
 from .rendezvous import timeout_of
 from .symmetric import FlagOperations, Hosts, allocate, free_cached_memory, memory_remedy
 
@@ -33,12 +33,10 @@ _INITIAL_BYTES, _INITIAL_BYTES_GROWING = 2**20, 2**26
 """The size of a memory at first, and if passes will need more and more."""
 
 
-class PeerTransport:
-    """Peer memory among the ranks of a process group, all of which construct the transport together.
+class PeerTransport(Transport):
+    """Peer memory among the ranks of a process group.
 
     Args:
-        group: the ranks that send to each other.
-        device: this rank's CUDA device.
         hosts: which ranks can read each other's memory; None for all. Messages between hosts are not sent.
         growth: the least factor by which memory grows, for passes that need slightly more each time. If it is above 1,
             the memory has 64 MiB at first, otherwise 1 MiB.
@@ -48,6 +46,9 @@ class PeerTransport:
         PeerMemoryError: symmetric memory cannot be set up; raised by all ranks alike.
     """
 
+    name = "peer"
+    hosts: tuple[tuple[int, ...], ...]
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -56,11 +57,10 @@ class PeerTransport:
         growth: float = 1.0,
         key: str = "attention.transport",
     ) -> None:
-        self.group, self.device, self._growth, self._key = group, device, growth, key
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        super().__init__(group, device)
+        self._growth, self._key = growth, key
         ranks = tuple(range(self.world))
         self.hosts = tuple(ranks if hosts is None else hosts.of(rank) for rank in ranks)
-        """The ranks that read each rank's memory, indexed by rank."""
         self.peers = self.hosts[self.rank]
         self._broken: str | None = None
         self.stream, self.signals, self._subgroup = all_or_none(
@@ -86,13 +86,7 @@ class PeerTransport:
         initial = _INITIAL_BYTES_GROWING if growth > 1 else _INITIAL_BYTES
         self._reallocate(initial, initial, _INITIAL_STEPS)
 
-    def now(self) -> torch.cuda.Event:
-        """Return an event after all work issued so far to the caller's stream."""
-        event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
-        return event
-
     def channel(self, program: Program, num_bytes: int, memory: Any = None) -> SymmetricExchange:
-        """Return the channel of a program; see `Transport`."""
         return SymmetricExchange(self, program, num_bytes)
 
     def provide(self, num_bytes: int, steps: int) -> None:
@@ -132,10 +126,13 @@ class PeerTransport:
         """Refuse further passes: one has ended with `error`, so some flags that others wait for will never be set."""
         self._broken = self._broken or f"{type(error).__name__}: {error}".split("\n", 1)[0]
 
-    def bytes_of(self, parity: int, rank: int) -> Tensor:
-        """Return a view of all of a peer's memory of this parity."""
-        view: Tensor = self._memories[parity].get_buffer(self.peers.index(rank), (self._capacity,), torch.uint8)
-        return view
+    def views(self, parity: int) -> dict[int, Tensor]:
+        """Return views of the peers' memories of this parity, keyed by rank."""
+        if len(self.peers) == 1:
+            return {}
+        memory, shape = self._memories[parity], (self._capacity,)
+        with torch.inference_mode(False):  # the views outlive the call that creates them
+            return {peer: memory.get_buffer(i, shape, torch.uint8) for i, peer in enumerate(self.peers)}
 
     def flag(self, owner: int, parity: int, step: int, other: int, kind: int) -> int:
         """Return the address of the flag that rank `other` sets at rank `owner`."""
@@ -312,10 +309,7 @@ class SymmetricExchange:
     def _prepare(self) -> None:
         """Prepare all views and flag operations for the current memory."""
         transport = self._transport
-        self._views: list[dict[int, Tensor]] = [{}, {}]
-        if len(transport.peers) > 1:
-            with torch.inference_mode(False):  # the views outlive the call that creates them
-                self._views = [{peer: transport.bytes_of(p, peer) for peer in transport.peers} for p in range(2)]
+        self._views = [transport.views(parity) for parity in range(2)]
         steps = range(len(self._incoming))
         awaited = {t for earlier in self._layout.awaits.values() for t in earlier}
         self._steps = [[self._step(parity, t) for t in steps] for parity in range(2)]

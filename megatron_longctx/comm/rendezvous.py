@@ -74,11 +74,12 @@ class Placement:
                 raise ValueError(
                     f"{name} is not set: expected the first node and a free port. See launch/train.sbatch."
                 )
+        cpus = len(os.sched_getaffinity(0))  # if Slurm has not bound the task to its own, it shares those of the host
         return cls(
             int(env["SLURM_PROCID"]),
             int(env["SLURM_STEP_NUM_TASKS"]),
             int(env["SLURM_LOCALID"]),
-            _tasks_per_cpu_set(env),
+            max(1, cpus // int(env.get("SLURM_CPUS_PER_TASK", cpus))),
             meeting=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
             one_host=env.get("SLURM_STEP_NUM_NODES", "1") == "1",
         )
@@ -86,12 +87,6 @@ class Placement:
     def enter(self, env: MutableMapping[str, str]) -> None:
         """Set torch's environment variables of this rank."""
         env.update(RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank))
-
-
-def _tasks_per_cpu_set(env: Mapping[str, str]) -> int:
-    """Return how many tasks share the CPUs that this one may use: 1 if Slurm has bound it to its own CPUs."""
-    here = len(os.sched_getaffinity(0))
-    return max(1, here // int(env.get("SLURM_CPUS_PER_TASK", here)))
 
 
 def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:

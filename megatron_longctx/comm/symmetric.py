@@ -73,9 +73,10 @@ def find_hosts(group: dist.ProcessGroup, device: torch.device) -> Hosts:
     if None in devices:
         return Hosts(tuple((rank,) for rank in range(len(devices))), "not all ranks have a CUDA device")
     sets = group_by_host(machines, ranks_per_host(set(per_host)))
-    mine = next(ranks for ranks in sets if dist.get_rank(group) in ranks)
+    mine = dist.get_rank(group)
+    peers = next(ranks for ranks in sets if mine in ranks)
     # Processes may see different devices, so each checks its own.
-    return isolate_unreadable(sets, from_all(group, _unreadable(device, [devices[rank] for rank in mine])))
+    return isolate_unreadable(sets, from_all(group, _unreadable(devices[mine], [devices[rank] for rank in peers])))
 
 
 def on_one_machine(group: dist.ProcessGroup, size: int) -> bool:
@@ -119,12 +120,11 @@ def ranks_per_host(values: set[str | None]) -> int | None:
     return int(value)
 
 
-def _unreadable(device: torch.device, indices: Sequence[int]) -> str | None:
+def _unreadable(mine: int, others: Sequence[int]) -> str | None:
     """Return why this rank's GPU cannot read the memory of one of the others; None if nothing prevents it."""
-    mine = torch.cuda.current_device() if device.index is None else device.index
-    for index in indices:
-        if index != mine and index < torch.cuda.device_count() and not torch.cuda.can_device_access_peer(mine, index):
-            return f"GPU {mine} cannot read the memory of GPU {index}"
+    for other in others:
+        if other != mine and other < torch.cuda.device_count() and not torch.cuda.can_device_access_peer(mine, other):
+            return f"GPU {mine} cannot read the memory of GPU {other}"
     return None
 
 
@@ -157,14 +157,11 @@ def allocate(
     Raises:
         PeerMemoryError: it failed on some rank of `group`; raised by all of them alike.
     """
-    if subgroup is None:
-        for _ in range(2):  # take part in the votes of the others
-            all_or_none(group, lambda: None, what, remedy)
-        return [None] * len(sizes)
 
     def empty() -> list[Tensor]:
-        symmetric = symmetric_memory()
-        return [symmetric.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        if subgroup is None:
+            return []  # takes part in the votes of the others
+        return [symmetric_memory().empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
     tensors = all_or_none(group, empty, what, remedy)
 
@@ -175,7 +172,7 @@ def allocate(
         synchronize(device)
         return handles
 
-    return all_or_none(group, rendezvous, what, remedy)
+    return all_or_none(group, rendezvous, what, remedy) or [None] * len(sizes)
 
 
 def free_cached_memory(device: torch.device, num_bytes: int) -> None:

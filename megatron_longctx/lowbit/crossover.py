@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,31 +34,6 @@ _CALLS = 8
 """The calls between two events on a GPU."""
 _SLEEP_CYCLES = 10_000_000
 """A few milliseconds of a GPU, during which the host issues these calls, so that launch times do not count."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """Everything that a crossover depends on except the links. `operation` is all_reduce or reduce_scatter."""
-
-    operation: str
-    device: str
-    backend: str
-    ranks: int
-    hosts: int
-    dtype: str
-    quantizer: str
-
-    @staticmethod
-    def of(operation: str, group: dist.ProcessGroup, x: Tensor, quantizer: str) -> Case:
-        """Return the case of summing `x`. Collective, because ranks exchange their host names."""
-        names = from_all(group, socket.gethostname())
-        device = torch.cuda.get_device_name(x.device) if x.is_cuda else "cpu"
-        backend = dist.get_backend(group)
-        return Case(operation, device, backend, len(names), len(set(names)), str(x.dtype).split(".")[-1], quantizer)
-
-    def path(self, folder: Path | None) -> Path:
-        name = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(map(str, asdict(self).values()))).strip("-")
-        return (folder or cache_folder()) / f"crossover-{name}.json"
 
 
 @dataclass(frozen=True)
@@ -94,22 +70,43 @@ Reduction = Callable[[Tensor], object]
 
 
 def crossover(
-    case: Case, group: dist.ProcessGroup, device: torch.device, ways: tuple[Reduction, Reduction], folder: Path | None
+    operation: str,
+    quantizer: str,
+    group: dist.ProcessGroup,
+    x: Tensor,
+    ways: tuple[Reduction, Reduction],
+    folder: Path | None,
 ) -> Crossover:
-    """Return the crossover of `ways` (exact, quantized), read from the first rank's file or else measured. Collective.
+    """Return the crossover of `ways` (exact, quantized) for tensors like `x`. Collective.
 
-    A file that cannot be read is measured again; if it cannot be written, a warning is logged.
+    It is read from the first rank's file, or measured and stored there. A file that cannot be read is measured again;
+    if it cannot be written, a warning is logged.
     """
-    path, first = case.path(folder), dist.get_rank(group) == 0
+    hosts = from_all(group, socket.gethostname())
+    case = {
+        "operation": operation,
+        "device": torch.cuda.get_device_name(x.device) if x.is_cuda else "cpu",
+        "backend": dist.get_backend(group),
+        "ranks": len(hosts),
+        "hosts": len(set(hosts)),
+        "dtype": str(x.dtype).split(".")[-1],
+        "quantizer": quantizer,
+    }
+    path, first = _path(case, folder), dist.get_rank(group) == 0
     stored = from_all(group, _load(path) if first else None)[0]
-    result = stored or _measure(getattr(torch, case.dtype), group, device, ways)
+    result = stored or _measure(x.dtype, group, x.device, ways)
     if first and stored is None:
         _save(result, case, path)
     if first:
-        about = (case.operation, case.dtype, case.ranks, case.quantizer)
         source = "measured now" if stored is None else path
+        about = (operation, case["dtype"], len(hosts), quantizer)
         logger.info("%s of %s on %d ranks: %s is used %s; %s", *about, result, source)
     return result
+
+
+def _path(case: dict[str, Any], folder: Path | None) -> Path:
+    name = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(map(str, case.values()))).strip("-")
+    return (folder or cache_folder()) / f"crossover-{name}.json"
 
 
 def _measure(
@@ -180,10 +177,10 @@ def _load(path: Path) -> Crossover | None:
         return None
 
 
-def _save(result: Crossover, case: Case, path: Path) -> None:
+def _save(result: Crossover, case: dict[str, Any], path: Path) -> None:
     data = {
         "version": _VERSION,
-        "case": asdict(case),
+        "case": case,
         **asdict(result),
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

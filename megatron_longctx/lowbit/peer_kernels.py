@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..comm.peer_kernels import end_call, signal_peers, wait_for_peers
 from ..comm.peer_memory import MAX_BLOCKS, PeerMemory
-from .quantize import Wire
+from .quantize import Format
 from .quantize_triton import quantized, store_quantized, unpack_add
 
 _SMALL, _LARGE = (4096, 4), (16384, 16)
@@ -209,7 +209,7 @@ def two_step(
     memory: PeerMemory,
     x: Tensor,
     out: Tensor,
-    wires: tuple[Wire, Wire],
+    forms: tuple[Format, Format],
     *,
     chunk: int,
     stride: int,
@@ -221,32 +221,32 @@ def two_step(
     Args:
         x: contiguous; the last chunk may be shorter.
         out: contiguous, of x's dtype. It may be x itself unless `scatter`.
-        wires: the formats of the values and of their sums, which may differ only in bits.
+        forms: of the values and of their sums, which may differ only in bits.
         phases: PUSH, SUM, UNPACK or all; separate launches allow tests to simulate ranks in one process.
     """
-    first, second = wires
+    first, second = forms
     groups = first.groups(chunk)
     per, blocks, rows, warps = _work_split(memory, groups, memory.world, first.group_size)
     sizes = (x.numel(), chunk, stride, groups, per)
-    rows_of = [size for w in wires for size in (w.message_bytes(chunk), w.value_bytes(chunk))]
+    rows_of = [size for form in forms for size in (form.message_bytes(chunk), form.value_bytes(chunk))]
     with torch.cuda.device(x.get_device()):  # a CPU tensor's index, -1, changes nothing
         _two_step_kernel[(blocks,)](
             x, out, memory.data, memory.flags, memory.state, memory.rank, memory.half_bytes, *sizes, *rows_of,
-            TO_BITS=second.form.bits if second.form else 0, ROWS=rows, SCATTER=scatter, PHASES=phases,
+            TO_BITS=second.bits, ROWS=rows, SCATTER=scatter, PHASES=phases,
             SUM_ROWS=rows // 4 if per <= rows // 4 else rows, **_constants(memory, first), num_warps=warps,
         )  # fmt: skip
 
 
-def one_step(memory: PeerMemory, x: Tensor, out: Tensor, wire: Wire, phases: int = ALL) -> None:
+def one_step(memory: PeerMemory, x: Tensor, out: Tensor, form: Format, phases: int = ALL) -> None:
     """Sum all of x on every rank. Arguments are those of `two_step`, without UNPACK."""
-    groups = wire.groups(x.numel())
-    per, blocks, rows, warps = _work_split(memory, groups, 1, wire.group_size)
-    row, values = wire.message_bytes(x.numel()), wire.value_bytes(x.numel())
+    groups = form.groups(x.numel())
+    per, blocks, rows, warps = _work_split(memory, groups, 1, form.group_size)
+    row, values = form.message_bytes(x.numel()), form.value_bytes(x.numel())
     with torch.cuda.device(x.get_device()):
         _one_step_kernel[(blocks,)](
             x, out, memory.data, memory.flags, memory.state, memory.rank, memory.half_bytes, x.numel(), groups, per,
             row, values, SUM_ROWS=rows // 4 if per <= rows // 4 else rows, PHASES=phases & (PUSH | SUM),
-            **_constants(memory, wire), num_warps=warps,
+            **_constants(memory, form), num_warps=warps,
         )  # fmt: skip
 
 
@@ -260,14 +260,13 @@ def _work_split(memory: PeerMemory, groups: int, chunks: int, group_size: int) -
     return per, -(-groups // per), rows, warps
 
 
-def _constants(memory: PeerMemory, wire: Wire) -> dict[str, Any]:
-    form = wire.form
+def _constants(memory: PeerMemory, form: Format) -> dict[str, Any]:
     return {
         "enable_fp_fusion": False,  # so that the bits equal those of the kernels in `quantize_triton`
-        "BITS": form.bits if form else 0,
-        "SYMMETRIC": form.symmetric if form else False,
-        "SHORT": form.range_dtype == torch.bfloat16 if form else False,
-        "HALF": wire.group_size // 2,
+        "BITS": form.bits,
+        "SYMMETRIC": form.symmetric,
+        "SHORT": form.range_dtype == torch.bfloat16,
+        "HALF": form.group_size // 2,
         "WORLD": memory.world,
         "LANES": triton.next_power_of_2(memory.world),
         "MAX": MAX_BLOCKS,

@@ -3,7 +3,7 @@
 In two steps, the results have the same bits as those of `quantized.all_reduce`. Small tensors take one step: every rank
 packs its values once and sends all of them to all ranks, and each rank sums them. This waits once instead of twice and
 quantizes once instead of twice. Without bits, values are sent unquantized and summed in fp32 in the order of ranks. In
-each case, all ranks get the same bits.
+each case, all ranks get the same bits. `quantized` checks the arguments.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from ..comm.peer_memory import PeerMemory, allocate_peer_memory
 from ..comm.symmetric import find_hosts
 from ..config import check_value
 from ..errors import refuse
-from .quantize import Wire
-from .quantized import formats, output_like, shard_like
+from .quantize import Format, QuantFormat, RawFormat
 
 logger = logging.getLogger(__name__)
+
+Forms = tuple[QuantFormat, QuantFormat] | None
 
 HALF_BYTES = 64 * 2**20
 """The size of each half of a rank's memory. Larger tensors are reduced in pieces."""
@@ -50,31 +51,22 @@ class PeerReduction:
         self._memory, self._kernels = memory, peer_kernels
         self._stream: Any = None
 
-    def all_reduce(
-        self,
-        x: Tensor,
-        *,
-        bits: int | None = 8,
-        group_size: int = 128,
-        symmetric: bool = False,
-        out: Tensor | None = None,
-        steps: int | None = None,
-    ) -> Tensor:
-        """Return the sum of all ranks' `x`, with the same bits on all ranks.
+    def all_reduce(self, x: Tensor, out: Tensor, forms: Forms, steps: int | None = None) -> None:
+        """Sum all ranks' `x` into `out`. Call `quantized.all_reduce`, which checks the arguments.
 
-        Arguments and errors are those of `quantized.all_reduce`, except:
-            bits: None for unquantized values. In one step, 6 means 4.
-            steps: 1 or 2, or None for the faster one by its bytes. One step refuses tensors that do not fit the memory.
+        Args:
+            x, out: `[N]` contiguous, N > 0; may be the same tensor.
+            forms: of the values and of their sums; None for unquantized values. One step uses only the first.
+            steps: 1 or 2, or None for the faster one by its bytes.
+
+        Raises:
+            ValueError: a tensor that does not fit the memory in one step.
         """
-        wires = self._wires(x.dtype, bits, group_size, symmetric)
-        out = output_like(x, x.shape, out)
-        if self._memory.world == 1 or x.numel() == 0:
-            return out.copy_(x) if out is not x else out
-        flat, into = x.reshape(-1), out.view(-1)
-        num_bytes = wires[0].message_bytes(flat.numel())
-        fits = self._memory.world * num_bytes <= self._memory.half_bytes
+        pair = forms or _raw(x)
+        first, n = pair[0], self._memory.world
+        num_bytes = first.message_bytes(x.numel())
+        fits = n * num_bytes <= self._memory.half_bytes
         if steps is None:
-            n = self._memory.world
             steps = 1 if fits and num_bytes * (n - 1) * (n - 2) / n <= _EXTRA_ONE_STEP_BYTES else 2
         if steps not in (1, 2) or (steps == 1 and not fits):
             raise ValueError(
@@ -84,48 +76,28 @@ class PeerReduction:
         self._in_order(x.device)
         with torch.no_grad():
             if steps == 1:
-                self._kernels.one_step(self._memory, flat, into, wires[0])
-                return out
-            for part in self._pieces(flat.numel(), wires, self._memory.world):
-                chunk = -(-(part.stop - part.start) // (self._memory.world * wires[0].group_size)) * wires[0].group_size
-                self._kernels.two_step(self._memory, flat[part], into[part], wires, chunk=chunk, stride=chunk)
-        return out
+                self._kernels.one_step(self._memory, x, out, first)
+                return
+            for part in self._pieces(x.numel(), pair, n):
+                chunk = -(-(part.stop - part.start) // (n * first.group_size)) * first.group_size
+                self._kernels.two_step(self._memory, x[part], out[part], pair, chunk=chunk, stride=chunk)
 
-    def reduce_scatter(
-        self,
-        x: Tensor,
-        *,
-        bits: int | None = 8,
-        group_size: int = 128,
-        symmetric: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return this rank's shard of the sum. See `quantized.reduce_scatter`, and `all_reduce` for bits."""
-        wires = self._wires(x.dtype, bits, group_size, symmetric)
-        n = self._memory.world
-        out = shard_like(x, n, out)
-        if n == 1 or x.numel() == 0:
-            return out.copy_(x)
+    def reduce_scatter(self, x: Tensor, out: Tensor, forms: Forms) -> None:
+        """Sum this rank's shard of all ranks' `x` into `out`. Call `quantized.reduce_scatter`."""
+        pair = forms or _raw(x)
         self._in_order(x.device)
         with torch.no_grad():
-            flat, into, stride = x.reshape(-1), out.view(-1), out.numel()
-            for part in self._pieces(stride, wires, 1):
+            for part in self._pieces(out.numel(), pair, 1):
                 self._kernels.two_step(
-                    self._memory, flat[part.start :], into[part], wires, chunk=part.stop - part.start, stride=stride,
+                    self._memory, x[part.start :], out[part], pair, chunk=part.stop - part.start, stride=out.numel(),
                     scatter=True,
                 )  # fmt: skip
-        return out
 
-    def _wires(self, dtype: torch.dtype, bits: int | None, group_size: int, symmetric: bool) -> tuple[Wire, Wire]:
-        forms = formats(dtype, 8 if bits is None else bits, group_size, symmetric)
-        first, second = (Wire(None if bits is None else form, dtype.itemsize) for form in forms)
-        return first, second
-
-    def _pieces(self, numel: int, wires: tuple[Wire, Wire], chunks: int) -> list[slice]:
+    def _pieces(self, numel: int, forms: tuple[Format, Format], chunks: int) -> list[slice]:
         """Divide `numel` elements, in groups of `chunks` chunks, into the fewest similar pieces that fit the memory."""
-        # Each rank has a message of each kind, whose length is rounded up.
-        groups = (self._memory.half_bytes // self._memory.world - 32) // sum(wire.group_bytes for wire in wires)
-        whole = chunks * wires[0].group_size
+        group_bytes = sum(form.message_bytes(16 * form.group_size) // 16 for form in forms)
+        groups = (self._memory.half_bytes // self._memory.world - 32) // group_bytes  # 32: two messages are rounded up
+        whole = chunks * forms[0].group_size
         count = -(-numel // (groups * whole))
         size = -(-numel // (count * whole)) * whole
         return [slice(first, min(first + size, numel)) for first in range(0, numel, size)]
@@ -138,6 +110,10 @@ class PeerReduction:
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
         self._stream = stream
+
+
+def _raw(x: Tensor) -> tuple[RawFormat, RawFormat]:
+    return RawFormat(x.dtype.itemsize), RawFormat(x.dtype.itemsize)
 
 
 def peer_reduction(name: str, group: dist.ProcessGroup, device: torch.device) -> PeerReduction | None:

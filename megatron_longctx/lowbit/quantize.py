@@ -25,15 +25,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_longctx.errors import refuse
 from megatron_longctx.kernels.fused import fused
 
 _fused = partial(fused, __name__, "quantizing")
 
-BITS = (4, 8)
-GROUP_SIZES = (32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes, of every message
-_RAW_GROUP = 128
 SMALLEST_STEP = 2.0**-126
 """The smallest half step that has a reciprocal in fp32. Groups with a smaller one count as groups of a single value."""
 
@@ -58,16 +56,11 @@ class QuantFormat:
     range_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("bits", BITS),
-            ("group_size", GROUP_SIZES),
-            ("range_dtype", (torch.bfloat16, torch.float32)),
-        ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(
-                    f"{name}={value}: expected one of {', '.join(map(str, allowed))}. Choose one of these."
-                )
+        ranges = (torch.bfloat16, torch.float32)
+        for name, allowed in (("bits", (4, 8)), ("group_size", (32, 64, 128)), ("range_dtype", ranges)):
+            if getattr(self, name) not in allowed:
+                expected = f"one of {', '.join(map(str, allowed))}"
+                raise refuse(name, getattr(self, name), expected, "Choose one of these.")
 
     @property
     def levels(self) -> int:
@@ -101,29 +94,25 @@ class QuantFormat:
 
 
 @dataclass(frozen=True)
-class Wire:
-    """How values are sent: quantized (`form`), or unquantized in the tensor's dtype with `itemsize` bytes each."""
+class RawFormat:
+    """The format of unquantized values of `itemsize` bytes, as kernels over peer memory send them."""
 
-    form: QuantFormat | None
     itemsize: int
-
-    @property
-    def group_size(self) -> int:
-        return self.form.group_size if self.form else _RAW_GROUP
-
-    @property
-    def group_bytes(self) -> int:
-        """The bytes of a group in a long message."""
-        return self.message_bytes(16 * self.group_size) // 16
+    bits: int = 0
+    group_size: int = 128
+    symmetric: bool = False
+    range_dtype: torch.dtype = torch.float32
 
     def groups(self, chunk: int) -> int:
         return -(-chunk // self.group_size)
 
-    def value_bytes(self, chunk: int) -> int:
-        return self.form.value_bytes(chunk) if self.form else self.groups(chunk) * _RAW_GROUP * self.itemsize
-
     def message_bytes(self, chunk: int) -> int:
-        return self.form.message_bytes(chunk) if self.form else self.value_bytes(chunk)
+        return self.groups(chunk) * self.group_size * self.itemsize
+
+    value_bytes = message_bytes
+
+
+Format = QuantFormat | RawFormat
 
 
 @torch.no_grad()

@@ -18,57 +18,66 @@ from torch import Tensor
 from ..comm.collectives import all_gather_single
 from ..comm.p2p import P2PTransport
 from ..errors import refuse
+from .peer_reduce import PeerReduction
 from .quantize import DTYPES, QuantFormat, dequantize, quantize, requantize_sum, sum_quantized
 
-_STEP_BITS = {8: (8, 8), 6: (4, 8), 4: (4, 4)}
+_STEP_BITS: dict[int | None, tuple[int, int]] = {8: (8, 8), 6: (4, 8), 4: (4, 4)}
 
 
 def formats(
-    dtype: torch.dtype, bits: int, group_size: int = 128, symmetric: bool = False
+    dtype: torch.dtype, bits: int | None, group_size: int = 128, symmetric: bool = False
 ) -> tuple[QuantFormat, QuantFormat]:
     """Return the formats of the two steps: of the values, and of their sums.
 
     The ends of ranges are bf16 for bf16 values, and fp32 for others, whose ranges bf16 would widen.
 
     Raises:
-        ValueError: other bits, group size or dtype than the supported ones.
+        ValueError: unsupported bits, group size or dtype.
     """
     if bits not in _STEP_BITS:
-        raise ValueError(f"bits={bits}: expected one of 8, 6 (4 to sum, 8 to gather), 4. Choose one of these.")
+        raise refuse("bits", bits, "one of 8, 6 (4 to sum, 8 to gather), 4", "Choose one of these.")
     if dtype not in DTYPES:
         raise ValueError(f"a tensor of {dtype}: expected bf16, fp16 or fp32. Convert it.")
     ends = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    first, second = _STEP_BITS[bits]
-    return QuantFormat(first, group_size, symmetric, ends), QuantFormat(second, group_size, symmetric, ends)
+    first, second = (QuantFormat(each, group_size, symmetric, ends) for each in _STEP_BITS[bits])
+    return first, second
 
 
 def all_reduce(
     x: Tensor,
     group: dist.ProcessGroup,
     *,
-    bits: int = 8,
+    bits: int | None = 8,
     group_size: int = 128,
     symmetric: bool = False,
     out: Tensor | None = None,
+    peers: PeerReduction | None = None,
+    steps: int | None = None,
 ) -> Tensor:
     """Return the approximate sum of all ranks' `x`, with the same bits on all ranks.
 
     Args:
         x: the same shape on all ranks, any strides; bf16, fp16 or fp32. A group of one rank does not quantize it.
         group: NCCL for CUDA tensors, gloo for CPU tensors.
-        bits: 8, 6 or 4.
+        bits: 8, 6 or 4. None for unquantized values, only with `peers`; they are summed in fp32 in the order of ranks.
         group_size: 32, 64 or 128 neighbouring elements (of x flattened) that share a range.
         symmetric: whether ranges are symmetric around zero.
         out: contiguous, of x's shape and dtype; may be `x` itself. None for a new tensor.
+        peers: sums over peer memory instead of collectives.
+        steps: 1 or 2 with `peers`; see `PeerReduction.all_reduce`.
 
     Raises:
         ValueError: an unsuitable argument, before anything is sent.
     """
-    first, second = formats(x.dtype, bits, group_size, symmetric)
+    unquantized = bits is None and peers is not None
+    first, second = formats(x.dtype, 8 if unquantized else bits, group_size, symmetric)
     out = output_like(x, x.shape, out)
     n = dist.get_world_size(group)
     if n == 1 or x.numel() == 0:
         return out.copy_(x) if out is not x else out
+    if peers is not None:
+        peers.all_reduce(x.reshape(-1), out.view(-1), None if unquantized else (first, second), steps)
+        return out
     # Chunks of whole groups; only the last chunk may be shorter.
     chunk = -(-x.numel() // (n * group_size)) * group_size
     received = _all_to_all(quantize(x.reshape(-1), n, chunk, first), group)
@@ -83,10 +92,11 @@ def reduce_scatter(
     x: Tensor,
     group: dist.ProcessGroup,
     *,
-    bits: int = 8,
+    bits: int | None = 8,
     group_size: int = 128,
     symmetric: bool = False,
     out: Tensor | None = None,
+    peers: PeerReduction | None = None,
 ) -> Tensor:
     """Return this rank's shard, along the first dimension, of the approximate sum of all ranks' `x`.
 
@@ -100,13 +110,17 @@ def reduce_scatter(
     Raises:
         ValueError: an unsuitable argument, before anything is sent.
     """
-    form, _ = formats(x.dtype, bits, group_size, symmetric)
+    unquantized = bits is None and peers is not None
+    first, second = formats(x.dtype, 8 if unquantized else bits, group_size, symmetric)
     n = dist.get_world_size(group)
     out = shard_like(x, n, out)
     if n == 1 or x.numel() == 0:
         return out.copy_(x)
+    if peers is not None:
+        peers.reduce_scatter(x.reshape(-1), out.view(-1), None if unquantized else (first, second))
+        return out
     chunk = out.numel()
-    sum_quantized(_all_to_all(quantize(x.reshape(-1), n, chunk, form), group), chunk, form, out.view(-1))
+    sum_quantized(_all_to_all(quantize(x.reshape(-1), n, chunk, first), group), chunk, first, out.view(-1))
     return out
 
 

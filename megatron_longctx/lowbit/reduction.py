@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..comm.collectives import reduce_scatter_single
 from ..config import check_value
-from .crossover import Case, Crossover, crossover
+from .crossover import Crossover, crossover
 from .peer_reduce import PeerReduction, peer_reduction
 from .quantized import all_reduce, reduce_scatter, shard_like
 
@@ -97,12 +96,11 @@ class Reducer:
     def _crossover(self, operation: str, x: Tensor) -> Crossover:
         policy = self.policy
         over = " over peers" if self._peer_reduction(x.device) else ""
-        kind = f"int{_AUTO_BITS} g{policy.group_size}{' symmetric' * policy.symmetric}{over}"
-        case = Case.of(operation, self.group, x, kind)
+        quantizer = f"int{_AUTO_BITS} g{policy.group_size}{' symmetric' * policy.symmetric}{over}"
         exact = self._sum_in_place if operation == "all_reduce" else self._exact_shard
         ways = (exact, lambda tensor: self._quantized(operation, tensor, _AUTO_BITS))
         with torch.no_grad():
-            return crossover(case, self.group, x.device, ways, self._folder)
+            return crossover(operation, quantizer, self.group, x, ways, self._folder)
 
     def _sum_in_place(self, x: Tensor) -> Tensor:
         out = x.contiguous()
@@ -112,10 +110,8 @@ class Reducer:
 
     def _quantized(self, operation: str, x: Tensor, bits: int) -> Tensor:
         policy, peers = self.policy, self._peer_reduction(x.device)
-        how: dict[str, Any] = {"bits": bits, "group_size": policy.group_size, "symmetric": policy.symmetric}
-        if operation == "all_reduce":
-            return all_reduce(x, self.group, **how) if peers is None else peers.all_reduce(x, **how)
-        return reduce_scatter(x, self.group, **how) if peers is None else peers.reduce_scatter(x, **how)
+        reduce = all_reduce if operation == "all_reduce" else reduce_scatter
+        return reduce(x, self.group, bits=bits, group_size=policy.group_size, symmetric=policy.symmetric, peers=peers)
 
     def _exact_shard(self, x: Tensor) -> Tensor:
         out = shard_like(x, dist.get_world_size(self.group))

@@ -127,9 +127,6 @@ class Far:
     def __init__(self, rank: int, stream: Stream) -> None:
         self.rank, self.stream = rank, stream
 
-    def now(self) -> Event:
-        return Bytes.here.record_event()
-
     def start(self, sends: Any, receives: Any, after: Sequence[Any]) -> Exchange:
         for event in after:
             self.stream.wait_event(event)

@@ -25,7 +25,8 @@ def _transport(hybrid: bool) -> Any:
     if not hybrid:
         return peers
     transport = HybridTransport.__new__(HybridTransport)
-    transport.peer, transport.p2p = peers, P2PTransport(group, CPU)
+    transport.peer, transport.p2p, transport.hosts = peers, P2PTransport(group, CPU), peers.hosts
+    transport.device = CPU
     return transport
 
 

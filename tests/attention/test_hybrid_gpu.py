@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.attention import context_parallel
-from megatron_longctx.comm import HybridTransport, PeerTransport, choose_transport, transport_name
+from megatron_longctx.comm import HybridTransport, PeerTransport, choose_transport
 from megatron_longctx.comm.symmetric import RANKS_PER_HOST, find_hosts
 from megatron_longctx.gpus import gpu_ranks
 from megatron_longctx.kernels import PROVIDERS
@@ -29,7 +29,7 @@ def _hybrid(rank: int, n: int, per_host: int, kernels: list[str]) -> dict[str, A
     os.environ[RANKS_PER_HOST] = str(per_host)
     group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
     assert group is not None
-    found: dict[str, Any] = {"auto": transport_name(choose_transport("auto", group, device))}
+    found: dict[str, Any] = {"auto": choose_transport("auto", group, device).name}
     try:
         choose_transport("peer", group, device)
     except ValueError as error:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.comm import hosts
+from megatron_longctx.comm import symmetric
 from megatron_longctx.comm.p2p import Exchange, P2PTransport
 from megatron_longctx.schedules import ModeOptions, build_plan, find_mode
 from megatron_longctx.testing.distributed import run_distributed
@@ -94,7 +94,7 @@ def _run(number: int, node: int) -> dict[str, Any]:
     found["said"] = rank.said.copy()
     rank.said.clear()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hosts.os, "uname", lambda: SimpleNamespace(nodename=f"host{number % 2}"))
+        patched.setattr(symmetric.os, "uname", lambda: SimpleNamespace(nodename=f"host{number % 2}"))
         found["elsewhere"] = [rank.call(cases(node)[0], setting)[1] for setting in ("auto", "true")]
     return {**found, "said elsewhere": rank.said}
 

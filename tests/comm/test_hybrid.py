@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import Exchange, P2PTransport, choose_transport, hybrid, transport_name
+from megatron_longctx.comm import Exchange, P2PTransport, choose_transport, hybrid
 from megatron_longctx.comm.hybrid import HybridChannel, HybridTransport, cross_waits
 from megatron_longctx.schedules import (
     MODES,
@@ -40,7 +40,7 @@ def _chosen(rank: int, name: str) -> str:
     except ValueError as error:
         return str(error)
     assert isinstance(transport, P2PTransport)
-    return transport_name(transport)
+    return transport.name
 
 
 @pytest.mark.parametrize("name", ["auto", "p2p"])

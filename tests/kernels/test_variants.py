@@ -158,14 +158,13 @@ def peers(draw: Draw, rng: random.Random) -> None:
     """Not for a GPU, where it would wait for the peers."""
     from megatron_longctx.comm.peer_memory import PeerMemory
     from megatron_longctx.lowbit.peer_kernels import one_step, two_step
-    from megatron_longctx.lowbit.quantize import Wire
 
     world, each = 4, size(rng, 9999) * D
     addresses, state = draw(world, dtype=torch.int64), draw(2, dtype=torch.int64)
     memory = PeerMemory(rng.randrange(world), world, addresses, addresses, state, 2**26)
-    wire, x = Wire(QuantFormat(8, 128, False, BF16), 2), draw(world * each, dtype=BF16)
-    two_step(memory, x, x, (wire, wire), chunk=each, stride=each)
-    one_step(memory, x[:each], x[:each], wire)
+    form, x = QuantFormat(8, 128, False, BF16), draw(world * each, dtype=BF16)
+    two_step(memory, x, x, (form, form), chunk=each, stride=each)
+    one_step(memory, x[:each], x[:each], form)
 
 
 def merged_over_peers(draw: Draw, rng: random.Random) -> None:

@@ -18,7 +18,7 @@ from megatron_longctx.comm import gather_over
 from megatron_longctx.comm.peer_memory import allocate_peer_memory
 from megatron_longctx.gpus import gpu_ranks
 from megatron_longctx.lowbit.peer_reduce import PeerReduction, peer_reduction
-from megatron_longctx.lowbit.quantize import dequantize, quantize, requantize_sum, sum_quantized
+from megatron_longctx.lowbit.quantize import RawFormat, dequantize, quantize, requantize_sum, sum_quantized
 from megatron_longctx.lowbit.quantized import all_reduce, formats, reduce_scatter
 from megatron_longctx.lowbit.reduction import Reducer, ReductionPolicy
 from megatron_longctx.testing.distributed import run_distributed
@@ -53,22 +53,21 @@ def in_rank_order(rows: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
 def compare_step_by_step() -> int:
     """Compare all formats, numbers of ranks and odd sizes with the functions of `lowbit.quantize`."""
     from megatron_longctx.lowbit.peer_kernels import PUSH, SUM, UNPACK, one_step, two_step
-    from megatron_longctx.lowbit.quantize import Wire
     from tests.comm.simulated_peers import one_process
 
     compared = 0
     for number, (bits, group_size, symmetric, dtype) in enumerate(FORMS):
         n, numel = (2, 3, 4)[number % 3], (5, 500, 1100, 4 * 128)[number % 4]
         forms = formats(dtype, bits or 8, group_size, symmetric)
-        wires = tuple(Wire(form if bits else None, dtype.itemsize) for form in forms)
-        group = wires[0].group_size
+        sent = forms if bits else (RawFormat(dtype.itemsize), RawFormat(dtype.itemsize))
+        group = sent[0].group_size
         xs, memories = tensors(n, numel, dtype, number), one_process(n, 2**16)
         if bits:
             xs[1][numel // 2] = torch.inf
         chunk = -(-numel // (n * group)) * group
         outs = [torch.empty_like(x) for x in xs]
         for phase, rank in itertools.product((PUSH, SUM, UNPACK), range(n)):
-            two_step(memories[rank], xs[rank], outs[rank], wires, chunk=chunk, stride=chunk, phases=phase)
+            two_step(memories[rank], xs[rank], outs[rank], sent, chunk=chunk, stride=chunk, phases=phase)
         expected = in_rank_order(xs)
         if bits:
             rows = [quantize(x, n, chunk, forms[0]) for x in xs]
@@ -79,7 +78,7 @@ def compare_step_by_step() -> int:
 
         singles = [torch.empty_like(x) for x in xs]
         for phase, rank in itertools.product((PUSH, SUM), range(n)):
-            one_step(memories[rank], xs[rank], singles[rank], wires[0], phase)
+            one_step(memories[rank], xs[rank], singles[rank], sent[0], phase)
         expected = in_rank_order(xs)
         if bits:
             rows = [quantize(x, 1, numel, forms[0]) for x in xs]
@@ -107,17 +106,19 @@ def _calls_in_any_order(rank: int, folder: Path, world: int) -> list[str]:
         x = every[rank].clone()
         time.sleep(own.random() * 0.05)
         if kind == "scatter":
-            actual = reduction.reduce_scatter(x, bits=bits, group_size=group_size)
+            actual = reduce_scatter(x, group, bits=bits, group_size=group_size, peers=reduction)
             expected = in_rank_order(every).chunk(world)[rank]
             if bits:
                 expected = reduce_scatter(x, group, bits=bits, group_size=group_size)
         elif kind == "all":
             expected = all_reduce(x, group, bits=bits, group_size=group_size) if bits else in_rank_order(every)
-            actual = reduction.all_reduce(x, bits=bits, group_size=group_size, steps=2, out=x if number % 2 else None)
+            out = x if number % 2 else None
+            actual = all_reduce(x, group, bits=bits, group_size=group_size, out=out, peers=reduction, steps=2)
         else:
             numel = min(numel, 1500 // (1 if bits else dtype.itemsize // 2))
             every, x = [e[:numel] for e in every], x[:numel]
-            actual, expected = reduction.all_reduce(x, bits=bits, group_size=group_size), in_rank_order(every)
+            actual = all_reduce(x, group, bits=bits, group_size=group_size, peers=reduction)
+            expected = in_rank_order(every)
             if bits:
                 form, _ = formats(dtype, bits, group_size)
                 packed = torch.cat([quantize(e, 1, numel, form) for e in every])
@@ -220,8 +221,9 @@ def _expected(x: torch.Tensor, kind: str, bits: int | None, group_size: int) -> 
 
 def _reduced(reduction: PeerReduction, x: torch.Tensor, kind: str, bits: int | None, group_size: int) -> torch.Tensor:
     if kind == "scatter":
-        return reduction.reduce_scatter(x, bits=bits, group_size=group_size)
-    return reduction.all_reduce(x, bits=bits, group_size=group_size, steps=1 if kind == "one" else 2)
+        return reduce_scatter(x, dist.group.WORLD, bits=bits, group_size=group_size, peers=reduction)
+    steps = 1 if kind == "one" else 2
+    return all_reduce(x, dist.group.WORLD, bits=bits, group_size=group_size, peers=reduction, steps=steps)
 
 
 def _same_bits(rank: int, half_bytes: int) -> list[str]:
@@ -290,7 +292,7 @@ def _beside_computation(rank: int) -> list[str]:
         with torch.cuda.stream(side):
             for _ in range(5 * (1 + (number + rank) % 3)):
                 work = (work @ work).clamp(-1, 1)
-        results = [reduction.all_reduce(x, bits=8, steps=2) for _ in range(5)]
+        results = [all_reduce(x, dist.group.WORLD, bits=8, peers=reduction, steps=2) for _ in range(5)]
         torch.cuda.current_stream(device).wait_stream(side)
         expected = all_reduce(x, dist.group.WORLD, bits=8)
         wrong += [f"call {number}" for result in results if not torch.equal(result, expected)]
