@@ -251,10 +251,10 @@ def crossovers(found: Found) -> dict[str, int | None]:
     """By way, the bytes from which on it is faster than the library's all-reduce at every size; None: at none."""
     by_way = found.by_way
     plain = by_way.pop(found.library)
-    return {
-        way: Crossover.between([(size, plain[size].seconds, m.seconds) for size, m in sorted(sizes.items())]).from_bytes
-        for way, sizes in by_way.items()
+    samples = {
+        way: [(n, plain[n].seconds, m.seconds) for n, m in sorted(sizes.items())] for way, sizes in by_way.items()
     }
+    return {way: Crossover.from_samples(of_way).from_bytes for way, of_way in samples.items()}
 
 
 def tables(found: Found) -> str:

@@ -44,7 +44,7 @@ def choose_transport(
     try:
         if reason is None:
             return PeerTransport(group, device, growth=growth, key=key)
-        if name == "auto" and hosts.any_peers:
+        if name == "auto" and hosts.has_peers:
             transport = HybridTransport(PeerTransport(group, device, hosts, growth, key))
             if dist.get_rank(group) == 0:
                 logger.info(

@@ -60,7 +60,7 @@ class PeerTransport(Transport):
         super().__init__(group, device)
         self._growth, self._key = growth, key
         ranks = tuple(range(self.world))
-        self.hosts = tuple(ranks if hosts is None else hosts.of(rank) for rank in ranks)
+        self.hosts = tuple(ranks if hosts is None else hosts.peers_of(rank) for rank in ranks)
         self.peers = self.hosts[self.rank]
         self._broken: str | None = None
         self.stream, self.signals, self._subgroup = all_or_none(
@@ -89,7 +89,7 @@ class PeerTransport(Transport):
     def channel(self, program: Program, num_bytes: int, memory: Any = None) -> SymmetricExchange:
         return SymmetricExchange(self, program, num_bytes)
 
-    def provide(self, num_bytes: int, steps: int) -> None:
+    def ensure_capacity(self, num_bytes: int, steps: int) -> None:
         """Ensure that there is memory for passes in which ranks send up to `num_bytes` in `steps` steps.
 
         All ranks call this with the same numbers before each such pass. They wait for each other only if it has to
@@ -243,7 +243,7 @@ class SymmetricExchange:
                 "attention over peer memory was captured into a CUDA graph, which cannot be replayed: its memories "
                 "take turns. Leave attention out of the graph, or choose attention.transport=p2p."
             )
-        self._transport.provide(self._num_bytes, len(self._incoming))
+        self._transport.ensure_capacity(self._num_bytes, len(self._incoming))
         if self._prepared_generation != self._transport.generation:
             self._prepare()
         self._parity = self._transport.begin(self._unread)

@@ -47,12 +47,12 @@ class Hosts:
     sets: tuple[tuple[int, ...], ...]
     reason: str | None
 
-    def of(self, rank: int) -> tuple[int, ...]:
+    def peers_of(self, rank: int) -> tuple[int, ...]:
         """Return the set that contains `rank`."""
         return next(ranks for ranks in self.sets if rank in ranks)
 
     @property
-    def any_peers(self) -> bool:
+    def has_peers(self) -> bool:
         return any(len(ranks) > 1 for ranks in self.sets)
 
     def __str__(self) -> str:

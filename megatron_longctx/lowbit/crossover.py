@@ -49,7 +49,7 @@ class Crossover:
     samples: tuple[tuple[int, float, float], ...]
 
     @staticmethod
-    def between(samples: list[tuple[int, float, float]]) -> Crossover:
+    def from_samples(samples: list[tuple[int, float, float]]) -> Crossover:
         """Return the crossover of samples in ascending order of bytes."""
         start = None
         for size, exact, quantized in reversed(samples):
@@ -121,7 +121,7 @@ def _measure(
         samples.append((x.numel() * dtype.itemsize, exact, quantized))
         if max(exact, quantized) > _MAX_S:
             break
-    return Crossover.between(samples)
+    return Crossover.from_samples(samples)
 
 
 def _seconds(ways: Sequence[Reduction], x: Tensor, group: dist.ProcessGroup) -> list[float]:
@@ -169,7 +169,7 @@ def _load(path: Path) -> Crossover | None:
         if data["version"] != _VERSION:
             return None
         samples = [(int(size), float(exact), float(quantized)) for size, exact, quantized in data["samples"]]
-        return Crossover.between(samples)
+        return Crossover.from_samples(samples)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -51,31 +51,20 @@ class PeerReduction:
         self._memory, self._kernels = memory, peer_kernels
         self._stream: Any = None
 
-    def all_reduce(self, x: Tensor, out: Tensor, forms: Forms, steps: int | None = None) -> None:
-        """Sum all ranks' `x` into `out`. Call `quantized.all_reduce`, which checks the arguments.
+    def all_reduce(self, x: Tensor, out: Tensor, forms: Forms) -> None:
+        """Sum all ranks' `x` into `out`, in the faster of one and two steps by the bytes that each sends.
 
         Args:
             x, out: `[N]` contiguous, N > 0; may be the same tensor.
             forms: of the values and of their sums; None for unquantized values. One step uses only the first.
-            steps: 1 or 2, or None for the faster one by its bytes.
-
-        Raises:
-            ValueError: a tensor that does not fit the memory in one step.
         """
         pair = forms or _raw(x)
         first, n = pair[0], self._memory.world
         num_bytes = first.message_bytes(x.numel())
         fits = n * num_bytes <= self._memory.half_bytes
-        if steps is None:
-            steps = 1 if fits and num_bytes * (n - 1) * (n - 2) / n <= _EXTRA_ONE_STEP_BYTES else 2
-        if steps not in (1, 2) or (steps == 1 and not fits):
-            raise ValueError(
-                f"steps={steps} for {x.numel()} elements: expected 2, or 1 if every rank's {num_bytes} bytes fit into "
-                f"{self._memory.half_bytes}. Leave it out."
-            )
         self._in_order(x.device)
         with torch.no_grad():
-            if steps == 1:
+            if fits and num_bytes * (n - 1) * (n - 2) / n <= _EXTRA_ONE_STEP_BYTES:
                 self._kernels.one_step(self._memory, x, out, first)
                 return
             for part in self._pieces(x.numel(), pair, n):

@@ -52,7 +52,6 @@ def all_reduce(
     symmetric: bool = False,
     out: Tensor | None = None,
     peers: PeerReduction | None = None,
-    steps: int | None = None,
 ) -> Tensor:
     """Return the approximate sum of all ranks' `x`, with the same bits on all ranks.
 
@@ -64,7 +63,6 @@ def all_reduce(
         symmetric: whether ranges are symmetric around zero.
         out: contiguous, of x's shape and dtype; may be `x` itself. None for a new tensor.
         peers: sums over peer memory instead of collectives.
-        steps: 1 or 2 with `peers`; see `PeerReduction.all_reduce`.
 
     Raises:
         ValueError: an unsuitable argument, before anything is sent.
@@ -76,7 +74,7 @@ def all_reduce(
     if n == 1 or x.numel() == 0:
         return out.copy_(x) if out is not x else out
     if peers is not None:
-        peers.all_reduce(x.reshape(-1), out.view(-1), None if unquantized else (first, second), steps)
+        peers.all_reduce(x.reshape(-1), out.view(-1), None if unquantized else (first, second))
         return out
     # Chunks of whole groups; only the last chunk may be shorter.
     chunk = -(-x.numel() // (n * group_size)) * group_size

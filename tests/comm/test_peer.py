@@ -80,9 +80,10 @@ def _growing(rank: int) -> list[Any]:
     transport = PeerTransport(world(), CPU, key="inference.transport")
     generations = []
     for num_bytes in (MIB, 2 * MIB):
-        transport.provide(num_bytes, 1)
+        transport.ensure_capacity(num_bytes, 1)
         generations.append(transport.generation)
-    return [*generations, *(error_of(lambda size=size: transport.provide(size, 1)) for size in (2**32, 2**32, 8))]
+    errors = [error_of(lambda size=size: transport.ensure_capacity(size, 1)) for size in (2**32, 2**32, 8)]
+    return generations + errors
 
 
 def _broken_off(rank: int) -> list[Any]:
@@ -91,7 +92,7 @@ def _broken_off(rank: int) -> list[Any]:
     if rank == 1:
         transport.break_off(ValueError("a kernel gave up\nwith details"))
         transport.break_off(ValueError("and again"))
-    return [error_of(lambda: transport.provide(8, 1)), error_of(lambda: transport.provide(2**24, 1))]
+    return [error_of(lambda: transport.ensure_capacity(8, 1)), error_of(lambda: transport.ensure_capacity(2**24, 1))]
 
 
 def _growing_ahead(rank: int) -> list[Any]:
@@ -99,7 +100,7 @@ def _growing_ahead(rank: int) -> list[Any]:
     use(Memory())
     transport = PeerTransport(world(), CPU, growth=2.0)
     for number in range(1, 17):
-        transport.provide(number * 64 * MIB, 1)
+        transport.ensure_capacity(number * 64 * MIB, 1)
     return [transport.generation]
 
 
@@ -109,9 +110,9 @@ def _growing_as_far_as_possible(rank: int) -> list[Any]:
     transport = PeerTransport(world(), CPU, growth=2.0)
     result = []
     for needed in (2, 3, 3):
-        transport.provide(needed * 64 * MIB, 1)
+        transport.ensure_capacity(needed * 64 * MIB, 1)
         result.append((transport._capacity // (64 * MIB), transport.generation))
-    return [*result, error_of(lambda: transport.provide(4 * 64 * MIB, 1))]
+    return [*result, error_of(lambda: transport.ensure_capacity(4 * 64 * MIB, 1))]
 
 
 def _more_steps(rank: int) -> list[Any]:
@@ -119,7 +120,7 @@ def _more_steps(rank: int) -> list[Any]:
     transport = PeerTransport(world(), CPU)
     result = []
     for steps in (5, 64, 65, 128):
-        transport.provide(8, steps)
+        transport.ensure_capacity(8, steps)
         result.append((transport.generation, transport._steps, transport._capacity))
     return result
 
@@ -185,7 +186,7 @@ def test_no_pass_follows_one_that_was_broken_off_on_any_rank(ranks: Results) -> 
 def _divided(rank: int) -> list[Any]:
     use(Memory())
     transport = PeerTransport(world(), CPU, Hosts(((0, 1), (2,)), "they are on several hosts"))
-    transport.provide(2 * MIB, 1)
+    transport.ensure_capacity(2 * MIB, 1)
     subgroup = transport._subgroup
     return [transport.peers, subgroup and dist.get_process_group_ranks(subgroup), transport.generation]
 
@@ -207,8 +208,8 @@ def _too_much(rank: int) -> list[str]:
     """More memory than any GPU has; then one rank that has none left."""
     group, device = world(), torch.device("cuda", torch.cuda.current_device())
     transport = PeerTransport(group, device)
-    transport.provide(2**24, 1)
-    errors = [error_of(lambda size=size: transport.provide(size, 1)) for size in (2**42, 2**42, 8)]
+    transport.ensure_capacity(2**24, 1)
+    errors = [error_of(lambda size=size: transport.ensure_capacity(size, 1)) for size in (2**42, 2**42, 8)]
     errors.append(error_of(lambda: PeerTransport(group, device).generation))  # a new transport works
     real = symmetric.symmetric_memory
     if rank == 1:

@@ -40,16 +40,16 @@ def test_hosts_are_machines_or_parts_of_them(
 def test_hosts_and_the_reason_why_there_are_several() -> None:
     assert isolate_unreadable([(0, 1)], [None, None]) == Hosts(((0, 1),), None)
     hosts = isolate_unreadable([(0, 2), (1, 3)], [None] * 4)
-    assert hosts == Hosts(((0, 2), (1, 3)), "they are on several hosts") and hosts.any_peers
-    assert [hosts.of(rank) for rank in range(4)] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert hosts == Hosts(((0, 2), (1, 3)), "they are on several hosts") and hosts.has_peers
+    assert [hosts.peers_of(rank) for rank in range(4)] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     assert str(hosts) == "0 2 | 1 3"
-    assert not isolate_unreadable([(0,), (1,)], [None, None]).any_peers
+    assert not isolate_unreadable([(0,), (1,)], [None, None]).has_peers
 
 
 def test_a_gpu_that_cannot_read_leaves_its_host_without_peers() -> None:
     reason = "GPU 1 cannot read the memory of GPU 0"
     assert isolate_unreadable([(0, 1), (2, 3)], [None, reason, None, None]) == Hosts(((0,), (1,), (2, 3)), reason)
-    assert not isolate_unreadable([(0, 1)], ["no", None]).any_peers
+    assert not isolate_unreadable([(0, 1)], ["no", None]).has_peers
 
 
 def test_ranks_per_host_is_the_same_number_on_all_ranks() -> None:

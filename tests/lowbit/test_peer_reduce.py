@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_longctx.comm import gather_over
 from megatron_longctx.comm.peer_memory import allocate_peer_memory
 from megatron_longctx.gpus import gpu_ranks
+from megatron_longctx.lowbit import peer_reduce
 from megatron_longctx.lowbit.peer_reduce import PeerReduction, peer_reduction
 from megatron_longctx.lowbit.quantize import RawFormat, dequantize, quantize, requantize_sum, sum_quantized
 from megatron_longctx.lowbit.quantized import all_reduce, formats, reduce_scatter
@@ -41,6 +42,11 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare all bits, except that the interpreter truncates bf16, which GPUs round."""
     rtol = 2**-7 if actual.dtype == torch.bfloat16 else 0
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=0, equal_nan=True)
+
+
+def force_steps(steps: int) -> None:
+    """Use one step whenever the memory has room, or always two."""
+    peer_reduce._EXTRA_ONE_STEP_BYTES = 2**60 if steps == 1 else -1
 
 
 def in_rank_order(rows: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
@@ -112,11 +118,13 @@ def _calls_in_any_order(rank: int, folder: Path, world: int) -> list[str]:
                 expected = reduce_scatter(x, group, bits=bits, group_size=group_size)
         elif kind == "all":
             expected = all_reduce(x, group, bits=bits, group_size=group_size) if bits else in_rank_order(every)
+            force_steps(2)
             out = x if number % 2 else None
-            actual = all_reduce(x, group, bits=bits, group_size=group_size, out=out, peers=reduction, steps=2)
+            actual = all_reduce(x, group, bits=bits, group_size=group_size, out=out, peers=reduction)
         else:
             numel = min(numel, 1500 // (1 if bits else dtype.itemsize // 2))
             every, x = [e[:numel] for e in every], x[:numel]
+            force_steps(1)
             actual = all_reduce(x, group, bits=bits, group_size=group_size, peers=reduction)
             expected = in_rank_order(every)
             if bits:
@@ -222,8 +230,8 @@ def _expected(x: torch.Tensor, kind: str, bits: int | None, group_size: int) -> 
 def _reduced(reduction: PeerReduction, x: torch.Tensor, kind: str, bits: int | None, group_size: int) -> torch.Tensor:
     if kind == "scatter":
         return reduce_scatter(x, dist.group.WORLD, bits=bits, group_size=group_size, peers=reduction)
-    steps = 1 if kind == "one" else 2
-    return all_reduce(x, dist.group.WORLD, bits=bits, group_size=group_size, peers=reduction, steps=steps)
+    force_steps(1 if kind == "one" else 2)
+    return all_reduce(x, dist.group.WORLD, bits=bits, group_size=group_size, peers=reduction)
 
 
 def _same_bits(rank: int, half_bytes: int) -> list[str]:
@@ -292,7 +300,8 @@ def _beside_computation(rank: int) -> list[str]:
         with torch.cuda.stream(side):
             for _ in range(5 * (1 + (number + rank) % 3)):
                 work = (work @ work).clamp(-1, 1)
-        results = [all_reduce(x, dist.group.WORLD, bits=8, peers=reduction, steps=2) for _ in range(5)]
+        force_steps(2)
+        results = [all_reduce(x, dist.group.WORLD, bits=8, peers=reduction) for _ in range(5)]
         torch.cuda.current_stream(device).wait_stream(side)
         expected = all_reduce(x, dist.group.WORLD, bits=8)
         wrong += [f"call {number}" for result in results if not torch.equal(result, expected)]

@@ -187,11 +187,11 @@ def test_gpus_are_timed_without_launch_times() -> None:
 
 def test_the_crossover_is_faster_at_all_larger_sizes() -> None:
     rising = [(1, 1.0, 2.0), (2, 2.0, 1.0), (4, 2.0, 1.98), (8, 4.0, 2.0), (16, 8.0, 4.0)]
-    assert Crossover.between(rising).from_bytes == 8, "1% faster is noise"
-    assert Crossover.between(rising[:3]).from_bytes is None
-    assert Crossover.between(rising[:2]).from_bytes == 2
-    assert "at no size up to" in str(Crossover.between(rising[:1]))
-    assert "4e+03 ms exact, 2e+03 ms quantized" in str(Crossover.between(rising))
+    assert Crossover.from_samples(rising).from_bytes == 8, "1% faster is noise"
+    assert Crossover.from_samples(rising[:3]).from_bytes is None
+    assert Crossover.from_samples(rising[:2]).from_bytes == 2
+    assert "at no size up to" in str(Crossover.from_samples(rising[:1]))
+    assert "4e+03 ms exact, 2e+03 ms quantized" in str(Crossover.from_samples(rising))
 
 
 def test_files_of_different_cases_differ(tmp_path: Path) -> None:
