@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.calibrate.timing import row_seconds, step_seconds
-from megatron_longctx.comm import from_all
+from megatron_longctx.comm import gather_objects
 from megatron_longctx.comm.peer_memory import MAX_BLOCKS, allocate_peer_memory
 from megatron_longctx.comm.symmetric import find_hosts, symmetric_memory
 from megatron_longctx.errors import refuse
@@ -232,7 +232,7 @@ def _values(numel: int, dtype: torch.dtype, device: torch.device, rank: int) -> 
 def _seconds(call: Call, group: dist.ProcessGroup, device: torch.device) -> float:
     """Of one call in a row of them, on GPUs replayed from a CUDA graph."""
     row_seconds(call, device, 3)
-    about = max(from_all(group, row_seconds(call, device, 3)))
+    about = max(gather_objects(group, row_seconds(call, device, 3)))
     count = max(_LEAST, min(_MOST, int(_ENOUGH_S / about)))
     if device.type != "cuda":
         return sorted(step_seconds(call, group, device, count, _ROUNDS))[_ROUNDS // 2]

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import from_all
+from megatron_longctx.comm import gather_objects
 from megatron_longctx.comm.device import synchronize
 from megatron_longctx.config import Config
 from megatron_longctx.errors import refuse
@@ -264,7 +264,7 @@ class _Rig:
         return found
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        return [max(of_ranks) for of_ranks in zip(*from_all(world(), seconds), strict=True)]
+        return [max(of_ranks) for of_ranks in zip(*gather_objects(world(), seconds), strict=True)]
 
     def _say(self, words: str) -> None:
         """A line for whoever waits for the tables."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
-from megatron_longctx.comm import from_all
+from megatron_longctx.comm import gather_objects
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import REDUCTIONS, Config
 from megatron_longctx.errors import refuse
@@ -131,7 +131,7 @@ def measure(rank: int, config: Config, ask: Ask, keep: Callable[[Found], object]
                 for name in order.sample(ask.reductions, len(ask.reductions)):
                     model.follow(policies[name])
                     session = engine.open()
-                    seconds[name].append(max(from_all(world(), seconds_to_first(engine, session, prompt))))
+                    seconds[name].append(max(gather_objects(world(), seconds_to_first(engine, session, prompt))))
                     session.close()
             found.measured += [Prefill(tokens, name, values[1:]) for name, values in seconds.items()]
             if rank == 0:

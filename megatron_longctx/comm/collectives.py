@@ -82,7 +82,7 @@ def on_rank_0(work: Callable[[], T]) -> T:
     return result
 
 
-def from_all(group: dist.ProcessGroup | None, value: T) -> list[T]:
+def gather_objects(group: dist.ProcessGroup | None, value: T) -> list[T]:
     """All-gather an object: one per rank of `group`, or `[value]` without a group. The host waits."""
     if group is None:
         return [value]
@@ -108,7 +108,7 @@ def all_or_none(group: dist.ProcessGroup, work: Callable[[], T], what: str, reme
         result = work()
     except Exception as error:  # the other ranks must know of any failure
         failure = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-    failures = from_all(group, failure)
+    failures = gather_objects(group, failure)
     ranks = [rank for rank, reason in enumerate(failures) if reason is not None]
     if ranks:
         named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..schedules.program import Program
-from .collectives import PeerMemoryError, all_or_none, from_all
+from .collectives import PeerMemoryError, all_or_none, gather_objects
 from .device import synchronize
 from .p2p import Exchange, Transport
 from .rendezvous import timeout_of
@@ -72,7 +72,7 @@ class PeerTransport(Transport):
         if hosts is not None:
             # Peers exchange addresses under their group's name, which torch derives from the group's ranks and from the
             # number of groups that a rank is in.
-            names = from_all(group, getattr(self._subgroup, "group_name", None))
+            names = gather_objects(group, getattr(self._subgroup, "group_name", None))
             if any(names[peer] != names[rank] for rank in ranks for peer in self.hosts[rank]):
                 reason = "the ranks of a host have made different numbers of process groups"
                 raise PeerMemoryError(f"dividing the group by hosts failed: {reason}. {memory_remedy(key)}")
@@ -102,7 +102,7 @@ class PeerTransport(Transport):
         if num_bytes <= self._capacity and steps <= self._steps:
             self._refuse_if(self._broken)
             return
-        self._refuse_if(next((each for each in from_all(self.group, self._broken) if each is not None), None))
+        self._refuse_if(next((each for each in gather_objects(self.group, self._broken) if each is not None), None))
         least = max(self._capacity, num_bytes)
         wanted = max(least, int(self._growth * self._capacity)) if num_bytes > self._capacity else least
         self._reallocate(wanted, least, max(steps, 2 * self._steps) if steps > self._steps else self._steps)

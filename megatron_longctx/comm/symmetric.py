@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import refuse
-from .collectives import all_or_none, from_all
+from .collectives import all_or_none, gather_objects
 from .device import synchronize
 
 RANKS_PER_HOST = "MEGATRON_LONGCTX_RANKS_PER_HOST"
@@ -68,7 +68,7 @@ def find_hosts(group: dist.ProcessGroup, device: torch.device) -> Hosts:
     index = None
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-    ranks = from_all(group, (os.uname().nodename, index, os.environ.get(RANKS_PER_HOST)))
+    ranks = gather_objects(group, (os.uname().nodename, index, os.environ.get(RANKS_PER_HOST)))
     machines, devices, per_host = zip(*ranks, strict=True)
     if None in devices:
         return Hosts(tuple((rank,) for rank in range(len(devices))), "not all ranks have a CUDA device")
@@ -76,12 +76,13 @@ def find_hosts(group: dist.ProcessGroup, device: torch.device) -> Hosts:
     mine = dist.get_rank(group)
     peers = next(ranks for ranks in sets if mine in ranks)
     # Processes may see different devices, so each checks its own.
-    return isolate_unreadable(sets, from_all(group, _unreadable(devices[mine], [devices[rank] for rank in peers])))
+    reason = _unreadable(devices[mine], [devices[rank] for rank in peers])
+    return isolate_unreadable(sets, gather_objects(group, reason))
 
 
 def on_one_machine(group: dist.ProcessGroup, size: int) -> bool:
     """Whether every `size` neighbouring ranks share a machine; the same on all ranks. Collective."""
-    machines = from_all(group, os.uname().nodename)
+    machines = gather_objects(group, os.uname().nodename)
     return all(len(set(machines[i : i + size])) == 1 for i in range(0, len(machines), size))
 
 

@@ -23,7 +23,7 @@ from ..comm import (
     PeerMerge,
     PeerTransport,
     choose_transport,
-    from_all,
+    gather_objects,
     gather_over,
 )
 from ..errors import refuse
@@ -226,7 +226,7 @@ class CachedAttention:
         group, shape = self.group, self.shape
         if group is None or self._merge is not None or not isinstance(self._engine.transport, PeerTransport):
             return
-        if shape.dtype in DTYPES and all(from_all(group, fused_kernels())):
+        if shape.dtype in DTYPES and all(gather_objects(group, fused_kernels())):
             try:
                 self._merge = PeerMerge.of(group, self.device, most, shape.num_heads, shape.head_dim)
             except PeerMemoryError as error:  # on all ranks alike

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import from_all, from_first
+from ..comm import from_first, gather_objects
 from ..errors import refuse
 from ..kernels.paged import DTYPES, Pages, fused_kernels, most_together
 from .cache_manager import CacheManager, ScheduledChunk, slots_of
@@ -291,7 +291,7 @@ def _use_graphs(wanted: str, attention: CachedAttention) -> bool:
     """
     if wanted == "false":
         return False
-    reasons = from_all(attention.group, why_no_graphs(attention))
+    reasons = gather_objects(attention.group, why_no_graphs(attention))
     why = next((reason for reason in reasons if reason is not None), None)
     if why is not None and wanted == "true":
         raise refuse("inference.cuda_graphs", wanted, f"auto or false, since {why}", "Set it to auto.")

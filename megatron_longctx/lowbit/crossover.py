@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import files
-from ..comm.collectives import from_all
+from ..comm.collectives import gather_objects
 from ..schedules.calibration import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def crossover(
     It is read from the first rank's file, or measured and stored there. A file that cannot be read is measured again;
     if it cannot be written, a warning is logged.
     """
-    hosts = from_all(group, socket.gethostname())
+    hosts = gather_objects(group, socket.gethostname())
     case = {
         "operation": operation,
         "device": torch.cuda.get_device_name(x.device) if x.is_cuda else "cpu",
@@ -93,7 +93,7 @@ def crossover(
         "quantizer": quantizer,
     }
     path, first = _path(case, folder), dist.get_rank(group) == 0
-    stored = from_all(group, _load(path) if first else None)[0]
+    stored = gather_objects(group, _load(path) if first else None)[0]
     result = stored or _measure(x.dtype, group, x.device, ways)
     if first and stored is None:
         _save(result, case, path)

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..comm import from_all, on_rank_0
+from ..comm import gather_objects, on_rank_0
 from . import checkpoint_digests, checkpoint_folder, checkpoint_optimizer, checkpoint_reader
 from .checkpoint_check import REMEDY, examine, reason
 from .checkpoint_folder import TRACKER, Kept, iteration_directory, latest
@@ -82,7 +82,8 @@ class Saving:
             except CheckpointException as error:  # on all ranks; rank 0 alone knows more than that some rank has failed
                 why = reason(error)
                 raise OSError(on_rank_0(lambda: f"{self._partial} cannot be written ({why})")) from error
-            digests = {name: digest for of_rank in from_all(dist.group.WORLD, own) for name, digest in of_rank.items()}
+            ranks = gather_objects(dist.group.WORLD, own)
+            digests = {name: digest for of_rank in ranks for name, digest in of_rank.items()}
             on_rank_0(lambda: checkpoint_folder.publish(self._partial, self.path, digests, self._kept))
         except BaseException:
             _remove(self._partial)
@@ -228,7 +229,7 @@ def _load_together(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
         loaded = checkpoint_reader.load(sharded, path)
     except (CheckpointingException, CheckpointException) as error:
         failure = reason(error)
-    if found := [of_rank for of_rank in from_all(dist.group.WORLD, failure) if of_rank is not None]:
+    if found := [of_rank for of_rank in gather_objects(dist.group.WORLD, failure) if of_rank is not None]:
         raise ValueError(f"{path} cannot be loaded ({found[0]}), expected a complete checkpoint: {REMEDY}")
     return loaded
 
@@ -258,7 +259,7 @@ def _without_layer_state(sharded: dict[str, Any], models: Sequence[torch.nn.Modu
 def _damage(path: Path) -> str | None:
     """As ``checkpoint_digests.damage`` of all parts, each found by one rank."""
     own = checkpoint_digests.damage(path, dist.get_rank(), dist.get_world_size())
-    return next(filter(None, from_all(dist.group.WORLD, own)), None)
+    return next(filter(None, gather_objects(dist.group.WORLD, own)), None)
 
 
 def _check_content(

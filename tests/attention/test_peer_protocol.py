@@ -294,7 +294,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "torch", fake)
     monkeypatch.setattr(peer, "FlagOperations", Flags)
     monkeypatch.setattr(peer, "_view_like", lambda views, i, tensor: views[i])
-    monkeypatch.setattr(peer, "from_all", lambda _, value: [value])
+    monkeypatch.setattr(peer, "gather_objects", lambda _, value: [value])
     ops = {Copy: Pass.copied, Compute: Pass.computed, Merge: Pass.merged, Send: Pass.sent, Wait: Pass.waited}
     monkeypatch.setattr(run, "_DO", {**run._DO, **ops, Acquire: Pass.acquire})
 

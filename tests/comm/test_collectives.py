@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import PeerMemoryError, from_all, from_first, from_rank_0, gather_over, sum_over
+from megatron_longctx.comm import PeerMemoryError, from_first, from_rank_0, gather_objects, gather_over, sum_over
 from megatron_longctx.comm.collectives import all_or_none
 from megatron_longctx.testing.distributed import run_distributed
 
@@ -30,7 +30,7 @@ def _collectives(rank: int) -> list[Any]:
         return rank
 
     return [
-        from_all(group, (rank, "x" * rank)),
+        gather_objects(group, (rank, "x" * rank)),
         sum_over(group, mine.double()).tolist(),
         gather_over(group, mine).tolist(),
         from_first(group, mine + 1).tolist(),
@@ -49,4 +49,4 @@ def test_collectives_over_three_ranks() -> None:
 
 
 def test_without_a_group_there_is_one_rank() -> None:
-    assert from_all(None, 5) == [5] and gather_over(None, torch.ones(2)).tolist() == [[1.0, 1.0]]
+    assert gather_objects(None, 5) == [5] and gather_over(None, torch.ones(2)).tolist() == [[1.0, 1.0]]
