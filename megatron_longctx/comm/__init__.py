@@ -6,7 +6,15 @@ transport. `BufferPool` provides memory for received messages, and `StreamClock`
 them. `PeerMerge` merges the partial results of several ranks for the same queries.
 """
 
-from .collectives import PeerMemoryError, from_first, from_rank_0, gather_objects, gather_over, on_rank_0, sum_over
+from .collectives import (
+    PeerMemoryError,
+    broadcast_from_first,
+    from_rank_0,
+    gather_objects,
+    gather_over,
+    on_rank_0,
+    sum_over,
+)
 from .device import BufferPool, StreamClock, Times, measured
 from .hybrid import HybridTransport, choose_transport
 from .p2p import Channel, Exchange, P2PTransport, Transport

@@ -38,7 +38,7 @@ def gather_over(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
     return gathered.view(n, -1)
 
 
-def from_first(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
+def broadcast_from_first(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
     """Broadcast the `values` of the group's first rank in place; without a group, return them unchanged."""
     if group is not None and dist.get_world_size(group) > 1:
         dist.broadcast(values, group=group, group_src=0)

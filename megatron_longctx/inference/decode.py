@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import from_first, gather_objects
+from ..comm import broadcast_from_first, gather_objects
 from ..errors import refuse
 from ..kernels.paged import DTYPES, Pages, fused_kernels, most_together
 from .cache_manager import CacheManager, ScheduledChunk, slots_of
@@ -180,7 +180,7 @@ class Decoder:
         self._attention.begin_rows(Rows(pages, numbers[_SLOT]))
         logits = self._model.logits(numbers[_TOKEN], numbers[_POSITION], numbers[_ENDS, :places])
         ids = torch.where(torch.isfinite(logits).all(-1), logits.argmax(-1), NOT_FINITE)
-        return logits, from_first(self._attention.group, ids)
+        return logits, broadcast_from_first(self._attention.group, ids)
 
     def _replay(self, size: int, together: int) -> tuple[Tensor, Tensor]:
         kind = size, together

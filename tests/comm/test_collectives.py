@@ -8,7 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import PeerMemoryError, from_first, from_rank_0, gather_objects, gather_over, sum_over
+from megatron_longctx.comm import (
+    PeerMemoryError,
+    broadcast_from_first,
+    from_rank_0,
+    gather_objects,
+    gather_over,
+    sum_over,
+)
 from megatron_longctx.comm.collectives import all_or_none
 from megatron_longctx.testing.distributed import run_distributed
 
@@ -33,7 +40,7 @@ def _collectives(rank: int) -> list[Any]:
         gather_objects(group, (rank, "x" * rank)),
         sum_over(group, mine.double()).tolist(),
         gather_over(group, mine).tolist(),
-        from_first(group, mine + 1).tolist(),
+        broadcast_from_first(group, mine + 1).tolist(),
         [from_rank_0(value if rank == 0 else "ignored") for value in (None, {"a": [1, 10**30, "ü"]}, ("x",) * 9)],
         error_of(lambda: all_or_none(group, work, "packing", "Take less.")),
         all_or_none(group, lambda: 10 * rank, "packing", "Take less."),  # after a failure too
