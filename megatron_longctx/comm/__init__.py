@@ -9,7 +9,7 @@ them. `PeerMerge` merges the partial results of several ranks for the same queri
 from .collectives import (
     PeerMemoryError,
     broadcast_from_first,
-    from_rank_0,
+    broadcast_json,
     gather_objects,
     gather_over,
     on_rank_0,

@@ -45,7 +45,7 @@ def broadcast_from_first(group: dist.ProcessGroup | None, values: Tensor) -> Ten
     return values
 
 
-def from_rank_0(value: Any = None) -> Any:
+def broadcast_json(value: Any = None) -> Any:
     """Broadcast rank 0's JSON value to all ranks, tuples as lists. Every rank waits for all others.
 
     JSON, because unpickling can execute code.

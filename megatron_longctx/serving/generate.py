@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm import from_rank_0, on_rank_0
+from ..comm import broadcast_json, on_rank_0
 from ..config import Config
 from ..errors import refuse
 from ..inference.engine import LongContextEngine, Session
@@ -196,7 +196,7 @@ def _turns(prompt: str | None) -> Iterator[tuple[str, bool]]:
             if at_terminal:
                 print("> ", end="", file=sys.stderr, flush=True)
             line = [sys.stdin.readline(), at_terminal]
-        text, at_terminal = from_rank_0(line)
+        text, at_terminal = broadcast_json(line)
         if not text:
             return
         yield text, at_terminal

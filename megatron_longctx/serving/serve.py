@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm import from_rank_0
+from ..comm import broadcast_json
 from ..comm.rendezvous import Placement
 from ..config import ServeConfig
 from ..errors import refuse
@@ -143,7 +143,7 @@ def _rounds(scheduler: Scheduler, inbox: Inbox | None) -> None:
             arrived = inbox.take(wait=not scheduler.busy and not inbox.stopped.is_set())
             news = None if inbox.stopped.is_set() else [_plain(item) for item in arrived]
             inbox.round_began = time.monotonic()
-        news = from_rank_0(news)  # which waits for all ranks, also where there is nothing to do
+        news = broadcast_json(news)  # which waits for all ranks, also where there is nothing to do
         if news is None:
             scheduler.close()
             return

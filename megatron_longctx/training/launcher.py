@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessException
 
-from ..comm import from_rank_0, rendezvous
+from ..comm import broadcast_json, rendezvous
 from ..comm.local_ranks import stopped_ranks, with_cause
 from ..comm.rendezvous import Placement
 from ..compose import compose_config, config_of, load_config, override_config
@@ -215,7 +215,7 @@ def _join(config: Config, place: Placement) -> None:
             atexit.register(RunFolder.of(config).prepare(config, resumed, reason).release)
         except ValueError as error:
             refusal = error
-    settled = from_rank_0(None if refusal else config.as_dict())
+    settled = broadcast_json(None if refusal else config.as_dict())
     if settled is None:
         dist.destroy_process_group()
         if refusal:

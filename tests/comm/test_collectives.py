@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_longctx.comm import (
     PeerMemoryError,
     broadcast_from_first,
-    from_rank_0,
+    broadcast_json,
     gather_objects,
     gather_over,
     sum_over,
@@ -41,7 +41,7 @@ def _collectives(rank: int) -> list[Any]:
         sum_over(group, mine.double()).tolist(),
         gather_over(group, mine).tolist(),
         broadcast_from_first(group, mine + 1).tolist(),
-        [from_rank_0(value if rank == 0 else "ignored") for value in (None, {"a": [1, 10**30, "ü"]}, ("x",) * 9)],
+        [broadcast_json(value if rank == 0 else "ignored") for value in (None, {"a": [1, 10**30, "ü"]}, ("x",) * 9)],
         error_of(lambda: all_or_none(group, work, "packing", "Take less.")),
         all_or_none(group, lambda: 10 * rank, "packing", "Take less."),  # after a failure too
     ]
