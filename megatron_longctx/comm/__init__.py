@@ -8,10 +8,10 @@ them. `PeerMerge` merges the partial results of several ranks for the same queri
 
 from .collectives import (
     PeerMemoryError,
+    all_gather_rows,
     broadcast_from_first,
     broadcast_json,
     gather_objects,
-    gather_over,
     on_rank_0,
     sum_over,
 )

@@ -28,7 +28,7 @@ def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
     return values
 
 
-def gather_over(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
+def all_gather_rows(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
     """All-gather `values` `[s]`, of the same size on all ranks, to `[n, s]`; without a group, return `[1, s]`."""
     if group is None or dist.get_world_size(group) == 1:
         return values[None]

@@ -22,9 +22,9 @@ from ..comm import (
     PeerMemoryError,
     PeerMerge,
     PeerTransport,
+    all_gather_rows,
     choose_transport,
     gather_objects,
-    gather_over,
 )
 from ..errors import refuse
 from ..kernels import KernelRequest, choose
@@ -304,7 +304,7 @@ class CachedAttention:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if merge is not None:
             return merge(found, out).unsqueeze(1)
-        gathered = PackedPartials(gather_over(self.group, found.flat), *q.shape)
+        gathered = PackedPartials(all_gather_rows(self.group, found.flat), *q.shape)
         return merge_ranks(gathered, out).unsqueeze(1)
 
 

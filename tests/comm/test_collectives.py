@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from megatron_longctx.comm import (
     PeerMemoryError,
+    all_gather_rows,
     broadcast_from_first,
     broadcast_json,
     gather_objects,
-    gather_over,
     sum_over,
 )
 from megatron_longctx.comm.collectives import all_or_none
@@ -39,7 +39,7 @@ def _collectives(rank: int) -> list[Any]:
     return [
         gather_objects(group, (rank, "x" * rank)),
         sum_over(group, mine.double()).tolist(),
-        gather_over(group, mine).tolist(),
+        all_gather_rows(group, mine).tolist(),
         broadcast_from_first(group, mine + 1).tolist(),
         [broadcast_json(value if rank == 0 else "ignored") for value in (None, {"a": [1, 10**30, "ü"]}, ("x",) * 9)],
         error_of(lambda: all_or_none(group, work, "packing", "Take less.")),
@@ -56,4 +56,4 @@ def test_collectives_over_three_ranks() -> None:
 
 
 def test_without_a_group_there_is_one_rank() -> None:
-    assert gather_objects(None, 5) == [5] and gather_over(None, torch.ones(2)).tolist() == [[1.0, 1.0]]
+    assert gather_objects(None, 5) == [5] and all_gather_rows(None, torch.ones(2)).tolist() == [[1.0, 1.0]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import PeerMerge, gather_over
+from megatron_longctx.comm import PeerMerge, all_gather_rows
 from megatron_longctx.comm.peer_memory import PeerMemory
 from megatron_longctx.gpus import gpu_ranks
 from megatron_longctx.kernels.paged import PackedPartials, merge_ranks, merge_ranks_torch
@@ -122,7 +122,7 @@ def _on_gpus(rank: int) -> None:
         assert merge.fits(*shape)
 
         def expected(partials: PackedPartials = partials, shape: tuple[int, int, int] = shape) -> torch.Tensor:
-            ranks = PackedPartials(gather_over(group, merged(partials, shape).flat[0]), *shape)
+            ranks = PackedPartials(all_gather_rows(group, merged(partials, shape).flat[0]), *shape)
             return merge_ranks(ranks, torch.empty(shape, device=device, dtype=torch.bfloat16))
 
         assert_close(merge(partials, out), expected())

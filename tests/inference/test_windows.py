@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_longctx.comm import gather_over
+from megatron_longctx.comm import all_gather_rows
 from megatron_longctx.config import Config
 from megatron_longctx.inference import cached_attention
 from megatron_longctx.inference.engine import LongContextEngine
@@ -69,7 +69,7 @@ class InPlaceOfPeers:
 
     def __call__(self, shares: PackedPartials, out: Tensor) -> Tensor:
         assert len(shares.out) == 2
-        gathered = gather_over(dist.group.WORLD, shares.flat.flatten()).view(-1, shares.flat.shape[1])
+        gathered = all_gather_rows(dist.group.WORLD, shares.flat.flatten()).view(-1, shares.flat.shape[1])
         return merge_ranks(PackedPartials(gathered, *out.shape), out)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import gather_over
+from megatron_longctx.comm import all_gather_rows
 from megatron_longctx.comm.peer_memory import allocate_peer_memory
 from megatron_longctx.gpus import gpu_ranks
 from megatron_longctx.lowbit import peer_reduce
@@ -216,14 +216,14 @@ def _expected(x: torch.Tensor, kind: str, bits: int | None, group_size: int) -> 
     """Reduce with collectives and the kernels that only quantize."""
     group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     if bits is None:
-        total = in_rank_order(gather_over(group, x))
+        total = in_rank_order(all_gather_rows(group, x))
         return total.chunk(n)[rank] if kind == "scatter" else total
     if kind == "scatter":
         return reduce_scatter(x, group, bits=bits, group_size=group_size)
     if kind == "all":
         return all_reduce(x, group, bits=bits, group_size=group_size)
     form, _ = formats(x.dtype, bits, group_size)
-    rows = gather_over(group, quantize(x, 1, x.numel(), form)[0])
+    rows = all_gather_rows(group, quantize(x, 1, x.numel(), form)[0])
     return sum_quantized(rows, x.numel(), form, torch.empty_like(x))
 
 
