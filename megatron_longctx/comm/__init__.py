@@ -9,11 +9,11 @@ them. `PeerMerge` merges the partial results of several ranks for the same queri
 from .collectives import (
     PeerMemoryError,
     all_gather_rows,
+    all_reduce_sum,
     broadcast_from_first,
     broadcast_json,
     gather_objects,
     on_rank_0,
-    sum_over,
 )
 from .device import BufferPool, StreamClock, Times, measured
 from .hybrid import HybridTransport, choose_transport

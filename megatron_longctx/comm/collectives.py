@@ -21,7 +21,7 @@ class PeerMemoryError(RuntimeError):
     """Peer memory cannot be set up, or can no longer be used."""
 
 
-def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
+def all_reduce_sum(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
     """All-reduce `values` in place; without a group, return them unchanged."""
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(values, group=group)

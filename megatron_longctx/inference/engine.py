@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..comm import sum_over
+from ..comm import all_reduce_sum
 from ..errors import refuse
 from ..topology.cluster import GIB
 from .batch import Batch
@@ -182,7 +182,7 @@ class LongContextEngine:
         for i, session in enumerate(sessions):
             if session.next_token is not None and session.next_token.logits is not None:
                 rows[i] = session.next_token.logits
-        return sum_over(self._attention.group, rows)
+        return all_reduce_sum(self._attention.group, rows)
 
     def start(self, session: Session, sampling: Sampling, stream: int = 0) -> Generation:
         """Begin to continue a session; `step` computes.

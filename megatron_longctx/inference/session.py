@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import sum_over
+from ..comm import all_reduce_sum
 from ..errors import refuse
 from .sampling import Sampling, sample
 
@@ -113,7 +113,7 @@ def draw(generations: Sequence[Generation], group: dist.ProcessGroup | None, dev
                 ids[i] = sample(each.logits, generation.sampling, generation.stream, len(generation.session.tokens))
             except ValueError:  # all ranks have to hear of it, not this one alone
                 ids[i] = NOT_FINITE
-    tokens: list[int] = sum_over(group, ids).tolist()
+    tokens: list[int] = all_reduce_sum(group, ids).tolist()
     return tokens
 
 

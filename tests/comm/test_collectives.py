@@ -11,10 +11,10 @@ import torch.distributed as dist
 from megatron_longctx.comm import (
     PeerMemoryError,
     all_gather_rows,
+    all_reduce_sum,
     broadcast_from_first,
     broadcast_json,
     gather_objects,
-    sum_over,
 )
 from megatron_longctx.comm.collectives import all_or_none
 from megatron_longctx.testing.distributed import run_distributed
@@ -38,7 +38,7 @@ def _collectives(rank: int) -> list[Any]:
 
     return [
         gather_objects(group, (rank, "x" * rank)),
-        sum_over(group, mine.double()).tolist(),
+        all_reduce_sum(group, mine.double()).tolist(),
         all_gather_rows(group, mine).tolist(),
         broadcast_from_first(group, mine + 1).tolist(),
         [broadcast_json(value if rank == 0 else "ignored") for value in (None, {"a": [1, 10**30, "ü"]}, ("x",) * 9)],
