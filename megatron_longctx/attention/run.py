@@ -52,7 +52,7 @@ class Run:
                     _DO[type(op)](self, op, number)
         except BaseException as error:
             if self._bound.engine.transport is not None:
-                self._bound.engine.transport.break_off(error)
+                self._bound.engine.transport.abort(error)
             raise
 
     def result(self, kind: Kind) -> Fields:

@@ -83,8 +83,8 @@ class HybridTransport(Transport):
         send_memory = (lambda: memory(program.sends.num_bytes)) if len(peers) == 1 else peer.memory
         return HybridChannel(peer, DirectChannel(self.p2p, program, send_memory, peers), program, peers)
 
-    def break_off(self, error: BaseException) -> None:
-        self.peer.break_off(error)
+    def abort(self, error: BaseException) -> None:
+        self.peer.abort(error)
 
 
 class CrossWaits(NamedTuple):

@@ -94,7 +94,7 @@ class Transport:
         """
         raise NotImplementedError
 
-    def break_off(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Handle the failure of a pass on this rank, whose remaining messages others may wait for.
 
         Point-to-point messages fail by themselves when this rank ends.

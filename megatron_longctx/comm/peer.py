@@ -122,7 +122,7 @@ class PeerTransport(Transport):
         self._unread[self._parity] = unread[self._parity]
         return self._parity
 
-    def break_off(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Refuse further passes: one has ended with `error`, so some flags that others wait for will never be set."""
         self._broken = self._broken or f"{type(error).__name__}: {error}".split("\n", 1)[0]
 
@@ -172,7 +172,7 @@ class PeerTransport(Transport):
                 break
             except PeerMemoryError as error:
                 if capacity == least:
-                    self.break_off(error)
+                    self.abort(error)
                     raise
         self._capacity, self._steps = capacity, steps
         self._unread = [None, None]

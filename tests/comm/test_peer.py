@@ -90,8 +90,8 @@ def _broken_off(rank: int) -> list[Any]:
     use(Memory())
     transport = PeerTransport(world(), CPU)
     if rank == 1:
-        transport.break_off(ValueError("a kernel gave up\nwith details"))
-        transport.break_off(ValueError("and again"))
+        transport.abort(ValueError("a kernel gave up\nwith details"))
+        transport.abort(ValueError("and again"))
     return [error_of(lambda: transport.ensure_capacity(8, 1)), error_of(lambda: transport.ensure_capacity(2**24, 1))]
 
 

@@ -134,7 +134,7 @@ class ThreadTransport:
     def now(self) -> None:
         return None
 
-    def break_off(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         pass
 
     def channel(self, program: Program, num_bytes: int, memory: Any) -> ThreadChannel:
