@@ -73,7 +73,7 @@ class Run:
 
     def _mark(self, op: Mark, _: int) -> None:
         assert self._bound.engine.transport is not None
-        self._marks[op.number] = self._bound.engine.transport.now()
+        self._marks[op.number] = self._bound.engine.transport.record_event()
 
     def _send(self, op: Send, _: int) -> None:
         assert self._bound.channel is not None

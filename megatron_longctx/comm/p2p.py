@@ -81,7 +81,7 @@ class Transport:
         self.group, self.device = group, device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
 
-    def now(self) -> torch.cuda.Event | None:
+    def record_event(self) -> torch.cuda.Event | None:
         """Return an event after all work issued so far to the caller's stream; None on CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 

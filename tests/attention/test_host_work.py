@@ -71,7 +71,7 @@ class Silent:
         self.marks = self.channels = 0
         self.received: list[list[Tensor]] = []
 
-    def now(self) -> int:
+    def record_event(self) -> int:
         self.marks += 1
         self.events.append("mark")
         return self.marks

@@ -232,7 +232,7 @@ class Rank:
         if len(peers) < device.n:
             self.links = HybridTransport.__new__(HybridTransport)
             self.links.peer, self.links.p2p = transport, self.far
-        self.links.now = lambda: Bytes.here.record_event()
+        self.links.record_event = lambda: Bytes.here.record_event()
 
     def take(self, capacity: int, steps: int) -> None:
         transport, peers = self.peers, self.peers.peers

@@ -59,7 +59,7 @@ def _one_way(transport: P2PTransport) -> list[str]:
     received = torch.zeros(7)
     sends = [(torch.arange(7.0), last)] if transport.rank == 0 else []
     receives = [(received, 0)] if transport.rank == last else []
-    transport.wait(transport.start(sends, receives, (transport.now(), None)))
+    transport.wait(transport.start(sends, receives, (transport.record_event(), None)))
     expected = torch.arange(7.0) if transport.rank == last else torch.zeros(7)
     return [] if torch.equal(received, expected) else [f"one way: {received}"]
 
@@ -107,7 +107,7 @@ def _subgroup(rank: int, world: int) -> list[str]:
 
 def _over_gloo(rank: int, world: int) -> tuple[list[str], dict[str, str]]:
     transport = P2PTransport(dist.group.WORLD, torch.device("cpu"))
-    assert (transport.rank, transport.world, transport.now()) == (rank, world, None)
+    assert (transport.rank, transport.world, transport.record_event()) == (rank, world, None)
     wrong = _several_messages(transport) + _overlapping(transport) + _one_way(transport)
     errors = _misuse(transport)
     wrong += _several_messages(transport, label=1)  # works as before after the misuse
@@ -161,14 +161,14 @@ def _while_kernels_run(rank: int) -> list[str]:
     for number in range(ROUNDS):
         for i in range(2):
             outgoing[i].copy_(_busy(device).expand(SIZE) * (1000 * rank + 10 * number + i))
-        computed = transport.now()
+        computed = transport.record_event()
         exchanges = [transport.start([(outgoing[i], peer)], [(incoming[i], peer)], (computed, free)) for i in range(2)]
         local = _busy(device, 5)  # runs beside the messages
         for exchange in reversed(exchanges):
             transport.wait(exchange)
         late = _busy(device)  # the next round must not overwrite what is read after this
         means.append(torch.stack([(incoming[i] * late * local).double().mean() for i in range(2)]))
-        free = transport.now()
+        free = transport.record_event()
     for number, pair in enumerate(torch.stack(means).tolist()):
         for i in range(2):
             expected = 1000 * peer + 10 * number + i

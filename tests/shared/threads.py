@@ -131,7 +131,7 @@ class ThreadTransport:
         self.ranks, self.rank, self.hosts = ranks, rank, ranks.hosts
         self.passes = 0
 
-    def now(self) -> None:
+    def record_event(self) -> None:
         return None
 
     def abort(self, error: BaseException) -> None:
