@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..comm import Exchange, SymmetricExchange, measured
+from ..comm import Exchange, SymmetricExchange, timed
 from ..kernels import Partial, merge_partials, sum_partials
 from ..schedules import Kind
 from ..schedules.plan import NUM_FIELDS
@@ -47,7 +47,7 @@ class Run:
         try:
             self._parity = self._bound.begin()
             self._buffers = self._bound.new_buffers()
-            with measured(self._bound.engine.passes):
+            with timed(self._bound.engine.passes):
                 for number, op in enumerate(self._program.ops):
                     _DO[type(op)](self, op, number)
         except BaseException as error:
@@ -90,13 +90,13 @@ class Run:
 
     def _finish(self) -> None:
         assert self._bound.channel is not None and self._exchange is not None
-        with measured(self._bound.engine.waits):
+        with timed(self._bound.engine.waits):
             self._bound.channel.wait(self._exchange)
         self._exchange = None
 
     def _acquire(self, op: Acquire, _: int) -> None:
         channel = cast(SymmetricExchange, self._bound.channel)
-        with measured(self._bound.engine.waits):
+        with timed(self._bound.engine.waits):
             self._acquired = channel.acquire(op.step, self._bound.received(op.step, self._buffers))
         self._fields_of = first_field(self._program, op.step)
 

@@ -59,7 +59,7 @@ class StreamClock:
     """Adds up the time between `start` and `stop`; on CUDA as the caller's stream runs, without making the host wait.
 
     Attributes:
-        running: whether `measured` uses this clock. Whoever sets it has to call `take` from time to time.
+        running: whether `timed` uses this clock. Whoever sets it has to call `take` from time to time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class StreamClock:
 
 
 @contextmanager
-def measured(clock: StreamClock | None) -> Iterator[None]:
+def timed(clock: StreamClock | None) -> Iterator[None]:
     """Time the enclosed work of the caller's stream if `clock` is running."""
     if clock is None or not clock.running:
         yield

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from megatron_longctx.comm import BufferPool, StreamClock, measured
+from megatron_longctx.comm import BufferPool, StreamClock, timed
 
 CPU = torch.device("cpu")
 
@@ -98,7 +98,7 @@ def run_pass(timeline: Timeline, clock: StreamClock, wait_ms: float) -> None:
     """Two waits between work."""
     for _ in range(2):
         timeline.now += 10.0
-        with measured(clock):
+        with timed(clock):
             timeline.now += wait_ms
     timeline.now += 10.0
 
@@ -109,7 +109,7 @@ def test_each_wait_counts_once_and_only_take_makes_the_host_wait(timeline: Timel
         run_pass(timeline, clock, wait_ms)
     assert timeline.done < 0, "the host has not waited"
     assert clock.take() == pytest.approx(2 * 0.001 + 2 * 0.005)
-    assert timeline.done == timeline.now - 10.0, "the host waits for the last measured event only"
+    assert timeline.done == timeline.now - 10.0, "the host waits for the last timed event only"
     assert clock.take() == 0
     created = len(timeline.events)
     run_pass(timeline, clock, 5.0)
@@ -119,14 +119,14 @@ def test_each_wait_counts_once_and_only_take_makes_the_host_wait(timeline: Timel
 def test_a_clock_that_does_not_run_costs_nothing(timeline: Timeline) -> None:
     clock = StreamClock(torch.device("cuda"))
     run_pass(timeline, clock, 1.0)
-    with measured(None):
+    with timed(None):
         pass
     assert not timeline.events and clock.take() == 0
 
 
 def test_a_wait_that_raises_is_stopped(timeline: Timeline) -> None:
     clock = running_clock("cuda")
-    with pytest.raises(ArithmeticError), measured(clock):
+    with pytest.raises(ArithmeticError), timed(clock):
         timeline.now += 3.0
         raise ArithmeticError
     run_pass(timeline, clock, 6.0)
@@ -135,11 +135,11 @@ def test_a_wait_that_raises_is_stopped(timeline: Timeline) -> None:
 
 def test_cpus_measure_while_the_clock_runs() -> None:
     clock = StreamClock(CPU)
-    with measured(clock):
+    with timed(clock):
         time.sleep(0.01)
     assert clock.take() == 0
     clock.running = True
-    with measured(clock):
+    with timed(clock):
         time.sleep(0.01)
     assert clock.take() >= 0.01 and clock.take() == 0
 
@@ -147,6 +147,6 @@ def test_cpus_measure_while_the_clock_runs() -> None:
 @pytest.mark.gpu
 def test_a_gpu_measures_the_time_on_its_stream() -> None:
     clock = running_clock(f"cuda:{torch.cuda.current_device()}")
-    with measured(clock):
+    with timed(clock):
         torch.cuda._sleep(2 * 10**7)  # type: ignore[no-untyped-call]
     assert clock.take() > 1e-3 and clock.take() == 0
