@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import BufferPool, StreamClock, Times, Transport, choose_transport
+from ..comm import AttentionTimes, BufferPool, StreamClock, Transport, choose_transport
 from ..comm.symmetric import on_one_machine
 from ..config import check_value
 from ..errors import refuse
@@ -116,13 +116,13 @@ class ContextParallelAttention:
         for links in self._links.values():
             links.waits.running = links.passes.running = True
 
-    def times(self) -> Times | None:
+    def times(self) -> AttentionTimes | None:
         """What was measured since the last time this was asked; None before `measure_times`, and from attention that
         cannot tell. Waits for what the device has not finished."""
         if not self._measures_times:
             return None
         waited = sum(links.waits.take() for links in self._links.values())
-        return Times(waited, sum(links.passes.take() for links in self._links.values()) - waited)
+        return AttentionTimes(waited, sum(links.passes.take() for links in self._links.values()) - waited)
 
     def plan(self, mask: Mask | int) -> Plan:
         """The forward plan of a mask, or of a causal sequence of so many tokens."""

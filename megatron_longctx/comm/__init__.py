@@ -15,7 +15,7 @@ from .collectives import (
     gather_objects,
     on_rank_0,
 )
-from .device import BufferPool, StreamClock, Times, timed
+from .device import AttentionTimes, BufferPool, StreamClock, timed
 from .hybrid import HybridTransport, choose_transport
 from .p2p import Channel, Exchange, P2PTransport, Transport
 from .peer import PeerTransport, SymmetricExchange

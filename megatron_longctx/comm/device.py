@@ -48,7 +48,7 @@ class BufferPool:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._storage.values())
 
 
-class Times(NamedTuple):
+class AttentionTimes(NamedTuple):
     """Seconds that a rank's attention waited for messages, and seconds that it computed."""
 
     waited_s: float

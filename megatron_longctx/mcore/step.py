@@ -19,7 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from ..comm import Times
+from ..comm import AttentionTimes
 from ..metrics.flops import Work
 from ..schedules.mask import Window
 from .data import Batch
@@ -221,7 +221,7 @@ def _loss(mask: Tensor, work: tuple[int, ...], losses: Tensor) -> tuple[Tensor, 
     return loss_sum, torch.zeros((), dtype=torch.int), {"loss": found, "work": work}
 
 
-def _reduce(results: list[dict[str, Any]], groups: ProcessGroupCollection, times: Times | None) -> LossSum:
+def _reduce(results: list[dict[str, Any]], groups: ProcessGroupCollection, times: AttentionTimes | None) -> LossSum:
     """Sum over the ranks that computed a loss, and tell every rank."""
     dp, cp = groups.dp.size(), groups.cp.size()
     total = torch.zeros(5 + dp * cp, dtype=torch.float64, device=local_device())

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import Times
+from megatron_longctx.comm import AttentionTimes
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.data import Batch
 from megatron_longctx.mcore.step import LossSum, _reduce
@@ -84,7 +84,7 @@ def _sums(rank: int) -> list[LossSum]:
         share = mesh.dp.rank() * mesh.cp.size() + mesh.cp.rank()
         losses = [torch.tensor([10.0**share, step], dtype=torch.float64) for step in (1, 2)]
         results = [{"loss": loss, "work": (7, 10 + mesh.dp.rank(), 100)} for loss in losses]
-        found.append(_reduce(results, mesh, Times(0.5 + rank, 1.0 + rank)))
+        found.append(_reduce(results, mesh, AttentionTimes(0.5 + rank, 1.0 + rank)))
         found.append(_reduce(results, mesh, None))
         groups.destroy()
         dist.barrier()
