@@ -62,7 +62,7 @@ def run_ranks(
         return [pickle.loads(Path(folder, f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     """Exit this process when its parent ends, in whatever way.
 
     Otherwise it could wait for other ranks until a collective times out, or still compute while the next job runs.
@@ -127,7 +127,7 @@ def _rank_main(
     environment: dict[str, str],
     folder: str,
 ) -> None:
-    end_with_parent()
+    exit_with_parent()
     gc.freeze()  # imported modules stay, so the collector need not visit them
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))

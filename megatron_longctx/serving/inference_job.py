@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ..comm.local_ranks import end_with_parent, stopped_ranks, with_cause
+from ..comm.local_ranks import exit_with_parent, stopped_ranks, with_cause
 from ..comm.rendezvous import Placement, host_store, join, join_store, listen, meet
 from ..compose import RESOLVED, load_config, override_config
 from ..config import Config
@@ -226,7 +226,7 @@ def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
 
 
 def _other_rank(index: int, job: InferenceJob, work: RankWork, port: int) -> None:
-    end_with_parent()
+    exit_with_parent()
     place, store = Placement.local(index + 1, job.world_size), join_store(port, job.timeout_s)
     join(place, store, job.timeout_s, torch.cuda.is_available())
     try:

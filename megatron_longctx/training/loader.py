@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..comm.local_ranks import end_with_parent
+from ..comm.local_ranks import exit_with_parent
 from ..mcore.data import Batch
 from .signals import STOP_SIGNALS
 
@@ -104,7 +104,7 @@ class _Read(Dataset[Batch | ValueError]):
 
 def _begin(number: int) -> None:
     """In a worker: end with the rank, without a word about it."""
-    end_with_parent()
+    exit_with_parent()
     sys.excepthook = _said
 
 
