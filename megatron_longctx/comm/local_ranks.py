@@ -89,7 +89,7 @@ def stopped_ranks(pids: Sequence[int]) -> list[int]:
     return [rank for rank, pid in enumerate(pids) if stopped(pid)]
 
 
-def with_cause(
+def explain_failure(
     message: str,
     stopped: Sequence[int],
     timeout_s: float,

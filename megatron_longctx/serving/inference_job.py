@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ..comm.local_ranks import exit_with_parent, stopped_ranks, with_cause
+from ..comm.local_ranks import exit_with_parent, explain_failure, stopped_ranks
 from ..comm.rendezvous import Placement, host_store, join, join_store, listen, meet
 from ..compose import RESOLVED, load_config, override_config
 from ..config import Config
@@ -208,7 +208,7 @@ def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
         stopped = stopped_ranks([os.getpid(), *(process.pid for process in others)])
         failed = [process for process in others if process.exitcode]
         said = f"another rank ended with exit code {failed[0].exitcode}: {error}" if failed else str(error)
-        told = with_cause(said, stopped, job.timeout_s)
+        told = explain_failure(said, stopped, job.timeout_s)
         if told == str(error):
             raise
         raise JobFailed(told) from error

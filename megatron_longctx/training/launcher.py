@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessException
 
 from ..comm import broadcast_json, rendezvous
-from ..comm.local_ranks import stopped_ranks, with_cause
+from ..comm.local_ranks import explain_failure, stopped_ranks
 from ..comm.rendezvous import Placement
 from ..compose import compose_config, config_of, load_config, override_config
 from ..config import Config
@@ -132,7 +132,7 @@ def _run_ranks(config: Config, world_size: int, folder: RunFolder, lock: RunLock
                 ended = context.join(timeout=0.0, grace_period=_KILL_AFTER_S)
         except ProcessException as error:
             doing, limit = last_operations(folder), config.parallelism.timeout_s
-            said = with_cause(_reason(error, folder, doing), stopped, limit, doing, suspects(doing.values()))
+            said = explain_failure(_reason(error, folder, doing), stopped, limit, doing, suspects(doing.values()))
             folder.status.fail(said)
             raise JobFailed(said) from None
 
@@ -227,7 +227,7 @@ def _join(config: Config, place: Placement) -> None:
     except Exception as error:
         said = RunFolder.of(config).error_of(place.rank) or f"rank {place.rank} failed: {error}"
         doing = last_operations(RunFolder.of(config))
-        raise JobFailed(with_cause(said, [], limit, doing, suspects(doing.values()))) from None
+        raise JobFailed(explain_failure(said, [], limit, doing, suspects(doing.values()))) from None
 
 
 def _refused() -> NoReturn:
