@@ -33,22 +33,22 @@ class Placement:
     """The rank of this process and where the job's ranks run.
 
     Attributes:
-        ranks_here: the number of ranks that share the CPUs which this process may use.
-        meeting: the host and port of rank 0's store; None if torch's environment variables specify the rendezvous.
-        one_host: whether all ranks are on this host.
+        ranks_sharing_cpus: the number of ranks that share this process's CPUs.
+        store_address: the host and port of rank 0's store; None to use torch's environment variables.
+        single_host: whether all ranks are on this host.
     """
 
     rank: int
     world_size: int
     local_rank: int
-    ranks_here: int = 1
-    meeting: tuple[str, int] | None = None
-    one_host: bool = False
+    ranks_sharing_cpus: int = 1
+    store_address: tuple[str, int] | None = None
+    single_host: bool = False
 
     @classmethod
     def local(cls, rank: int, world_size: int) -> Placement:
-        """Return the placement of a rank that was started on this host with all others."""
-        return cls(rank, world_size, rank, world_size, one_host=True)
+        """Describe a rank that was started on this host with all others."""
+        return cls(rank, world_size, rank, world_size, single_host=True)
 
     @classmethod
     def of_torchrun(cls, env: Mapping[str, str]) -> Placement | None:
@@ -56,7 +56,7 @@ class Placement:
         if "RANK" not in env or "WORLD_SIZE" not in env:
             return None
         world, here = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", "1"))
-        return cls(int(env["RANK"]), world, int(env.get("LOCAL_RANK", "0")), here, one_host=here == world)
+        return cls(int(env["RANK"]), world, int(env.get("LOCAL_RANK", "0")), here, single_host=here == world)
 
     @classmethod
     def of_environment(cls, env: Mapping[str, str]) -> Placement | None:
@@ -65,8 +65,8 @@ class Placement:
         Raises:
             ValueError: a Slurm step has no MASTER_ADDR or MASTER_PORT.
         """
-        if (placement := cls.of_torchrun(env)) is not None:
-            return placement
+        if (torchrun := cls.of_torchrun(env)) is not None:
+            return torchrun
         if "SLURM_STEP_ID" not in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
             return None
         for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -80,8 +80,8 @@ class Placement:
             int(env["SLURM_STEP_NUM_TASKS"]),
             int(env["SLURM_LOCALID"]),
             max(1, cpus // int(env.get("SLURM_CPUS_PER_TASK", cpus))),
-            meeting=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
-            one_host=env.get("SLURM_STEP_NUM_NODES", "1") == "1",
+            store_address=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
+            single_host=env.get("SLURM_STEP_NUM_NODES", "1") == "1",
         )
 
     def enter(self, env: MutableMapping[str, str]) -> None:
@@ -112,21 +112,21 @@ def join_store(port: int, timeout_s: float, host: str = LOOPBACK) -> TCPStore:
 
 
 def meet(place: Placement, timeout_s: float) -> Store | None:
-    """Return the store at `place.meeting`, which rank 0 hosts, or torchrun's store; None if there is neither.
+    """Return the store at `place.store_address`, which rank 0 hosts, or torchrun's store; None if there is neither.
 
     Raises:
         ValueError: other hosts cannot reach the address, or its port is taken.
         OSError: the address does not belong to rank 0's host.
         RuntimeError: this rank could not connect in time.
     """
-    if place.meeting is None:
+    if place.store_address is None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
         if attempt is None:
             return None
         # The store outlives the ranks: after a restart it still contains the keys of the previous attempt.
         store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
         return PrefixStore(f"attempt_{attempt}", store)
-    host, port = place.meeting
+    host, port = place.store_address
     if place.rank:
         return join_store(port, timeout_s, host)
     try:
@@ -137,7 +137,7 @@ def meet(place: Placement, timeout_s: float) -> Store | None:
         remedy = "Set it to another one. On Linux, ports below 32768 are not assigned automatically."
         raise refuse("MASTER_PORT", port, f"a free port on {host}", remedy) from None
     address = listener.getsockname()[0]
-    if not place.one_host and ipaddress.ip_address(address).is_loopback:
+    if not place.single_host and ipaddress.ip_address(address).is_loopback:
         listener.close()
         expected = f"an address that other hosts reach; on the first host it is {address}"
         raise refuse("MASTER_ADDR", host, expected, "Set it to the address of an interface of the first host.")
@@ -157,17 +157,17 @@ def join(place: Placement, store: Store | None, timeout_s: float, cuda: bool) ->
         ValueError: it is not clear which interface of this host the others reach.
         RuntimeError: the other ranks did not join in time.
     """
-    if place.one_host:
+    if place.single_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
     elif "GLOO_SOCKET_IFNAME" not in os.environ:
         # By default gloo uses the address of the host's own name. If that is 127.0.1.1, the ranks would hang.
-        meeting = place.meeting[0] if place.meeting else os.environ.get("MASTER_ADDR", "")
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_to(meeting)
+        first_host = place.store_address[0] if place.store_address else os.environ.get("MASTER_ADDR", "")
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_to(first_host)
     if cuda:
         use_gpu(place.local_rank)
     else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.ranks_here))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.ranks_sharing_cpus))
     # Without device_id, NCCL connects lazily. With it, eight ranks hung when they left (torch 2.11, NCCL 2.28).
     backend, limit = "nccl" if cuda else "gloo", datetime.timedelta(seconds=timeout_s)
     if store is None:

@@ -70,7 +70,7 @@ def test_a_port_is_never_free_while_it_is_handed_to_rank_0() -> None:
 def test_tasks_connect_at_the_address_of_their_environment() -> None:
     with listen() as free:
         port = free.getsockname()[1]
-    place = Placement(0, 2, 0, meeting=("localhost", port), one_host=True)
+    place = Placement(0, 2, 0, store_address=("localhost", port), single_host=True)
     before = listening()
     first = meet(place, 20.0)
     second = meet(replace(place, rank=1), 20.0)
@@ -96,11 +96,11 @@ def test_each_attempt_of_torchrun_has_its_own_keys(monkeypatch: pytest.MonkeyPat
 
 def test_unreachable_addresses_and_taken_ports_are_refused() -> None:
     with pytest.raises(ValueError, match=r"MASTER_ADDR=localhost: expected an address that other hosts reach; on"):
-        meet(Placement(0, 2, 0, meeting=("localhost", 0)), 20.0)
+        meet(Placement(0, 2, 0, store_address=("localhost", 0)), 20.0)
     with pytest.raises(OSError):
-        meet(Placement(0, 2, 0, meeting=("203.0.113.7", 0)), 20.0)
+        meet(Placement(0, 2, 0, store_address=("203.0.113.7", 0)), 20.0)
     with listen() as taken, pytest.raises(ValueError, match=r"MASTER_PORT=\d+: expected a free port on"):
-        meet(Placement(0, 2, 0, meeting=("127.0.0.1", taken.getsockname()[1])), 20.0)
+        meet(Placement(0, 2, 0, store_address=("127.0.0.1", taken.getsockname()[1])), 20.0)
 
 
 def _interfaces(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
