@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from .rendezvous import Placement, host_store, join, join_store, listen
+from .rendezvous import RankInfo, host_store, join, join_store, listen
 
 
 def run_ranks(
@@ -131,7 +131,7 @@ def _rank_main(
     gc.freeze()  # imported modules stay, so the collector need not visit them
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    place = Placement.local(rank, int(environment["WORLD_SIZE"]))
+    place = RankInfo.local(rank, int(environment["WORLD_SIZE"]))
     join(place, join_store(port, timeout), timeout, cuda=backend == "nccl")
     if threads is not None:
         torch.set_num_threads(threads)

@@ -29,7 +29,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankInfo:
     """The rank of this process and where the job's ranks run.
 
     Attributes:
@@ -46,12 +46,12 @@ class Placement:
     single_host: bool = False
 
     @classmethod
-    def local(cls, rank: int, world_size: int) -> Placement:
+    def local(cls, rank: int, world_size: int) -> RankInfo:
         """Describe a rank that was started on this host with all others."""
         return cls(rank, world_size, rank, world_size, single_host=True)
 
     @classmethod
-    def of_torchrun(cls, env: Mapping[str, str]) -> Placement | None:
+    def of_torchrun(cls, env: Mapping[str, str]) -> RankInfo | None:
         """Return what torchrun has set in the environment of its ranks; None without torchrun."""
         if "RANK" not in env or "WORLD_SIZE" not in env:
             return None
@@ -59,7 +59,7 @@ class Placement:
         return cls(int(env["RANK"]), world, int(env.get("LOCAL_RANK", "0")), here, single_host=here == world)
 
     @classmethod
-    def of_environment(cls, env: Mapping[str, str]) -> Placement | None:
+    def of_environment(cls, env: Mapping[str, str]) -> RankInfo | None:
         """Return what torchrun or a Slurm step of several tasks has set; None without either.
 
         Raises:
@@ -111,7 +111,7 @@ def join_store(port: int, timeout_s: float, host: str = LOOPBACK) -> TCPStore:
     return TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
 
 
-def meet(place: Placement, timeout_s: float) -> Store | None:
+def meet(place: RankInfo, timeout_s: float) -> Store | None:
     """Return the store at `place.store_address`, which rank 0 hosts, or torchrun's store; None if there is neither.
 
     Raises:
@@ -144,7 +144,7 @@ def meet(place: Placement, timeout_s: float) -> Store | None:
     return host_store(listener, timeout_s)
 
 
-def join(place: Placement, store: Store | None, timeout_s: float, cuda: bool) -> None:
+def join(place: RankInfo, store: Store | None, timeout_s: float, cuda: bool) -> None:
     """Join the job's process group: NCCL on GPUs, gloo on CPUs.
 
     On one host, both listen on loopback only. On several hosts, gloo listens on the interface that leads to the first

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ..comm.local_ranks import exit_with_parent, explain_failure, stopped_ranks
-from ..comm.rendezvous import Placement, host_store, join, join_store, listen, meet
+from ..comm.rendezvous import RankInfo, host_store, join, join_store, listen, meet
 from ..compose import RESOLVED, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed, refuse
@@ -129,7 +129,7 @@ def job_of(
     cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size
     if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
         load_cluster(cluster).resized(n)  # what attention is to be priced by can be read
-    alone = Placement.of_environment(os.environ) is None
+    alone = RankInfo.of_environment(os.environ) is None
     if device == "cuda" and job.world_size > gpu_ranks() and alone:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"
         raise refuse(sizes, job.world_size, f"at most {gpu_ranks()}, the GPUs here", "Set them lower.")
@@ -155,7 +155,7 @@ def start(job: InferenceJob, work: RankWork) -> None:
     """
     if job.config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    place = Placement.of_environment(os.environ)
+    place = RankInfo.of_environment(os.environ)
     if place is not None:
         if place.world_size != job.world_size:
             expected = f"context x tensor = {job.world_size}"
@@ -197,7 +197,7 @@ def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     try:
-        join(Placement.local(0, job.world_size), store, job.timeout_s, torch.cuda.is_available())
+        join(RankInfo.local(0, job.world_size), store, job.timeout_s, torch.cuda.is_available())
         yield
         dist.barrier()
     except RuntimeError as error:  # what a broken connection, or a rank that hangs, is to the process group
@@ -227,7 +227,7 @@ def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
 
 def _other_rank(index: int, job: InferenceJob, work: RankWork, port: int) -> None:
     exit_with_parent()
-    place, store = Placement.local(index + 1, job.world_size), join_store(port, job.timeout_s)
+    place, store = RankInfo.local(index + 1, job.world_size), join_store(port, job.timeout_s)
     join(place, store, job.timeout_s, torch.cuda.is_available())
     try:
         _work(job, work)

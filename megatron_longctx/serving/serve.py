@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..comm import broadcast_json
-from ..comm.rendezvous import Placement
+from ..comm.rendezvous import RankInfo
 from ..config import ServeConfig
 from ..errors import refuse
 from ..inference.engine import LongContextEngine
@@ -54,7 +54,7 @@ def serve(words: Sequence[str]) -> None:
     _access(job.config.serve)
     data = job.config.data
     chat_of(job.config.inference.chat_template, build_tokenizer(data.tokenizer, data.tokenizer_path))
-    place = Placement.of_environment(os.environ)
+    place = RankInfo.of_environment(os.environ)
     if place is None or place.rank == 0:
         _listen(job.config.serve).close()  # what is taken is refused before the model is loaded
     run(job, _serve)

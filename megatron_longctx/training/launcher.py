@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 from ..comm import broadcast_json, rendezvous
 from ..comm.local_ranks import explain_failure, stopped_ranks
-from ..comm.rendezvous import Placement
+from ..comm.rendezvous import RankInfo
 from ..compose import compose_config, config_of, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed
@@ -51,7 +51,7 @@ def train(overrides: Sequence[str], resolved: Path | None = None) -> None:
         ValueError: a job that cannot run.
         JobFailed: a rank failed.
     """
-    place = Placement.of_environment(os.environ)
+    place = RankInfo.of_environment(os.environ)
     try:
         config = composed(overrides, resolved)
     except ValueError:
@@ -195,7 +195,7 @@ class _Forward:
             signal.signal(number, handler)
 
 
-def _join(config: Config, place: Placement) -> None:
+def _join(config: Config, place: RankInfo) -> None:
     """Be one rank; rank 0 checks the job and its configuration is everybody's."""
     place.enter(os.environ)
     limit = config.parallelism.timeout_s

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
 from ..comm.local_ranks import run_ranks
-from ..comm.rendezvous import Placement, join
+from ..comm.rendezvous import RankInfo, join
 from ..errors import JobFailed, refuse
 from ..gpus import gpu_ranks
 
@@ -39,7 +39,7 @@ class Where:
         if device == "cuda" and not cuda:
             raise refuse("device", device, "a CUDA device here; torch sees none", "Use CPUs.")
         gpus = gpu_ranks() if cuda else 0
-        started = Placement.of_torchrun(os.environ)
+        started = RankInfo.of_torchrun(os.environ)
         count = started.world_size if started else ranks or gpus or 2
         if count < least:
             raise refuse("ranks", count, f"{least} or more", "What is measured needs so many.")
@@ -67,7 +67,7 @@ def start(where: Where, fn: Callable[..., Any], *args: Any) -> Any:
         ValueError: what a rank refused.
         JobFailed: a rank failed otherwise.
     """
-    place = Placement.of_torchrun(os.environ)
+    place = RankInfo.of_torchrun(os.environ)
     if place is not None:
         return _joined(place, where, fn, *args)
     backend = "nccl" if where.device == "cuda" else "gloo"
@@ -84,7 +84,7 @@ def start(where: Where, fn: Callable[..., Any], *args: Any) -> Any:
         raise JobFailed(str(error)) from error
 
 
-def _joined(place: Placement, where: Where, fn: Callable[..., Any], *args: Any) -> Any:
+def _joined(place: RankInfo, where: Where, fn: Callable[..., Any], *args: Any) -> Any:
     join(place, None, _TIMEOUT_S, cuda=where.device == "cuda")
     result = fn(place.rank, *args)
     dist.barrier()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..comm.rendezvous import Placement, host_store, join, join_store
+from ..comm.rendezvous import RankInfo, host_store, join, join_store
 from ..compose import load_config
 from ..config import Config
 from .disk import disk_full
@@ -47,7 +47,7 @@ def spawned(local_rank: int, world_size: int, listener: socket.socket, run_folde
             listener.close()  # nobody would answer there once rank 0 has ended
             store = join_store(port, limit)
         record_collectives(folder.ranks)
-        join(Placement.local(local_rank, world_size), store, limit, uses_cuda(config))
+        join(RankInfo.local(local_rank, world_size), store, limit, uses_cuda(config))
     except BaseException as error:
         folder.note_error(local_rank, error)
         raise

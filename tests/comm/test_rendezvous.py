@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm.rendezvous import Placement, host_store, interface_to, join_store, listen, meet
+from megatron_longctx.comm.rendezvous import RankInfo, host_store, interface_to, join_store, listen, meet
 from megatron_longctx.testing.distributed import PATIENCE_S, run_distributed
 
 
@@ -70,14 +70,14 @@ def test_a_port_is_never_free_while_it_is_handed_to_rank_0() -> None:
 def test_tasks_connect_at_the_address_of_their_environment() -> None:
     with listen() as free:
         port = free.getsockname()[1]
-    place = Placement(0, 2, 0, store_address=("localhost", port), single_host=True)
+    place = RankInfo(0, 2, 0, store_address=("localhost", port), single_host=True)
     before = listening()
     first = meet(place, 20.0)
     second = meet(replace(place, rank=1), 20.0)
     assert first is not None and second is not None and listening() - before <= {"127.0.0.1", "::1"}
     second.set("a", "b")
     assert first.get("a") == b"b"
-    assert meet(Placement(0, 2, 0), 20.0) is None, "torch's environment variables specify the rendezvous"
+    assert meet(RankInfo(0, 2, 0), 20.0) is None, "torch's environment variables specify the rendezvous"
 
 
 def test_each_attempt_of_torchrun_has_its_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_each_attempt_of_torchrun_has_its_own_keys(monkeypatch: pytest.MonkeyPat
     counts = []
     for attempt in ("0", "1", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        store = meet(Placement(0, 1, 0), 20.0)
+        store = meet(RankInfo(0, 1, 0), 20.0)
         assert store is not None
         counts.append(store.add("ranks here", 1))
     assert counts == [1, 1, 2]
@@ -96,11 +96,11 @@ def test_each_attempt_of_torchrun_has_its_own_keys(monkeypatch: pytest.MonkeyPat
 
 def test_unreachable_addresses_and_taken_ports_are_refused() -> None:
     with pytest.raises(ValueError, match=r"MASTER_ADDR=localhost: expected an address that other hosts reach; on"):
-        meet(Placement(0, 2, 0, store_address=("localhost", 0)), 20.0)
+        meet(RankInfo(0, 2, 0, store_address=("localhost", 0)), 20.0)
     with pytest.raises(OSError):
-        meet(Placement(0, 2, 0, store_address=("203.0.113.7", 0)), 20.0)
+        meet(RankInfo(0, 2, 0, store_address=("203.0.113.7", 0)), 20.0)
     with listen() as taken, pytest.raises(ValueError, match=r"MASTER_PORT=\d+: expected a free port on"):
-        meet(Placement(0, 2, 0, store_address=("127.0.0.1", taken.getsockname()[1])), 20.0)
+        meet(RankInfo(0, 2, 0, store_address=("127.0.0.1", taken.getsockname()[1])), 20.0)
 
 
 def _interfaces(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
@@ -139,8 +139,8 @@ def test_slurm_provides_the_rank_and_the_tasks_that_share_its_cpus(monkeypatch: 
     env = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
     env |= {"SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7", "SLURM_CPUS_PER_TASK": "2"}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    assert Placement.of_environment(env) == Placement(5, 8, 1, 4, ("a", 7))
+    assert RankInfo.of_environment(env) == RankInfo(5, 8, 1, 4, ("a", 7))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))  # Slurm has bound it
-    assert Placement.of_environment(env) == Placement(5, 8, 1, 1, ("a", 7))
-    assert Placement.of_environment(env | {"SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert Placement.of_environment(env | {"RANK": "0", "WORLD_SIZE": "2"}) == Placement(0, 2, 0)
+    assert RankInfo.of_environment(env) == RankInfo(5, 8, 1, 1, ("a", 7))
+    assert RankInfo.of_environment(env | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert RankInfo.of_environment(env | {"RANK": "0", "WORLD_SIZE": "2"}) == RankInfo(0, 2, 0)
