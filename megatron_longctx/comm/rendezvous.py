@@ -51,7 +51,7 @@ class RankInfo:
         return cls(rank, world_size, rank, world_size, single_host=True)
 
     @classmethod
-    def of_torchrun(cls, env: Mapping[str, str]) -> RankInfo | None:
+    def from_torchrun(cls, env: Mapping[str, str]) -> RankInfo | None:
         """Return what torchrun has set in the environment of its ranks; None without torchrun."""
         if "RANK" not in env or "WORLD_SIZE" not in env:
             return None
@@ -65,7 +65,7 @@ class RankInfo:
         Raises:
             ValueError: a Slurm step has no MASTER_ADDR or MASTER_PORT.
         """
-        if (torchrun := cls.of_torchrun(env)) is not None:
+        if (torchrun := cls.from_torchrun(env)) is not None:
             return torchrun
         if "SLURM_STEP_ID" not in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
             return None

@@ -39,7 +39,7 @@ class Where:
         if device == "cuda" and not cuda:
             raise refuse("device", device, "a CUDA device here; torch sees none", "Use CPUs.")
         gpus = gpu_ranks() if cuda else 0
-        started = RankInfo.of_torchrun(os.environ)
+        started = RankInfo.from_torchrun(os.environ)
         count = started.world_size if started else ranks or gpus or 2
         if count < least:
             raise refuse("ranks", count, f"{least} or more", "What is measured needs so many.")
@@ -67,7 +67,7 @@ def start(where: Where, fn: Callable[..., Any], *args: Any) -> Any:
         ValueError: what a rank refused.
         JobFailed: a rank failed otherwise.
     """
-    place = RankInfo.of_torchrun(os.environ)
+    place = RankInfo.from_torchrun(os.environ)
     if place is not None:
         return _joined(place, where, fn, *args)
     backend = "nccl" if where.device == "cuda" else "gloo"
