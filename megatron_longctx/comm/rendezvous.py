@@ -59,7 +59,7 @@ class RankInfo:
         return cls(int(env["RANK"]), world, int(env.get("LOCAL_RANK", "0")), here, single_host=here == world)
 
     @classmethod
-    def of_environment(cls, env: Mapping[str, str]) -> RankInfo | None:
+    def from_environment(cls, env: Mapping[str, str]) -> RankInfo | None:
         """Return what torchrun or a Slurm step of several tasks has set; None without either.
 
         Raises:

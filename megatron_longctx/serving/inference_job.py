@@ -129,7 +129,7 @@ def job_of(
     cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size
     if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
         load_cluster(cluster).resized(n)  # what attention is to be priced by can be read
-    alone = RankInfo.of_environment(os.environ) is None
+    alone = RankInfo.from_environment(os.environ) is None
     if device == "cuda" and job.world_size > gpu_ranks() and alone:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"
         raise refuse(sizes, job.world_size, f"at most {gpu_ranks()}, the GPUs here", "Set them lower.")
@@ -155,7 +155,7 @@ def start(job: InferenceJob, work: RankWork) -> None:
     """
     if job.config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    place = RankInfo.of_environment(os.environ)
+    place = RankInfo.from_environment(os.environ)
     if place is not None:
         if place.world_size != job.world_size:
             expected = f"context x tensor = {job.world_size}"

@@ -54,7 +54,7 @@ def serve(words: Sequence[str]) -> None:
     _access(job.config.serve)
     data = job.config.data
     chat_of(job.config.inference.chat_template, build_tokenizer(data.tokenizer, data.tokenizer_path))
-    place = RankInfo.of_environment(os.environ)
+    place = RankInfo.from_environment(os.environ)
     if place is None or place.rank == 0:
         _listen(job.config.serve).close()  # what is taken is refused before the model is loaded
     run(job, _serve)

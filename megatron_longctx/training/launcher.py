@@ -51,7 +51,7 @@ def train(overrides: Sequence[str], resolved: Path | None = None) -> None:
         ValueError: a job that cannot run.
         JobFailed: a rank failed.
     """
-    place = RankInfo.of_environment(os.environ)
+    place = RankInfo.from_environment(os.environ)
     try:
         config = composed(overrides, resolved)
     except ValueError:

@@ -93,7 +93,7 @@ def _planned(settings: Sequence[str], steps: int, tolerance: float | None, root:
     from ..comm.rendezvous import RankInfo
     from ..training import auto, preflight  # here: Megatron takes seconds to import
 
-    if RankInfo.of_environment(os.environ) is not None:
+    if RankInfo.from_environment(os.environ) is not None:
         raise ValueError(
             "torchrun or Slurm has started this rank: expected a single process. The two runs have different numbers "
             "of ranks, which check starts itself, on this host."

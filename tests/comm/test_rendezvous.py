@@ -139,8 +139,8 @@ def test_slurm_provides_the_rank_and_the_tasks_that_share_its_cpus(monkeypatch: 
     env = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
     env |= {"SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7", "SLURM_CPUS_PER_TASK": "2"}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    assert RankInfo.of_environment(env) == RankInfo(5, 8, 1, 4, ("a", 7))
+    assert RankInfo.from_environment(env) == RankInfo(5, 8, 1, 4, ("a", 7))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))  # Slurm has bound it
-    assert RankInfo.of_environment(env) == RankInfo(5, 8, 1, 1, ("a", 7))
-    assert RankInfo.of_environment(env | {"SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert RankInfo.of_environment(env | {"RANK": "0", "WORLD_SIZE": "2"}) == RankInfo(0, 2, 0)
+    assert RankInfo.from_environment(env) == RankInfo(5, 8, 1, 1, ("a", 7))
+    assert RankInfo.from_environment(env | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert RankInfo.from_environment(env | {"RANK": "0", "WORLD_SIZE": "2"}) == RankInfo(0, 2, 0)
