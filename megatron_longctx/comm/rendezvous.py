@@ -106,7 +106,7 @@ def host_store(listener: socket.socket, timeout_s: float) -> TCPStore:
     return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=fd)
 
 
-def join_store(port: int, timeout_s: float, host: str = LOOPBACK) -> TCPStore:
+def connect_store(port: int, timeout_s: float, host: str = LOOPBACK) -> TCPStore:
     """Connect to a job's store in another process."""
     return TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
 
@@ -128,7 +128,7 @@ def meet(place: RankInfo, timeout_s: float) -> Store | None:
         return PrefixStore(f"attempt_{attempt}", store)
     host, port = place.store_address
     if place.rank:
-        return join_store(port, timeout_s, host)
+        return connect_store(port, timeout_s, host)
     try:
         listener = listen(host, port)
     except OSError as error:

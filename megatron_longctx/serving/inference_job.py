@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ..comm.local_ranks import exit_with_parent, explain_failure, stopped_ranks
-from ..comm.rendezvous import RankInfo, host_store, join, join_store, listen, meet
+from ..comm.rendezvous import RankInfo, connect_store, host_store, join, listen, meet
 from ..compose import RESOLVED, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed, refuse
@@ -227,7 +227,7 @@ def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
 
 def _other_rank(index: int, job: InferenceJob, work: RankWork, port: int) -> None:
     exit_with_parent()
-    place, store = RankInfo.local(index + 1, job.world_size), join_store(port, job.timeout_s)
+    place, store = RankInfo.local(index + 1, job.world_size), connect_store(port, job.timeout_s)
     join(place, store, job.timeout_s, torch.cuda.is_available())
     try:
         _work(job, work)

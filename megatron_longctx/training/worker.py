@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..comm.rendezvous import RankInfo, host_store, join, join_store
+from ..comm.rendezvous import RankInfo, connect_store, host_store, join
 from ..compose import load_config
 from ..config import Config
 from .disk import disk_full
@@ -45,7 +45,7 @@ def spawned(local_rank: int, world_size: int, listener: socket.socket, run_folde
         else:
             port = int(listener.getsockname()[1])
             listener.close()  # nobody would answer there once rank 0 has ended
-            store = join_store(port, limit)
+            store = connect_store(port, limit)
         record_collectives(folder.ranks)
         join(RankInfo.local(local_rank, world_size), store, limit, uses_cuda(config))
     except BaseException as error:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm.rendezvous import RankInfo, host_store, interface_to, join_store, listen, meet
+from megatron_longctx.comm.rendezvous import RankInfo, connect_store, host_store, interface_to, listen, meet
 from megatron_longctx.testing.distributed import PATIENCE_S, run_distributed
 
 
@@ -44,7 +44,7 @@ def test_the_store_listens_at_its_socket_only() -> None:
         listen(port=port)
     store = host_store(listener, 20.0)
     assert listening() - before <= {"127.0.0.1"} and store.port == port
-    join_store(port, 20.0).set("a", "b")
+    connect_store(port, 20.0).set("a", "b")
     assert store.get("a") == b"b"
 
 
@@ -62,7 +62,7 @@ def test_a_port_is_never_free_while_it_is_handed_to_rank_0() -> None:
         with pytest.raises(OSError):
             listen(port=port)
         time.sleep(0.01)
-    join_store(port, PATIENCE_S).set("ended", "")
+    connect_store(port, PATIENCE_S).set("ended", "")
     process.join()
     assert process.exitcode == 0
 
