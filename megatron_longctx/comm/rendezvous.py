@@ -84,7 +84,7 @@ class RankInfo:
             single_host=env.get("SLURM_STEP_NUM_NODES", "1") == "1",
         )
 
-    def enter(self, env: MutableMapping[str, str]) -> None:
+    def export(self, env: MutableMapping[str, str]) -> None:
         """Set torch's environment variables of this rank."""
         env.update(RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank))
 

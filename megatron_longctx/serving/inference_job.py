@@ -160,7 +160,7 @@ def start(job: InferenceJob, work: RankWork) -> None:
         if place.world_size != job.world_size:
             expected = f"context x tensor = {job.world_size}"
             raise refuse("world size", place.world_size, expected, "Start that many ranks.")
-        place.enter(os.environ)
+        place.export(os.environ)
         join(place, meet(place, job.timeout_s), job.timeout_s, torch.cuda.is_available())
         _work(job, work)
         dist.destroy_process_group()

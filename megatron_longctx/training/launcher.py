@@ -197,7 +197,7 @@ class _Forward:
 
 def _join(config: Config, place: RankInfo) -> None:
     """Be one rank; rank 0 checks the job and its configuration is everybody's."""
-    place.enter(os.environ)
+    place.export(os.environ)
     limit = config.parallelism.timeout_s
     record_collectives(RunFolder.of(config).ranks)
     try:
