@@ -111,7 +111,7 @@ def connect_store(port: int, timeout_s: float, host: str = LOOPBACK) -> TCPStore
     return TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
 
 
-def meet(place: RankInfo, timeout_s: float) -> Store | None:
+def rendezvous_store(place: RankInfo, timeout_s: float) -> Store | None:
     """Return the store at `place.store_address`, which rank 0 hosts, or torchrun's store; None if there is neither.
 
     Raises:

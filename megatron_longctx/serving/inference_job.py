@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ..comm.local_ranks import exit_with_parent, explain_failure, stopped_ranks
-from ..comm.rendezvous import RankInfo, connect_store, host_store, join, listen, meet
+from ..comm.rendezvous import RankInfo, connect_store, host_store, join, listen, rendezvous_store
 from ..compose import RESOLVED, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed, refuse
@@ -161,7 +161,7 @@ def start(job: InferenceJob, work: RankWork) -> None:
             expected = f"context x tensor = {job.world_size}"
             raise refuse("world size", place.world_size, expected, "Start that many ranks.")
         place.export(os.environ)
-        join(place, meet(place, job.timeout_s), job.timeout_s, torch.cuda.is_available())
+        join(place, rendezvous_store(place, job.timeout_s), job.timeout_s, torch.cuda.is_available())
         _work(job, work)
         dist.destroy_process_group()
         return

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm.rendezvous import RankInfo, connect_store, host_store, interface_to, listen, meet
+from megatron_longctx.comm.rendezvous import RankInfo, connect_store, host_store, interface_to, listen, rendezvous_store
 from megatron_longctx.testing.distributed import PATIENCE_S, run_distributed
 
 
@@ -72,12 +72,12 @@ def test_tasks_connect_at_the_address_of_their_environment() -> None:
         port = free.getsockname()[1]
     place = RankInfo(0, 2, 0, store_address=("localhost", port), single_host=True)
     before = listening()
-    first = meet(place, 20.0)
-    second = meet(replace(place, rank=1), 20.0)
+    first = rendezvous_store(place, 20.0)
+    second = rendezvous_store(replace(place, rank=1), 20.0)
     assert first is not None and second is not None and listening() - before <= {"127.0.0.1", "::1"}
     second.set("a", "b")
     assert first.get("a") == b"b"
-    assert meet(RankInfo(0, 2, 0), 20.0) is None, "torch's environment variables specify the rendezvous"
+    assert rendezvous_store(RankInfo(0, 2, 0), 20.0) is None, "torch's environment variables specify the rendezvous"
 
 
 def test_each_attempt_of_torchrun_has_its_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_each_attempt_of_torchrun_has_its_own_keys(monkeypatch: pytest.MonkeyPat
     counts = []
     for attempt in ("0", "1", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        store = meet(RankInfo(0, 1, 0), 20.0)
+        store = rendezvous_store(RankInfo(0, 1, 0), 20.0)
         assert store is not None
         counts.append(store.add("ranks here", 1))
     assert counts == [1, 1, 2]
@@ -96,11 +96,11 @@ def test_each_attempt_of_torchrun_has_its_own_keys(monkeypatch: pytest.MonkeyPat
 
 def test_unreachable_addresses_and_taken_ports_are_refused() -> None:
     with pytest.raises(ValueError, match=r"MASTER_ADDR=localhost: expected an address that other hosts reach; on"):
-        meet(RankInfo(0, 2, 0, store_address=("localhost", 0)), 20.0)
+        rendezvous_store(RankInfo(0, 2, 0, store_address=("localhost", 0)), 20.0)
     with pytest.raises(OSError):
-        meet(RankInfo(0, 2, 0, store_address=("203.0.113.7", 0)), 20.0)
+        rendezvous_store(RankInfo(0, 2, 0, store_address=("203.0.113.7", 0)), 20.0)
     with listen() as taken, pytest.raises(ValueError, match=r"MASTER_PORT=\d+: expected a free port on"):
-        meet(RankInfo(0, 2, 0, store_address=("127.0.0.1", taken.getsockname()[1])), 20.0)
+        rendezvous_store(RankInfo(0, 2, 0, store_address=("127.0.0.1", taken.getsockname()[1])), 20.0)
 
 
 def _interfaces(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
