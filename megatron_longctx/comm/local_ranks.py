@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from .rendezvous import RankInfo, connect_store, host_store, join, listen
+from .rendezvous import RankInfo, connect_store, host_store, join_group, listen
 
 
 def run_ranks(
@@ -132,7 +132,7 @@ def _rank_main(
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     place = RankInfo.local(rank, int(environment["WORLD_SIZE"]))
-    join(place, connect_store(port, timeout), timeout, cuda=backend == "nccl")
+    join_group(place, connect_store(port, timeout), timeout, cuda=backend == "nccl")
     if threads is not None:
         torch.set_num_threads(threads)
     result = fn(rank, *args)

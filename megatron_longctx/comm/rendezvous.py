@@ -144,7 +144,7 @@ def rendezvous_store(place: RankInfo, timeout_s: float) -> Store | None:
     return host_store(listener, timeout_s)
 
 
-def join(place: RankInfo, store: Store | None, timeout_s: float, cuda: bool) -> None:
+def join_group(place: RankInfo, store: Store | None, timeout_s: float, cuda: bool) -> None:
     """Join the job's process group: NCCL on GPUs, gloo on CPUs.
 
     On one host, both listen on loopback only. On several hosts, gloo listens on the interface that leads to the first

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ..comm.local_ranks import exit_with_parent, explain_failure, stopped_ranks
-from ..comm.rendezvous import RankInfo, connect_store, host_store, join, listen, rendezvous_store
+from ..comm.rendezvous import RankInfo, connect_store, host_store, join_group, listen, rendezvous_store
 from ..compose import RESOLVED, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed, refuse
@@ -161,7 +161,7 @@ def start(job: InferenceJob, work: RankWork) -> None:
             expected = f"context x tensor = {job.world_size}"
             raise refuse("world size", place.world_size, expected, "Start that many ranks.")
         place.export(os.environ)
-        join(place, rendezvous_store(place, job.timeout_s), job.timeout_s, torch.cuda.is_available())
+        join_group(place, rendezvous_store(place, job.timeout_s), job.timeout_s, torch.cuda.is_available())
         _work(job, work)
         dist.destroy_process_group()
         return
@@ -197,7 +197,7 @@ def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     try:
-        join(RankInfo.local(0, job.world_size), store, job.timeout_s, torch.cuda.is_available())
+        join_group(RankInfo.local(0, job.world_size), store, job.timeout_s, torch.cuda.is_available())
         yield
         dist.barrier()
     except RuntimeError as error:  # what a broken connection, or a rank that hangs, is to the process group
@@ -228,7 +228,7 @@ def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
 def _other_rank(index: int, job: InferenceJob, work: RankWork, port: int) -> None:
     exit_with_parent()
     place, store = RankInfo.local(index + 1, job.world_size), connect_store(port, job.timeout_s)
-    join(place, store, job.timeout_s, torch.cuda.is_available())
+    join_group(place, store, job.timeout_s, torch.cuda.is_available())
     try:
         _work(job, work)
     except ValueError:

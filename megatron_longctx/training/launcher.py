@@ -201,7 +201,7 @@ def _join(config: Config, place: RankInfo) -> None:
     limit = config.parallelism.timeout_s
     record_collectives(RunFolder.of(config).ranks)
     try:
-        rendezvous.join(place, rendezvous.rendezvous_store(place, limit), limit, worker.uses_cuda(config))
+        rendezvous.join_group(place, rendezvous.rendezvous_store(place, limit), limit, worker.uses_cuda(config))
     except (RuntimeError, OSError) as error:
         meeting = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise JobFailed(f"rank {place.rank} cannot join the other ranks at {meeting}: {error}") from None

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
 from ..comm.local_ranks import run_ranks
-from ..comm.rendezvous import RankInfo, join
+from ..comm.rendezvous import RankInfo, join_group
 from ..errors import JobFailed, refuse
 from ..gpus import gpu_ranks
 
@@ -85,7 +85,7 @@ def start(where: Where, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _joined(place: RankInfo, where: Where, fn: Callable[..., Any], *args: Any) -> Any:
-    join(place, None, _TIMEOUT_S, cuda=where.device == "cuda")
+    join_group(place, None, _TIMEOUT_S, cuda=where.device == "cuda")
     result = fn(place.rank, *args)
     dist.barrier()
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..comm.rendezvous import RankInfo, connect_store, host_store, join
+from ..comm.rendezvous import RankInfo, connect_store, host_store, join_group
 from ..compose import load_config
 from ..config import Config
 from .disk import disk_full
@@ -47,7 +47,7 @@ def spawned(local_rank: int, world_size: int, listener: socket.socket, run_folde
             listener.close()  # nobody would answer there once rank 0 has ended
             store = connect_store(port, limit)
         record_collectives(folder.ranks)
-        join(RankInfo.local(local_rank, world_size), store, limit, uses_cuda(config))
+        join_group(RankInfo.local(local_rank, world_size), store, limit, uses_cuda(config))
     except BaseException as error:
         folder.note_error(local_rank, error)
         raise
