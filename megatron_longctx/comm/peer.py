@@ -240,8 +240,8 @@ class SymmetricExchange:
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "attention over peer memory was captured into a CUDA graph, which cannot be replayed: its memories "
-                "take turns. Leave attention out of the graph, or choose attention.transport=p2p."
+                "attention over peer memory was captured into a CUDA graph, which cannot be replayed: passes alternate "
+                "between two memories. Leave attention out of the graph, or choose attention.transport=p2p."
             )
         self._transport.ensure_capacity(self._num_bytes, len(self._incoming))
         if self._prepared_generation != self._transport.generation:
