@@ -17,7 +17,7 @@ from megatron_longctx.calibrate.command import calibrate
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
 from megatron_longctx.errors import refuse
-from megatron_longctx.inference.figures import calibration_file, known_figures
+from megatron_longctx.inference.choice import calibration_file, known_figures
 from megatron_longctx.mcore.inference import for_inference
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.training.ranks import Where, start

@@ -16,15 +16,14 @@ import torch.distributed as dist
 
 from megatron_longctx.comm import from_all
 from megatron_longctx.comm.symmetric import finish
-from megatron_longctx.config import Config
+from megatron_longctx.config import Config, InferenceConfig
 from megatron_longctx.errors import refuse
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager, ScheduledChunk
-from megatron_longctx.inference.choice import Chooser, Decision
-from megatron_longctx.inference.engine import EngineSettings, LongContextEngine, Session
-from megatron_longctx.inference.figures import agreed_figures
+from megatron_longctx.inference.choice import Chooser, Decision, agreed_figures
+from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
-from megatron_longctx.inference.session import NextToken
+from megatron_longctx.inference.session import NextToken, Session
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, pages_per_rank
 from megatron_longctx.schedules import Target
@@ -181,7 +180,7 @@ class _Rig:
         self._chooser = _Remembering(agreed_figures(config, self._device), config.inference.mode, rule)
         self._modes = sweep.modes if self._n > 1 else sweep.modes[:1]
         self._cache_manager = _Rewindable(self._n, pages_per_rank(config), config.inference.page_tokens)
-        settings = EngineSettings(decode=engine.settings.decode, cuda_graphs=engine.settings.cuda_graphs)
+        settings = InferenceConfig(decode=engine.settings.decode, cuda_graphs=engine.settings.cuda_graphs)
         self.engine = LongContextEngine(engine.model, self._cache_manager, self._chooser, settings)
         self._random = random.Random(0)  # the same tokens on every rank
 

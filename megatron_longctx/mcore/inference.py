@@ -23,9 +23,8 @@ from ..config import Config, ParallelismConfig, RecomputeConfig
 from ..errors import refuse
 from ..inference.cache_manager import CacheManager
 from ..inference.cached_attention import CachedAttention, CacheShape
-from ..inference.choice import Chooser
-from ..inference.engine import EngineSettings, LongContextEngine
-from ..inference.figures import agreed_figures
+from ..inference.choice import Chooser, agreed_figures
+from ..inference.engine import LongContextEngine
 from ..lowbit.crossover import Crossover
 from ..lowbit.reduction import ReductionPolicy
 from ..schedules.mask import Window
@@ -91,7 +90,7 @@ class CachedRotaryEmbedding(ShardedRotaryEmbedding):
 
 
 class CachedGPT:
-    """A GPT of one pipeline stage whose attention goes through the cache. See `inference.engine.CachedModel`.
+    """A GPT of one pipeline stage whose attention goes through the cache. See `inference.cached_attention.CachedModel`.
 
     Args:
         gpt: built by `model.build_model`, without sequence parallelism; it can no longer train.
@@ -139,7 +138,7 @@ class CachedGPT:
         return [module for module in self._gpt.modules() if isinstance(module, ReducedRowParallelLinear)]
 
     def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """See `inference.engine.CachedModel.logits`."""
+        """See `inference.cached_attention.CachedModel.logits`."""
         found = self._logits(tokens, positions, rows)
         return found.to(torch.float32, copy=True)  # outlives the pass: a tensor like any other
 
@@ -251,9 +250,7 @@ def build_engine(
     learned = model.position_embedding == "learned"
     cached = CachedGPT(gpt, attention, tokenizer.vocab_size, config.data.seq_length if learned else None)
     chooser = Chooser(agreed_figures(config, device), inference.mode, inference.rule if n > 1 else "bytes")
-    how = inference.decode, inference.cuda_graphs
-    settings = EngineSettings(inference.prefill_chunk, inference.evict, inference.exact_reuse, *how)
-    return LongContextEngine(cached, manager, chooser, settings), tokenizer
+    return LongContextEngine(cached, manager, chooser, inference), tokenizer
 
 
 def load_model(

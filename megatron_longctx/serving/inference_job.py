@@ -1,4 +1,4 @@
-"""What inference verbs share: a run's checkpoint and settings, and the ranks that serve it.
+"""The jobs of inference verbs: a run's checkpoint and settings, and the ranks that run it.
 
 Every rank makes the same calls. Rank 0 is the process that was started, so that it has the terminal.
 """
@@ -25,8 +25,8 @@ from ..compose import RESOLVED, load_config, override_config
 from ..config import Config
 from ..errors import JobFailed, refuse
 from ..gpus import gpu_ranks, ranks_per_gpu
+from ..inference.choice import calibration_file
 from ..inference.engine import LongContextEngine
-from ..inference.figures import calibration_file
 from ..mcore import groups
 from ..mcore.inference import build_engine, check_cache, for_inference
 from ..mcore.model import RETRAINABLE
@@ -42,6 +42,7 @@ _READ = tuple(
         *("cluster", "timeout_s"),
     )
 )
+"""The keys of `parallelism` that inference reads."""
 
 
 @dataclass(frozen=True)
@@ -64,23 +65,19 @@ class InferenceJob:
 
 
 Work = Callable[[InferenceJob, LongContextEngine, Any], None]
-"""What every rank does with the engine and the tokenizer; a module-level function."""
+"""What every rank runs with the engine and the tokenizer; a module-level function."""
 RankWork = Callable[[InferenceJob, Any], None]
-"""What every rank does with its process groups; it can be pickled."""
+"""What every rank runs with its process groups; it can be pickled."""
 
 
 def split_words(words: Sequence[str], own_keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The verb's own `key=value` words, and the settings."""
+    """Split `key=value` words into the verb's own and settings."""
     own = {key: value for key, _, value in (word.partition("=") for word in words) if key in own_keys}
     return own, [word for word in words if word.partition("=")[0] not in own_keys]
 
 
 def refuse_unread(settings: Sequence[str]) -> None:
-    """Refuse words for what only training divides its ranks by.
-
-    Raises:
-        ValueError: names the word.
-    """
+    """Raise ValueError for parallelism settings that only training reads."""
     for word in settings:
         key, _, value = word.partition("=")
         if key.startswith("parallelism.") and key not in _READ:
@@ -89,10 +86,10 @@ def refuse_unread(settings: Sequence[str]) -> None:
 
 
 def checkpoint_of(own: Mapping[str, str]) -> tuple[Path, int | None]:
-    """The folder and the number of `checkpoint=RUN` and `iteration=N`.
+    """Return the folder and the number of `checkpoint=RUN` and `iteration=N`.
 
     Raises:
-        ValueError: they are none.
+        ValueError: `checkpoint` is missing, or `iteration` is not a number.
     """
     if not own.get("checkpoint"):  # an empty one would be the current folder
         raise refuse("checkpoint", "", "checkpoint=RUN, the folder of a run", "Give runs/NAME of a training run.")
@@ -108,27 +105,27 @@ def job_of(
     options: Any = None,
     adapted: Callable[[Config], Config] = for_inference,
 ) -> InferenceJob:
-    """The job of `checkpoint=RUN` and `iteration=N`, checked as far as one process can.
+    """Return the job of `checkpoint=RUN` and `iteration=N`, checked as far as one process can.
 
     Args:
-        adapted: the run's configuration, with the settings, as the verb takes it.
+        adapted: adapts the run's configuration, with the settings applied, to the verb.
 
     Raises:
-        ValueError: a checkpoint, settings or sizes that cannot be used.
+        ValueError: the checkpoint, settings or sizes cannot be used.
     """
     run, iteration = checkpoint_of(own)
     loaded = load_config(run / RESOLVED)
-    # Training's own sizes and attention say nothing about these.
-    whole = replace(loaded.parallelism, pipeline_parallel_size=1, data_parallel_size=None)
-    ours = replace(loaded.attention, baseline=None)
-    config = adapted(override_config(replace(loaded, parallelism=whole, attention=ours), settings))
+    # Drop training's own sizes and attention.
+    parallelism = replace(loaded.parallelism, pipeline_parallel_size=1, data_parallel_size=None)
+    attention = replace(loaded.attention, baseline=None)
+    config = adapted(override_config(replace(loaded, parallelism=parallelism, attention=attention), settings))
     saved_run.check("checkpoint", run, config, iteration, free=RETRAINABLE)
     job = InferenceJob(config, run / "checkpoints", iteration, options)
     device = device_type(config)
     check_kernel(config, device)
     cluster, n = config.parallelism.cluster, config.parallelism.context_parallel_size
     if cluster and n > 1 and not calibration_file(config, torch.device(device)).is_file():
-        load_cluster(cluster).resized(n)  # what attention is to be priced by can be read
+        load_cluster(cluster).resized(n)  # the choice of modes will need it: refuse it here if it cannot be read
     alone = Placement.of_environment(os.environ) is None
     if device == "cuda" and job.world_size > gpu_ranks() and alone:
         sizes = "parallelism.context_parallel_size x tensor_parallel_size"
@@ -140,17 +137,17 @@ def run(job: InferenceJob, work: Work) -> None:
     """Run `work` with the engine on every rank. See `start`.
 
     Raises:
-        ValueError: a cache that does not fit, too.
+        ValueError: also if the cache does not fit.
     """
     check_memory(job)
     start(job, partial(_with_engine, work=work))
 
 
 def start(job: InferenceJob, work: RankWork) -> None:
-    """Run `work` on every rank, of this host or as torchrun or Slurm has started them.
+    """Run `work` on every rank, on this host or as torchrun or Slurm has started them.
 
     Raises:
-        ValueError: what `work` raised on all ranks.
+        ValueError: `work` raised it on all ranks.
         JobFailed: another rank ended.
     """
     if job.config.train.device == "cpu":
@@ -170,7 +167,7 @@ def start(job: InferenceJob, work: RankWork) -> None:
 
 
 def check_memory(job: InferenceJob) -> None:
-    """Refuse a cache that does not fit a GPU, or a rank's share of this host."""
+    """Raise ValueError if the cache does not fit into a GPU, or into a rank's part of this host's memory."""
     on_gpus = device_type(job.config) == "cuda"
     check_cache(
         job.config,
@@ -180,15 +177,15 @@ def check_memory(job: InferenceJob) -> None:
 
 @contextmanager
 def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
-    """The other ranks, for as long as the context takes; this process is rank 0."""
+    """Run the other ranks while the context is open; this process is rank 0."""
     store = host_store(listen(), job.timeout_s)
     others: list[Any] = []
     if job.world_size > 1:
         args, count = (job, work, store.port), job.world_size - 1
-        # A terminal's Ctrl-C goes to all processes. This one ends the others; were they to end first, it would wait for
-        # them in the process group, where nothing interrupts it. It is blocked in them from their first moment on; one
-        # that comes meanwhile reaches this process afterwards.
-        resource_tracker.ensure_running()  # spawn's helper, whose start would unblock it
+        # A terminal sends Ctrl-C to all processes. This one then ends the others. If they ended first, it would wait
+        # for them in the process group, where nothing interrupts it. So SIGINT is blocked in them from the beginning;
+        # one that arrives meanwhile reaches this process afterwards.
+        resource_tracker.ensure_running()  # the start of spawn's helper would unblock it
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             others = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
@@ -200,18 +197,18 @@ def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
         join(Placement.local(0, job.world_size), store, job.timeout_s, torch.cuda.is_available())
         yield
         dist.barrier()
-    except RuntimeError as error:  # what a broken connection, or a rank that hangs, is to the process group
+    except RuntimeError as error:  # raised by the process group for a broken connection, or a rank that hangs
         if not others:
             raise
         for process in others:
             process.join(timeout=_GRACE_S / len(others))
         stopped = stopped_ranks([os.getpid(), *(process.pid for process in others)])
         failed = [process for process in others if process.exitcode]
-        said = f"another rank ended with exit code {failed[0].exitcode}: {error}" if failed else str(error)
-        told = with_cause(said, stopped, job.timeout_s)
-        if told == str(error):
+        message = f"another rank ended with exit code {failed[0].exitcode}: {error}" if failed else str(error)
+        message = with_cause(message, stopped, job.timeout_s)
+        if message == str(error):
             raise
-        raise JobFailed(told) from error
+        raise JobFailed(message) from error
     except KeyboardInterrupt:
         for process in others:
             process.kill()
@@ -232,7 +229,7 @@ def _other_rank(index: int, job: InferenceJob, work: RankWork, port: int) -> Non
     try:
         _work(job, work)
     except ValueError:
-        return  # rank 0 has met it as well, and says so
+        return  # rank 0 raises it as well and reports it
     dist.barrier()
     dist.destroy_process_group()
 
@@ -257,7 +254,7 @@ def _with_engine(job: InferenceJob, collection: Any, work: Work) -> None:
 
 @contextmanager
 def engine_of(job: InferenceJob, collection: Any) -> Iterator[tuple[LongContextEngine, Any]]:
-    """The engine and the tokenizer of the job's checkpoint. All ranks call it."""
+    """Build the engine and the tokenizer of the job's checkpoint, for the time of the context. All ranks call it."""
     engine, tokenizer = build_engine(job.config, collection, job.checkpoints, job.iteration)
     try:
         yield engine, tokenizer

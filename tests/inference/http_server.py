@@ -15,18 +15,18 @@ from typing import Any
 
 import uvicorn
 
-from megatron_longctx.inference.scheduler import Bounds, Event, Request
+from megatron_longctx.inference.scheduler import Event, Request, RequestLimits
 from megatron_longctx.models.chat import Chat
 from megatron_longctx.serving.http_api import server
 from megatron_longctx.serving.http_api.access import Access
 from megatron_longctx.serving.http_api.app import Api
 from megatron_longctx.serving.http_api.inbox import Inbox
 from megatron_longctx.serving.http_api.parsing import Model
-from megatron_longctx.serving.http_api.server import server_of
+from megatron_longctx.serving.http_api.server import build_server
 from tests.shared.jobs import PATIENCE_S
 
 BODY = {"prompt": "ab", "max_tokens": 9}
-BOUNDS = Bounds(tokens=10**4, positions=None, vocab_size=1000)
+LIMITS = RequestLimits(tokens=10**4, positions=None, vocab_size=1000)
 LONG = 1000  # the token whose text is long
 LONG_TEXT = "x" * 200_000
 
@@ -55,7 +55,7 @@ class Served:
         for connection in list(self._server.server_state.connections):
             assert isinstance(connection, server._Connection)
             connection.timeout_keep_alive = 0.05
-            connection.loop.call_soon_threadsafe(connection._look, None)
+            connection.loop.call_soon_threadsafe(connection._check_progress, None)
 
     def take(self) -> Request | int:
         """What arrives next."""
@@ -128,10 +128,10 @@ def serving(
     encode: Callable[[str], list[int]] = encode,
 ) -> Iterator[Served]:
     inbox = inbox or Inbox(max_waiting)
-    model = Model("m", encode, decode, 0, chat or Chat(), 16, BOUNDS, 1)
+    model = Model("m", encode, decode, 0, chat or Chat(), 16, LIMITS, 1)
     api = Api(model, inbox, 1000, timeout_s, access or Access())
     listener = socket.create_server(("127.0.0.1", 0))
-    running = server_of(api, max_connections)
+    running = build_server(api, max_connections)
     running.config.timeout_keep_alive = math.ceil(PATIENCE_S)  # whoever is slow on a busy machine is not let go
     thread = threading.Thread(target=running.run, args=([listener],))
     thread.start()

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.config import Config
-from megatron_longctx.inference.cache_manager import CacheFull, slots_of
-from megatron_longctx.inference.engine import LongContextEngine, Session
+from megatron_longctx.inference.cache_manager import CacheFull
+from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Limits, Request, Scheduler
+from megatron_longctx.inference.session import Session
 from tests.inference.conversations import dense, engine_of
+from tests.inference.histories import slots_of
 
 LONGEST = 110
 OPERATIONS = ("open", "append", "append", "generate", "generate", "stop", "fork", "fork", "close", "evict", "bad")
@@ -149,7 +151,7 @@ class Soak:
     def _contents(self, session: Session) -> Tensor:
         """This rank's cached keys and values of a session, in the order of their positions: `[layers, tokens, ...]`."""
         attention = self.engine.model.attention
-        slots = slots_of(self.engine.cache_manager.slots(session.number, attention.rank))
+        slots = slots_of(self.engine.cache_manager, session.number, attention.rank)
         return torch.stack([layer[slots] for layer in attention._layers])
 
     def _watch(self) -> None:
@@ -157,7 +159,7 @@ class Soak:
         manager = self.engine.cache_manager
         kept: dict[Session, tuple[object, Tensor]] = {}
         for session in self._sessions:
-            books, now = manager._shards(session.number), self._contents(session)
+            books, now = manager.shards(session.number), self._contents(session)
             before, old = self._cached.get(session, (None, now))
             if books is before:  # neither evicted nor shortened since
                 assert now.shape[1] >= old.shape[1] and torch.equal(now[:, : old.shape[1]], old), "a cache has changed"

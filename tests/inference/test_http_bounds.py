@@ -18,16 +18,16 @@ import pytest
 import uvicorn
 
 from megatron_longctx.config import ServeConfig
-from megatron_longctx.inference.scheduler import Bounds, Event
+from megatron_longctx.inference.scheduler import Event, RequestLimits
 from megatron_longctx.models.chat import Chat
 from megatron_longctx.serving import serve
 from megatron_longctx.serving.http_api import app, server
-from megatron_longctx.serving.http_api.access import API_KEY, Access, access_of
+from megatron_longctx.serving.http_api.access import API_KEY, Access, build_access
 from megatron_longctx.serving.http_api.app import Api
 from megatron_longctx.serving.http_api.inbox import Inbox
-from megatron_longctx.serving.http_api.parsing import ApiError, Model, checked
-from megatron_longctx.serving.http_api.server import server_of
-from tests.inference.http_server import BODY, BOUNDS, LONG, Served, answer_on, decode, encode, ended, serving, until
+from megatron_longctx.serving.http_api.parsing import ApiError, Model, parse_request
+from megatron_longctx.serving.http_api.server import build_server
+from tests.inference.http_server import BODY, LIMITS, LONG, Served, answer_on, decode, encode, ended, serving, until
 from tests.shared.jobs import PATIENCE_S
 
 
@@ -101,7 +101,7 @@ def test_a_server_that_fails_ends_the_job_with_its_error(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(uvicorn.Server, "run", fail)
     inbox, before = Inbox(1), signal.getsignal(signal.SIGTERM)
-    model = Model("m", encode, decode, 0, Chat(), 16, BOUNDS)
+    model = Model("m", encode, decode, 0, Chat(), 16, LIMITS)
     with pytest.raises(RuntimeError, match="out of threads"), serve._serving(model, inbox, ServeConfig(port=0)):
         until(lambda: inbox.stopping)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -143,7 +143,7 @@ def test_a_client_that_has_said_all_gets_its_answer(served: Served, stream: bool
     connection = served.post({**BODY, "stream": stream})
     connection.shutdown(socket.SHUT_WR)
     number = served.request().number
-    time.sleep(3 * server._LOOK_S)  # looks whether somebody is there
+    time.sleep(3 * server._PROBE_S)  # looks whether somebody is there
     served.say(number, "cd", "length")
     status, text, _ = answer_on(connection)
     assert status == 200 and (b"[DONE]" in text if stream else text["choices"][0]["text"] == "cd")
@@ -179,7 +179,7 @@ def test_ranks_that_hang_are_not_said_to_be_well() -> None:
 
 
 def test_what_another_sites_page_can_have_a_browser_send_is_refused() -> None:
-    with serving(access=access_of("127.0.0.1", None, None, {})) as served:
+    with serving(access=build_access(ServeConfig(), {})) as served:
         data = json.dumps(BODY).encode()
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
             head = {"Content_Length": str(len(data)), "Content_Type": kind, "Host": "127.0.0.1"}
@@ -213,22 +213,22 @@ def test_what_another_sites_page_can_have_a_browser_send_is_refused() -> None:
 def test_by_which_names_a_server_may_be_called(
     host: str, allowed: str | None, called: list[str], refused: list[str]
 ) -> None:
-    access = access_of(host, allowed, None, {API_KEY: "k"})
-    assert [access.called(name) for name in called + refused] == [True] * len(called) + [False] * len(refused)
+    access = build_access(ServeConfig(host=host, allowed_hosts=allowed), {API_KEY: "k"})
+    assert [access.allows_host(name) for name in called + refused] == [True] * len(called) + [False] * len(refused)
 
 
 def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\n  two \nfirst\n")
-    access = access_of("::", None, str(tmp_path / "keys"), {API_KEY: "first\nsecond"})
+    access = build_access(ServeConfig(host="::", api_keys=str(tmp_path / "keys")), {API_KEY: "first\nsecond"})
     assert access.keys == ("first", "second", "one", "two")
     assert [access.client(f"Bearer {key}".encode()) for key in (*access.keys, "three", "")] == [1, 2, 3, 4, None, None]
-    assert access_of("127.0.0.1", None, None, {}).client(b"Bearer whatever") == 0
+    assert build_access(ServeConfig(), {}).client(b"Bearer whatever") == 0
     (tmp_path / "empty").write_text("\n")
     for name, reason in (("gone", "No such file"), ("empty", "it has none")):
         with pytest.raises(ValueError, match=rf"serve.api_keys=.*{name}: expected a file with a key a line \({reason}"):
-            access_of("127.0.0.1", None, str(tmp_path / name), {})
+            build_access(ServeConfig(api_keys=str(tmp_path / name)), {})
     with pytest.raises(ValueError, match=r"serve.host=::: expected a loopback address, or MEGATRON_LONGCTX_API_KEY"):
-        access_of("::", None, None, {API_KEY: " "})
+        build_access(ServeConfig(host="::"), {API_KEY: " "})
 
 
 def test_the_ranks_are_told_whose_a_request_is() -> None:
@@ -261,17 +261,17 @@ def test_prompts_that_are_too_long_are_refused_here(asked: dict[str, Any], messa
         assert len(text) <= 36
         return encode(text)
 
-    model = Model("m", short, decode, 0, Chat(), 1, Bounds(10, None, 1000), token_chars=4)
+    model = Model("m", short, decode, 0, Chat(), 1, RequestLimits(10, None, 1000), token_chars=4)
     with pytest.raises(ApiError, match=f"^{message}") as caught:
-        checked(model, json.dumps(asked).encode(), chat="messages" in asked)
+        parse_request(model, json.dumps(asked).encode(), chat="messages" in asked)
     assert caught.value.status == 400
 
 
 def test_a_body_that_no_prompt_can_need_is_not_waited_for() -> None:
-    model = Model("m", encode, decode, 0, Chat(), 1, Bounds(10, None, 1000), token_chars=4)
-    assert model.most_bytes == 2**16 + 640 and replace(model, token_chars=None).most_bytes == math.inf
+    model = Model("m", encode, decode, 0, Chat(), 1, RequestLimits(10, None, 1000), token_chars=4)
+    assert model.max_bytes == 2**16 + 640 and replace(model, token_chars=None).max_bytes == math.inf
     longest = {"messages": [{"role": "user", "content": "😀"}] * 36}
-    assert len(json.dumps(longest, indent=8)) < model.most_bytes
+    assert len(json.dumps(longest, indent=8)) < model.max_bytes
 
 
 def test_long_texts_are_cut_into_tokens_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +295,7 @@ def test_long_texts_are_cut_into_tokens_one_at_a_time(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 def test_it_listens_at_addresses_of_ipv6(caplog: pytest.LogCaptureFixture) -> None:
-    inbox, model = Inbox(1), Model("m", encode, decode, 0, Chat(), 16, BOUNDS)
+    inbox, model = Inbox(1), Model("m", encode, decode, 0, Chat(), 16, LIMITS)
     caplog.set_level("INFO", "megatron_longctx")
     with serve._serving(model, inbox, ServeConfig(host="::1", port=0)):
         found = re.search(r"http://\[::1\]:(\d+)/v1", caplog.text)
@@ -340,5 +340,5 @@ def test_a_request_that_takes_long_is_not_let_go() -> None:
 
 
 def test_looks_at_connections_are_as_far_apart_as_bodies_may_take() -> None:
-    api = Api(Model("m", encode, decode, 0, Chat(), 16, BOUNDS), Inbox(1), 1000, 1.5, Access())
-    assert server_of(api, 1).config.timeout_keep_alive == 2
+    api = Api(Model("m", encode, decode, 0, Chat(), 16, LIMITS), Inbox(1), 1000, 1.5, Access())
+    assert build_server(api, 1).config.timeout_keep_alive == 2

@@ -12,9 +12,9 @@ import torch
 from megatron_longctx.config import Config
 from megatron_longctx.inference.cache_manager import CacheFull
 from megatron_longctx.inference.engine import LongContextEngine
-from megatron_longctx.inference.prefixes import common
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.scheduler import Event, Limits, Request, Scheduler
+from megatron_longctx.inference.session import common_prefix
 from megatron_longctx.testing.distributed import run_distributed
 from tests.inference.conversations import engine_of, parallel
 from tests.inference.test_scheduler import finish, tokens_of
@@ -197,6 +197,6 @@ def test_common_beginnings_are_held_once(tmp_path: Path, n: int) -> None:
 def test_the_common_beginning_of_two_texts() -> None:
     text = list(range(10_000))
     for at in (0, 1, 4095, 4096, 9_999):
-        assert common(text, [*text[:at], -1, *text[at + 1 :]]) == at
-    assert common(text, text[:5000]) == 5000
-    assert common([], text) == 0
+        assert common_prefix(text, [*text[:at], -1, *text[at + 1 :]]) == at
+    assert common_prefix(text, text[:5000]) == 5000
+    assert common_prefix([], text) == 0

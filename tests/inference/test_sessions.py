@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron_longctx.config import Config
 from megatron_longctx.inference.cache_manager import CacheFull, ScheduledChunk
-from megatron_longctx.inference.engine import LongContextEngine, Session
+from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
+from megatron_longctx.inference.session import Session
 from megatron_longctx.testing.distributed import run_distributed
 from tests.inference.conversations import engine_of, parallel
 from tests.shared.training import changed, tiny_config
@@ -195,18 +196,18 @@ def warming_up_leaves_open_sessions_alone(engine: LongContextEngine) -> None:
 
 def a_pass_takes_as_many_tokens_as_fit(engine: LongContextEngine, each: int) -> None:
     """Of all sequences together, so that activations are bounded however long prompts are and however many."""
-    own, most = engine.settings, each * engine.cache_manager.n
+    own, all_tokens, most = engine.settings, engine.rank_tokens, each * engine.cache_manager.n
     texts = [PROMPTS[0] * 6, PROMPTS[1], PROMPTS[2], PROMPTS[2] * 2]
     for chunk in (None, 7):
-        engine.settings = replace(own, prefill_chunk=chunk)
+        engine.settings, engine.rank_tokens = replace(own, prefill_chunk=chunk), all_tokens
         _, expected = passes(engine, texts)
-        engine.settings = replace(own, prefill_chunk=chunk, rank_tokens=each)
+        engine.rank_tokens = each
         computed, found = passes(engine, texts)
         assert sum(computed) == sum(map(len, texts)) and max(computed) <= max(most, chunk or 0)
         assert chunk or all(before + after > most for before, after in pairwise(computed)), "each takes what fits"
         assert len(computed) > 3
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
-    engine.settings = own
+    engine.settings, engine.rank_tokens = own, all_tokens
 
 
 def passes(engine: LongContextEngine, texts: list[list[int]]) -> tuple[list[int], Tensor]:

@@ -243,7 +243,7 @@ def _ours(rank: int, path: Path) -> None:
     cached = CachedGPT(gpt, attention, VOCABULARY, None)
     turns = manager.append({manager.open(): LENGTH})
     attention.begin(Batch(world, manager.slots_per_rank, turns), "pass_kv")
-    mine = torch.tensor([position for span in turns[0].new_spans(rank) for position in span])
+    mine = torch.tensor([position for span in turns[0].new_spans[rank] for position in span])
     logits = cached.logits(tokens[0, mine], mine, torch.arange(len(mine)))
     torch.testing.assert_close(logits, expected[mine], rtol=2e-5, atol=2e-5)
     groups.destroy()
