@@ -145,18 +145,14 @@ class Decision:
 
     mode: str
     rule: str
-    new: int
-    cached: int
-    sequences: int
-    n: int
+    batch: str
     inputs: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         details = [f"{name}={value:.4g}" for name, value in self.inputs.items()]
         details += [f"{mode} {seconds * 1e6:.1f} us" for mode, seconds in self.seconds.items()]
-        batch = f"{self.new} new and {self.cached} cached tokens of {self.sequences} sequences on {self.n} ranks"
-        return f"{batch}: {self.mode} by {self.rule}" + (f" ({', '.join(details)})" if details else "")
+        return f"{self.batch}: {self.mode} by {self.rule}" + (f" ({', '.join(details)})" if details else "")
 
 
 class Chooser:
@@ -214,18 +210,18 @@ class Chooser:
         return decision
 
     def _decide(self, batch: Batch, is_decode: bool, target: Target | None) -> Decision:
-        facts = (batch.new, batch.cached, len(batch.chunks), batch.n)
+        about = f"{batch.new} new and {batch.cached} cached tokens of {len(batch.chunks)} sequences on {batch.n} ranks"
         if batch.n == 1:
-            return Decision("pass_kv" if self.mode == "auto" else self.mode, "a rank alone", *facts)
+            return Decision("pass_kv" if self.mode == "auto" else self.mode, "a rank alone", about)
         if self.mode != "auto":
-            return Decision(self.mode, f"inference.mode={self.mode}", *facts)
+            return Decision(self.mode, f"inference.mode={self.mode}", about)
         if self._rule == "simulate":
             seconds = {mode: self._layer_seconds(batch, mode, target) for mode in CACHE_MODES}
-            return Decision(min(seconds, key=seconds.__getitem__), "simulation", *facts, seconds=seconds)
+            return Decision(min(seconds, key=seconds.__getitem__), "simulation", about, seconds=seconds)
         passes_kv, inputs = _RULES[self._rule](batch.new, batch.cached, batch.n, self._figures)
         # The rules compare the two rings. With single tokens as queries, only the hops can be saved.
         mode = "pass_kv" if passes_kv else "one_hop" if is_decode else "pass_q"
-        return Decision(mode, self._rule, *facts, inputs=inputs)
+        return Decision(mode, self._rule, about, inputs=inputs)
 
     def _layer_seconds(self, batch: Batch, mode: str, target: Target | None) -> float:
         """Predict the time of one layer.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..errors import refuse
@@ -60,26 +60,6 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What the scheduler may do at a time.
-
-    Attributes:
-        max_active: the most sequences computed together.
-        prefill_chunk: the most prompt tokens computed between two decodes.
-        keep_sessions: the most finished or cancelled sequences whose caches are kept for prompts with the same prefix.
-    """
-
-    max_active: int = 16
-    prefill_chunk: int = 2048
-    keep_sessions: int = 16
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_active", 1), ("prefill_chunk", 1), ("keep_sessions", 0)):
-            if getattr(self, name) < least:
-                raise refuse(name, getattr(self, name), f"{least} or more", f"Raise {name}.")
-
-
-@dataclass(frozen=True)
 class RequestLimits:
     """What a single request may need, with the cache empty.
 
@@ -111,19 +91,11 @@ class RequestLimits:
 
 @dataclass(eq=False)
 class _Active:
-    """A request in progress.
-
-    Attributes:
-        left: the part of the prompt that is not computed yet.
-        max_pages: the most pages that it can hold on a rank at its end.
-        cached: the number of prompt tokens that were cached.
-    """
-
     request: Request
     session: Session
-    left: list[int]
-    max_pages: int
-    cached: int
+    left: list[int]  # of the prompt, not computed yet
+    max_pages: int  # the most that it can hold on a rank at its end
+    cached: int  # tokens of the prompt
     generation: Generation | None = None
 
 
@@ -141,12 +113,22 @@ class Scheduler:
 
     The engine stops evicting: it would take pages of active sequences, which are promised to them, and pages that these
     shared until then would no longer count once.
+
+    Attributes:
+        max_active: the most sequences computed together.
+        prefill_chunk: the most prompt tokens computed between two decodes.
+        keep_sessions: the most finished or cancelled sequences whose caches are kept for prompts with the same prefix.
     """
 
     engine: LongContextEngine
-    limits: Limits = field(default_factory=Limits)
+    max_active: int = 16
+    prefill_chunk: int = 2048
+    keep_sessions: int = 16
 
     def __post_init__(self) -> None:
+        for name, least in (("max_active", 1), ("prefill_chunk", 1), ("keep_sessions", 0)):
+            if getattr(self, name) < least:
+                raise refuse(name, getattr(self, name), f"{least} or more", f"Raise {name}.")
         self._waiting: list[Request] = []
         self._overtaken_by: Counter[int] = Counter()  # per waiting request, the tokens of later ones admitted first
         self._refused: list[Event] = []
@@ -216,7 +198,7 @@ class Scheduler:
             return
         still: list[Request] = []
         for i, request in enumerate(self._waiting):
-            if len(self._active) >= self.limits.max_active:
+            if len(self._active) >= self.max_active:
                 still += self._waiting[i:]
                 break
             may_overtake = all(self._overtaken_by[before.number] + request.tokens < before.tokens for before in still)
@@ -301,7 +283,7 @@ class Scheduler:
 
     def _prefill(self) -> None:
         """Compute the next chunk of the prompts that are not complete, first come, first served."""
-        room = self.limits.prefill_chunk
+        room = self.prefill_chunk
         chunk: dict[Session, list[int]] = {}
         for active in self._active.values():
             if active.left and room:
@@ -342,7 +324,7 @@ class Scheduler:
             return
         del session.tokens[session.cached_tokens :]  # returned last but never computed: the next prompt may differ
         self._kept.append(session)
-        while len(self._kept) > self.limits.keep_sessions:
+        while len(self._kept) > self.keep_sessions:
             self._kept.pop(0).close()
 
     def _drop_kept_to_fit(self, compute: Callable[[], _T]) -> _T:

@@ -21,7 +21,7 @@ from ..inference.session import Session
 from ..mcore.tokenizer import beginning, build_tokenizer, text_of
 from ..models.chat import Chat, Message, chat_of
 from ..topology.cluster import GIB
-from .inference_job import InferenceJob, job_of, refuse_unread, run, split_words
+from .inference_job import InferenceJob, check_memory, engine_of, job_of, refuse_unread, split_words, start
 from .text_stream import TextStream
 
 
@@ -45,7 +45,9 @@ def generate(words: Sequence[str], chat: bool = False) -> None:
     length = 0 if prompt is None else len(beginning(tokenizer)) + len(tokenizer.tokenize(prompt))
     if chat:
         chat_of(job.config.inference.chat_template, tokenizer)  # refuse a bad template before any rank starts
-    run(replace(job, config=_with_cache(job.config, length), options=prompt), _converse)
+    job = replace(job, config=_with_cache(job.config, length), options=prompt)
+    check_memory(job)
+    start(job, _converse)
 
 
 def _prompt(own: dict[str, str], chat: bool) -> str | None:
@@ -76,20 +78,21 @@ def _with_cache(config: Config, prompt_tokens: int) -> Config:
     return replace(config, inference=replace(inference, cache_tokens=tokens))
 
 
-def _converse(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None:
+def _converse(job: InferenceJob, groups: Any) -> None:
     settings = job.config.inference
-    chat = chat_of(settings.chat_template, tokenizer) if job.options is None else Chat()
     drawing = settings.max_new_tokens, settings.temperature, settings.top_k, settings.top_p, settings.seed
-    sampling = Sampling(*drawing, stop=(tokenizer.eod, *chat.stop_tokens))
-    conversation = _Conversation(engine, tokenizer, chat, sampling)
-    for text, at_terminal in _turns(job.options):
-        try:
-            conversation.answer(text)
-        except ValueError as error:  # on all ranks alike
-            if not at_terminal:
-                raise
-            if dist.get_rank() == 0:
-                print(f"megatron-longctx generate: {error} The conversation is as before.", file=sys.stderr, flush=True)
+    with engine_of(job, groups) as (engine, tokenizer):
+        chat = chat_of(settings.chat_template, tokenizer) if job.options is None else Chat()
+        sampling = Sampling(*drawing, stop=(tokenizer.eod, *chat.stop_tokens))
+        conversation = _Conversation(engine, tokenizer, chat, sampling)
+        for text, at_terminal in _turns(job.options):
+            try:
+                conversation.answer(text)
+            except ValueError as error:  # on all ranks alike
+                if not at_terminal:
+                    raise
+                if dist.get_rank() == 0:
+                    print(f"megatron-longctx generate: {error} The conversation is as before.", file=sys.stderr)
 
 
 @dataclass

@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,8 @@ from ..training import saved_run
 from ..training.preflight import check_kernel, device_type, host_bytes
 
 _GRACE_S = 5.0
-_READ = tuple(
-    f"parallelism.{key}"
-    for key in (
-        *("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-        *("cluster", "timeout_s"),
-    )
-)
+_SIZES = ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_READ = tuple(f"parallelism.{key}" for key in (*_SIZES, "cluster", "timeout_s"))
 """The keys of `parallelism` that inference reads."""
 
 
@@ -64,9 +58,7 @@ class InferenceJob:
         return self.config.parallelism.timeout_s
 
 
-Work = Callable[[InferenceJob, LongContextEngine, Any], None]
-"""What every rank runs with the engine and the tokenizer; a module-level function."""
-RankWork = Callable[[InferenceJob, Any], None]
+Work = Callable[[InferenceJob, Any], None]
 """What every rank runs with its process groups; it can be pickled."""
 
 
@@ -133,17 +125,7 @@ def job_of(
     return job
 
 
-def run(job: InferenceJob, work: Work) -> None:
-    """Run `work` with the engine on every rank. See `start`.
-
-    Raises:
-        ValueError: also if the cache does not fit.
-    """
-    check_memory(job)
-    start(job, partial(_with_engine, work=work))
-
-
-def start(job: InferenceJob, work: RankWork) -> None:
+def start(job: InferenceJob, work: Work) -> None:
     """Run `work` on every rank, on this host or as torchrun or Slurm has started them.
 
     Raises:
@@ -176,7 +158,7 @@ def check_memory(job: InferenceJob) -> None:
 
 
 @contextmanager
-def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
+def _ranks(job: InferenceJob, work: Work) -> Iterator[None]:
     """Run the other ranks while the context is open; this process is rank 0."""
     store = host_store(listen(), job.timeout_s)
     others: list[Any] = []
@@ -222,7 +204,7 @@ def _ranks(job: InferenceJob, work: RankWork) -> Iterator[None]:
                 process.kill()
 
 
-def _other_rank(index: int, job: InferenceJob, work: RankWork, port: int) -> None:
+def _other_rank(index: int, job: InferenceJob, work: Work, port: int) -> None:
     end_with_parent()
     place, store = Placement.local(index + 1, job.world_size), join_store(port, job.timeout_s)
     join(place, store, job.timeout_s, torch.cuda.is_available())
@@ -234,7 +216,7 @@ def _other_rank(index: int, job: InferenceJob, work: RankWork, port: int) -> Non
     dist.destroy_process_group()
 
 
-def _work(job: InferenceJob, work: RankWork) -> None:
+def _work(job: InferenceJob, work: Work) -> None:
     par = job.config.parallelism
     collection = groups.initialize(
         tensor=par.tensor_parallel_size,
@@ -245,11 +227,6 @@ def _work(job: InferenceJob, work: RankWork) -> None:
         work(job, collection)
     finally:
         groups.destroy()
-
-
-def _with_engine(job: InferenceJob, collection: Any, work: Work) -> None:
-    with engine_of(job, collection) as (engine, tokenizer):
-        work(job, engine, tokenizer)
 
 
 @contextmanager

@@ -23,14 +23,14 @@ from ..config import ServeConfig
 from ..errors import refuse
 from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling
-from ..inference.scheduler import Limits, Request, Scheduler
+from ..inference.scheduler import Request, Scheduler
 from ..mcore.tokenizer import beginning, build_tokenizer, text_of, token_chars
 from ..models.chat import chat_of
 from ..training.signals import handled
 from .http_api.access import build_access
 from .http_api.inbox import Inbox
 from .http_api.parsing import Model
-from .inference_job import InferenceJob, job_of, refuse_unread, run, split_words
+from .inference_job import InferenceJob, check_memory, engine_of, job_of, refuse_unread, split_words, start
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,8 @@ def serve(words: Sequence[str]) -> None:
     place = Placement.of_environment(os.environ)
     if place is None or place.rank == 0:
         _listen(job.config.serve).close()  # refuse a taken port before the model is loaded
-    run(job, _serve)
+    check_memory(job)
+    start(job, _serve)
 
 
 def _require_packages() -> None:
@@ -78,11 +79,16 @@ def _listen(settings: ServeConfig) -> socket.socket:
         raise refuse("serve.host:serve.port", where, expected, "Choose another port; 0 takes any free one.") from None
 
 
-def _serve(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None:
+def _serve(job: InferenceJob, groups: Any) -> None:
+    with engine_of(job, groups) as (engine, tokenizer):
+        _serve_with(engine, tokenizer, job)
+
+
+def _serve_with(engine: LongContextEngine, tokenizer: Any, job: InferenceJob) -> None:
     settings = job.config.serve
-    chunk = job.config.inference.prefill_chunk or Limits.prefill_chunk
+    chunk = job.config.inference.prefill_chunk or Scheduler.prefill_chunk
     engine.warm_up(settings.max_active)
-    scheduler = Scheduler(engine, Limits(settings.max_active, chunk, settings.keep_sessions))
+    scheduler = Scheduler(engine, settings.max_active, chunk, settings.keep_sessions)
     if dist.get_rank() != 0:
         for number in handled():  # signals may go to all ranks; rank 0 decides when to end
             signal.signal(number, signal.SIG_IGN)

@@ -13,7 +13,7 @@ from megatron_longctx.config import Config
 from megatron_longctx.inference.cache_manager import CacheFull
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
-from megatron_longctx.inference.scheduler import Limits, Request, Scheduler
+from megatron_longctx.inference.scheduler import Request, Scheduler
 from megatron_longctx.inference.session import Session
 from tests.inference.conversations import dense, engine_of
 from tests.inference.histories import slots_of
@@ -191,7 +191,7 @@ class Served:
 def serve(engine: LongContextEngine, seed: int, requests: int) -> tuple[list[Served], Counter[str]]:
     """Random requests with common beginnings, some bad, some cancelled, through a scheduler with little room."""
     source = random.Random(seed)
-    scheduler = Scheduler(engine, Limits(max_active=5, prefill_chunk=24, keep_sessions=4))
+    scheduler = Scheduler(engine, max_active=5, prefill_chunk=24, keep_sessions=4)
     texts = [tuple(source.randrange(256) for _ in range(size)) for size in (70, 90, 33)]
     asked: dict[int, Request] = {}
     answers: dict[int, list[int]] = {}

@@ -13,7 +13,7 @@ from megatron_longctx.config import Config
 from megatron_longctx.inference.cache_manager import CacheFull
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
-from megatron_longctx.inference.scheduler import Event, Limits, Request, Scheduler
+from megatron_longctx.inference.scheduler import Event, Request, Scheduler
 from megatron_longctx.inference.session import common_prefix
 from megatron_longctx.testing.distributed import run_distributed
 from tests.inference.conversations import engine_of, parallel
@@ -82,7 +82,7 @@ def questions_about_one_document(engine: LongContextEngine) -> list[list[int]]:
     """Sent at once: one computes the document, the others wait for it and share its pages with one still under way."""
     requests = [Request(i, (*DOCUMENT, *([i] * (i + 2))), Sampling(max_new_tokens=6 + i)) for i in range(4)]
     alone = [engine.generate([request.prompt], request.sampling)[0] for request in requests]
-    scheduler = Scheduler(engine, Limits(prefill_chunk=32))
+    scheduler = Scheduler(engine, prefill_chunk=32)
     for request in requests:
         scheduler.submit(request)
     events: dict[int, list[Event]] = {}
@@ -105,7 +105,7 @@ def shared_pages_are_promised_once(engine: LongContextEngine) -> None:
     """Requests that would not fit beside each other do where most of what they need is the same."""
     room = engine.cache_manager.n * engine.cache_manager.slots_per_rank
     document = tuple(random.Random(5).randrange(256) for _ in range(room // 2))
-    scheduler = Scheduler(engine, Limits(prefill_chunk=10**6))
+    scheduler = Scheduler(engine, prefill_chunk=10**6)
     for i in range(4):
         scheduler.submit(Request(i, (*document, i), Sampling(max_new_tokens=8)))
     scheduler.advance()
@@ -117,7 +117,7 @@ def shared_pages_are_promised_once(engine: LongContextEngine) -> None:
 
 
 def a_short_common_beginning_makes_nobody_wait(engine: LongContextEngine) -> None:
-    scheduler = Scheduler(engine, Limits(prefill_chunk=200))
+    scheduler = Scheduler(engine, prefill_chunk=200)
     for i in range(3):
         scheduler.submit(Request(i, (1, 2, 50 + i, 4), GREEDY))
     assert {event.number for event in scheduler.advance()} == {0, 1, 2}
@@ -133,7 +133,7 @@ def whole_chunks_only(engine: LongContextEngine) -> None:
     cold.append(prompt)
     truth = engine.next_logits([cold])
     cold.close()
-    scheduler = Scheduler(engine, Limits(prefill_chunk=24))
+    scheduler = Scheduler(engine, prefill_chunk=24)
     scheduler.submit(Request(0, (*DOCUMENT[:70], 1, 2), GREEDY))
     scheduler.submit(Request(1, (9,) * 50, Sampling(max_new_tokens=30)))
     events = [scheduler.advance() for _ in range(11)]

@@ -10,7 +10,7 @@ import pytest
 from megatron_longctx.config import Config
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
-from megatron_longctx.inference.scheduler import Event, Limits, Request, Scheduler
+from megatron_longctx.inference.scheduler import Event, Request, Scheduler
 from megatron_longctx.testing.distributed import run_distributed
 from tests.inference.conversations import engine_of, parallel
 from tests.shared.training import changed, tiny_config
@@ -42,7 +42,7 @@ def everybody_gets_their_own(engine: LongContextEngine) -> list[list[int]]:
         for i in range(12)
     ]
     alone = [engine.generate([request.prompt], request.sampling)[0] for request in requests]
-    scheduler = Scheduler(engine, Limits(max_active=4, prefill_chunk=16, keep_sessions=2))
+    scheduler = Scheduler(engine, max_active=4, prefill_chunk=16, keep_sessions=2)
     early: dict[int, list[Event]] = {}
     for request in requests:
         scheduler.submit(request)
@@ -59,7 +59,7 @@ def everybody_gets_their_own(engine: LongContextEngine) -> list[list[int]]:
 
 
 def a_long_prompt_stalls_nobody(engine: LongContextEngine) -> None:
-    scheduler = Scheduler(engine, Limits(prefill_chunk=10))
+    scheduler = Scheduler(engine, prefill_chunk=10)
     scheduler.submit(Request(0, (97, 98), Sampling(max_new_tokens=9)))
     scheduler.advance()
     scheduler.submit(Request(1, (99,) * 55, Sampling(max_new_tokens=1)))
@@ -69,7 +69,7 @@ def a_long_prompt_stalls_nobody(engine: LongContextEngine) -> None:
 
 
 def a_conversation_is_found_again(engine: LongContextEngine) -> None:
-    scheduler = Scheduler(engine, Limits(keep_sessions=1))
+    scheduler = Scheduler(engine, keep_sessions=1)
     first = Request(0, tuple(range(60, 80)), Sampling(max_new_tokens=4))
     scheduler.submit(first)
     answer = tokens_of(finish(scheduler)[0])
@@ -127,7 +127,7 @@ def what_cannot_be_served_harms_nobody(engine: LongContextEngine) -> None:
 def requests_wait_for_room(engine: LongContextEngine) -> None:
     """Together they need three times the cache; kept caches give way."""
     room = engine.cache_manager.slots_per_rank * engine.cache_manager.n
-    scheduler = Scheduler(engine, Limits(prefill_chunk=10**6))
+    scheduler = Scheduler(engine, prefill_chunk=10**6)
     for i in range(6):
         scheduler.submit(Request(i, (i + 1,) * (room // 2 - 20), Sampling(max_new_tokens=2)))
     scheduler.advance()
@@ -140,7 +140,7 @@ def requests_wait_for_room(engine: LongContextEngine) -> None:
 def short_requests_overtake_one_that_waits_for_room(engine: LongContextEngine) -> None:
     """For about as long as itself would take: together they come to fewer tokens than it does."""
     room = engine.cache_manager.slots_per_rank * engine.cache_manager.n
-    scheduler, size = Scheduler(engine, Limits(max_active=3)), room // 2
+    scheduler, size = Scheduler(engine, max_active=3), room // 2
     scheduler.submit(Request(0, (1,) * size, Sampling(max_new_tokens=60)))
     scheduler.submit(Request(1, (2,) * size, Sampling(max_new_tokens=2)))  # waits for the first to end
     events: list[Event] = []
@@ -161,7 +161,7 @@ def short_requests_overtake_one_that_waits_for_room(engine: LongContextEngine) -
 def what_others_have_asked_is_not_found(engine: LongContextEngine) -> None:
     """Neither what is kept nor what is under way, nor does anybody wait for it."""
     prompt, sampling = tuple(range(60, 110)), Sampling(max_new_tokens=3)
-    scheduler = Scheduler(engine, Limits(prefill_chunk=20))
+    scheduler = Scheduler(engine, prefill_chunk=20)
 
     def cached(number: int, salt: int) -> int:
         scheduler.submit(Request(number, prompt, sampling, salt))
@@ -187,7 +187,7 @@ def nothing_promised_is_evicted(engine: LongContextEngine) -> None:
     prompts = (document, other, long, (*document[:190], 1), (*document[:190], 2))
     requests = [Request(i, prompt, Sampling(max_new_tokens=15)) for i, prompt in enumerate(prompts)]
     alone = [engine.generate([request.prompt], request.sampling)[0] for request in requests]
-    scheduler, events = Scheduler(engine, Limits(prefill_chunk=20)), {}
+    scheduler, events = Scheduler(engine, prefill_chunk=20), {}
     for together in (requests[:1], requests[1:2], requests[2:]):
         for request in together:
             scheduler.submit(request)
@@ -249,4 +249,4 @@ def test_requests_beside_each_other_on_two_ranks(tmp_path: Path) -> None:
 
 def test_limits_are_checked() -> None:
     with pytest.raises(ValueError, match="max_active=0: expected 1 or more"):
-        Limits(max_active=0)
+        Scheduler(None, max_active=0)  # type: ignore[arg-type]

@@ -269,7 +269,7 @@ def test_a_chat_laid_out_by_a_template_finds_its_cache_again(
 @pytest.mark.parametrize("where", [".", "checkpoints/..", "../trained/"])
 def test_the_model_has_the_name_of_its_run(trained: Config, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     jobs: list[InferenceJob] = []
-    monkeypatch.setattr(serve, "run", lambda job, work: jobs.append(job))
+    monkeypatch.setattr(serve, "start", lambda job, work: jobs.append(job))
     monkeypatch.chdir(Path(trained.run.root, trained.run.name))
     serve.serve([f"checkpoint={where}", "serve.port=0"])
     assert jobs[0].options == "trained"
@@ -340,13 +340,10 @@ def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(
     assert "broken: expected a Jinja template (line 1:" in capsys.readouterr().err
 
 
-def test_its_batches_are_met_before_it_listens() -> None:
-    class Met(Exception):
-        pass
+def test_it_warms_up_for_its_batches_before_it_listens() -> None:
+    def warm_up(sequences: int) -> None:
+        raise RuntimeError(f"warming up for {sequences} sequences")
 
-    def warm_up(*met: int) -> None:
-        raise Met(met)
-
-    config = changed(Config(), {"serve.max_active": 12})
-    with pytest.raises(Met, match=r"^\(12,\)$"):
-        serve._serve(SimpleNamespace(config=config), SimpleNamespace(warm_up=warm_up), None)  # type: ignore[arg-type]
+    job = SimpleNamespace(config=changed(Config(), {"serve.max_active": 12}))
+    with pytest.raises(RuntimeError, match="warming up for 12 sequences"):
+        serve._serve_with(SimpleNamespace(warm_up=warm_up), None, job)  # type: ignore[arg-type]

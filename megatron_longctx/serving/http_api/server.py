@@ -13,7 +13,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .app import Api, application
+from .app import Api
 
 _STOP_S = 3
 _PROBE_S = 0.5
@@ -101,7 +101,7 @@ def build_server(api: Api, max_connections: int) -> uvicorn.Server:
     Beyond `max_connections`, connections that wait for their clients are closed, or new ones are answered with 503.
     """
     config = uvicorn.Config(
-        application(api),
+        api.application(),
         http=_Connection,
         loop="asyncio",
         ws="none",
