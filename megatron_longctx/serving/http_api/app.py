@@ -183,9 +183,7 @@ class Api:
                     size += len(chunk)
                     if size > most:
                         raise ApiError(413, f"the body has more than {most} bytes: expected at most these")
-                    if (
-                        size <= self.model.max_bytes
-                    ):  # read the rest without keeping it, so that the client gets the reason
+                    if size <= self.model.max_bytes:  # the rest is read for the client to get the reason, not kept
                         data += chunk
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {self.timeout_s:g} s") from None

@@ -24,7 +24,7 @@ class Inbox:
         max_waiting: the most open requests.
         stalled_s: the seconds after which a round counts as stalled.
         round_began: the start of the round in progress, by `time.monotonic`; None between rounds.
-        stopping: whether the server has been told to stop.
+        stopping: whether the server is shutting down.
     """
 
     max_waiting: int
