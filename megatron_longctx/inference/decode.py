@@ -14,10 +14,8 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,12 +41,6 @@ _EAGER = 2
 """The steps that run before one is captured: they compile and choose kernels and set up communicators."""
 _ENDS, _TOKEN, _POSITION, _SLOT, _COUNT, _SKIPPED = range(6)
 """The fields of a step's inputs; one `_SKIPPED` field per window follows the others."""
-
-
-class _Captured(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    logits: Tensor
-    ids: Tensor
 
 
 class Decoder:
@@ -78,7 +70,7 @@ class Decoder:
             self._attention.allocate_merge(max(MAX_ROWS, self.max_prompt))
         shape = self._attention.shape
         self._tile = most_together(shape.num_heads, shape.num_kv_heads)
-        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         tiles = max(MAX_ROWS, self.max_prompt // self._tile) if self._max_sequences else 0
         self._windows = tuple(window for window in shape.distinct_windows if window is not None)
         num_fields = _SKIPPED + len(self._windows)
@@ -192,11 +184,11 @@ class Decoder:
         key = size, tile
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
-        captured = self._captured[key]
-        captured.graph.replay()
-        return captured.logits, captured.ids
+        graph, logits, ids = self._captured[key]
+        graph.replay()
+        return logits, ids
 
-    def _capture(self, size: int, tile: int) -> _Captured:
+    def _capture(self, size: int, tile: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         """Capture a step. A step may run any number of times with the same results, so this batch's own warms up."""
         logger.info("decode: capturing a step of %d rows, %d rows of a sequence per tile", size, tile)
         aside, now = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
@@ -207,28 +199,19 @@ class Decoder:
         now.wait_stream(aside)
         torch.cuda.synchronize(self._attention.device)
         graph = torch.cuda.CUDAGraph()
-        pool = next((captured.graph.pool() for captured in self._captured.values()), None)
-        with _capturing(graph, pool):
-            logits, ids = self._compute(size, tile)
-        return _Captured(graph, logits, ids)
-
-
-@contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """Capture everything that is issued inside.
-
-    Other threads may use CUDA meanwhile, as NCCL's watchdog does. Garbage is collected before and not during the
-    capture, because memory that peers read cannot be freed while a stream is captured.
-    """
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            yield
-    finally:
-        if enabled:
-            gc.enable()
+        pool = next((captured.pool() for captured, *_ in self._captured.values()), None)
+        # Garbage is collected before the capture and not during it, because memory that peers read cannot be freed
+        # while a stream is captured. Other threads may use CUDA meanwhile, as NCCL's watchdog does.
+        gc.collect()
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                logits, ids = self._compute(size, tile)
+        finally:
+            if enabled:
+                gc.enable()
+        return graph, logits, ids
 
 
 class _StepInputs:

@@ -107,16 +107,15 @@ class LongContextEngine:
                             generation = self.start(session, Sampling(max_new_tokens=2))
                             for _ in range(2):
                                 self.step([generation])
+        batches: list[list[list[int]]] = []
         if self.replicates(2):  # every size of step for prompts
-            for before, size in pairwise((1, *self._decoder.prompt_sizes)):
-                if before < most:
-                    with self._appended([[0] * min(size, most)]):
-                        pass
-        if not self.settings.exact_reuse:  # single tokens of a prompt are computed otherwise
-            for size in self._decoder.batch_sizes(sequences):
-                if size <= pages:  # each takes one
-                    with self._appended([[0]] * size):
-                        pass
+            sizes = pairwise((1, *self._decoder.prompt_sizes))
+            batches += [[[0] * min(size, most)] for before, size in sizes if before < most]
+        if not self.settings.exact_reuse:  # single tokens of a prompt are computed otherwise; each takes a page
+            batches += [[[0]] * size for size in self._decoder.batch_sizes(sequences) if size <= pages]
+        for prompts in batches:
+            with self._appended(prompts):
+                pass
 
     def open(self, prefix_of: Session | None = None, tokens: int | None = None) -> Session:
         """Open a session: empty, or with the first `tokens` tokens (default: all) of another, which may continue.

@@ -1,4 +1,4 @@
-"""What the tests of this room share."""
+"""Shared fixtures of the inference tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_longctx.config import Config
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A run that has learned something, saved with 2 context-parallel ranks."""
+    """A trained run, saved with 2 context-parallel ranks."""
     from megatron_longctx.testing.distributed import run_distributed
     from tests.shared.training import Job, run_jobs, tiny_config, tiny_corpus
 

@@ -1,4 +1,4 @@
-"""`megatron-longctx eval` as a user starts it: the same results at any sizes, written down, and refusals by name."""
+"""`megatron-longctx eval` as a user starts it: the same results at any parallel sizes, files, and refused arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HELD_OUT = ("data.split=60,40", "train.check_data=false")
 
 
 def evaluated(folder: Path, words: Sequence[str]) -> tuple[dict[str, Any], Path, str]:
-    """The JSON of the verb, which has to succeed, where it lies, and what was said."""
+    """Run the verb, which has to succeed, and return its JSON, the folder of its files and its standard output."""
     here = Path(tempfile.mkdtemp(dir=folder))
     command = [*CLI, "eval", f"out={here}/found", *words]
     job = finished(here, command, clean_environment(CUDA_VISIBLE_DEVICES=""), quick=True)
@@ -36,7 +36,7 @@ def evaluated(folder: Path, words: Sequence[str]) -> tuple[dict[str, Any], Path,
     return found, here / "found", job.out.read_text()
 
 
-def test_losses_are_the_same_at_any_sizes_and_those_of_validation(trained: Config, tmp_path: Path) -> None:
+def test_losses_are_the_same_at_any_sizes_and_as_in_validation(trained: Config, tmp_path: Path) -> None:
     words = [run_of(trained), *HELD_OUT, "tasks=loss_by_position", "lengths=96,301", "samples=4"]
     found, out, said = evaluated(tmp_path, [*words, "parallelism.context_parallel_size=1"])
     lengths = found["tasks"]["loss_by_position"]["lengths"]
@@ -62,7 +62,7 @@ def test_losses_are_the_same_at_any_sizes_and_those_of_validation(trained: Confi
 
 
 def _validation(trained: Config, folder: Path) -> float:
-    """As training takes it, of the same weights."""
+    """Return the validation loss of training with the same weights."""
     frozen = {"train.steps": 1, "optim.warmup_steps": 0, "optim.lr": 0.0, "optim.min_lr": 0.0, "train.save": False}
     asked = {"train.eval_interval": 1, "train.eval_samples": 4, "data.split": "60,40", "run.root": str(folder)}
     config = changed(replace(trained, parallelism=ParallelismConfig()), {**frozen, **asked})
@@ -72,7 +72,7 @@ def _validation(trained: Config, folder: Path) -> float:
     return float(json.loads(line)[names.VALIDATION_LOSS])
 
 
-def test_losses_of_packs_are_by_position_in_the_document(trained: Config, tmp_path: Path) -> None:
+def test_losses_of_packs_are_indexed_by_position_in_the_document(trained: Config, tmp_path: Path) -> None:
     words = [run_of(trained), "tasks=loss_by_position", "lengths=200", "samples=3", "data.packing=best_fit"]
     found, _, said = evaluated(tmp_path, [*words, f"data={trained.data.prefix}", "parallelism.context_parallel_size=2"])
     first, *_, last = found["tasks"]["loss_by_position"]["lengths"]["200"]["positions"]
@@ -144,7 +144,7 @@ def test_a_chats_template_counts(trained: Config, tmp_path: Path, capsys: pytest
         ([], "lengths=96: expected at least "),
     ],
 )
-def test_what_cannot_run_is_refused_in_a_line(
+def test_bad_arguments_are_refused_in_one_line(
     trained: Config, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert cli.main(["eval", run_of(trained), *words]) == 2

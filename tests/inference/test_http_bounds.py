@@ -1,4 +1,4 @@
-"""The HTTP interface's bounds: who may ask, how much, how many at once, and how long the server waits for whom."""
+"""The HTTP interface's limits: access, sizes, connections, and time limits for clients and ranks."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def served() -> Iterator[Served]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens", ["", "a"])
-def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool, tokens: str) -> None:
+def test_a_client_that_disconnects_ends_its_request(served: Served, stream: bool, tokens: str) -> None:
     connection = served.post({**BODY, "stream": stream})
     number = served.request().number
     served.say(number, tokens)
     if stream and tokens:
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
     connection.close()
-    if stream and tokens:  # nobody reads: it shows with the next token
+    if stream and tokens:  # it is noticed with the next token
         served.say(number, "b")
     assert served.take() == number
     served.say(number, "c", "cancelled")
     assert served.inbox.num_requests == 0
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_there(served: Served) -> None:
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(served: Served) -> None:
     status, answer, response = answer_on(served.connect("POST /v1/completions", Content_Length="1001"))
     assert status == 413 and "1001 bytes: expected at most 1000" in answer["error"]["message"]
     assert response.headers["connection"] == "close"
@@ -107,7 +107,7 @@ def test_a_server_that_fails_ends_the_job_with_its_error(monkeypatch: pytest.Mon
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_connections_that_ask_for_nothing_are_in_nobodys_way() -> None:
+def test_idle_connections_are_closed_for_new_ones() -> None:
     with serving(max_connections=4) as served:
         elsewhere = socket.create_connection(
             ("127.0.0.1", served.port), source_address=("127.0.0.2", 0), timeout=PATIENCE_S
@@ -118,16 +118,16 @@ def test_connections_that_ask_for_nothing_are_in_nobodys_way() -> None:
         idle = [served.connect() for _ in range(9)]
         for _ in range(3):
             assert answer_on(served.connect("GET /health"))[0] == 200
-        assert ended(half) and ended(idle[0]), "the first of those that wait for their clients"
+        assert ended(half) and ended(idle[0]), "the oldest of those that wait for their clients"
         served.say(number, "c", "length")
         assert answer_on(under_way)[0] == 200
-        elsewhere.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")  # of an address with one connection
+        elsewhere.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")  # from an address with one connection
         assert answer_on(elsewhere)[0] == 200
         for connection in (half, *idle):
             connection.close()
 
 
-def test_more_requests_than_connections_are_told_so() -> None:
+def test_more_requests_than_connections_get_503() -> None:
     with serving(max_connections=3) as served:
         under_way = [(served.post(BODY), served.request().number) for _ in range(3)]
         status, text, response = answer_on(served.connect("GET /health"))
@@ -139,11 +139,11 @@ def test_more_requests_than_connections_are_told_so() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_has_said_all_gets_its_answer(served: Served, stream: bool) -> None:
+def test_a_client_that_closes_only_its_sending_half_gets_its_answer(served: Served, stream: bool) -> None:
     connection = served.post({**BODY, "stream": stream})
     connection.shutdown(socket.SHUT_WR)
     number = served.request().number
-    time.sleep(3 * server._PROBE_S)  # looks whether somebody is there
+    time.sleep(3 * server._PROBE_S)  # it probes whether the client still reads
     served.say(number, "cd", "length")
     status, text, _ = answer_on(connection)
     assert status == 200 and (b"[DONE]" in text if stream else text["choices"][0]["text"] == "cd")
@@ -158,7 +158,7 @@ def test_a_client_that_has_said_all_gets_its_answer(served: Served, stream: bool
     assert ended(unfinished)
 
 
-def test_ranks_that_hang_are_not_said_to_be_well() -> None:
+def test_stalled_ranks_are_reported() -> None:
     inbox = Inbox(8, stalled_s=1000.0)
     with serving(inbox=inbox) as served:
         waiting, streaming = served.post(BODY), served.post({**BODY, "stream": True})
@@ -171,14 +171,14 @@ def test_ranks_that_hang_are_not_said_to_be_well() -> None:
         for connection in (waiting, streaming, served.post(BODY)):
             status, answer, _ = answer_on(connection)
             assert status == 503 and "one of them hangs" in answer["error"]["message"]
-        assert {served.take(), served.take()} == numbers, "the ranks are told, should they come back"
+        assert {served.take(), served.take()} == numbers, "the requests are cancelled, should the ranks come back"
         for number in numbers:
             served.say(number, "c", "cancelled")
         inbox.round_began = None
         assert answer_on(served.connect("GET /health"))[0] == 200
 
 
-def test_what_another_sites_page_can_have_a_browser_send_is_refused() -> None:
+def test_requests_that_another_site_can_make_a_browser_send_are_refused() -> None:
     with serving(access=build_access(ServeConfig(), {})) as served:
         data = json.dumps(BODY).encode()
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
@@ -195,7 +195,7 @@ def test_what_another_sites_page_can_have_a_browser_send_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "allowed", "called", "refused"),
+    ("host", "allowed", "accepted", "refused"),
     [
         (
             "127.0.0.1",
@@ -210,11 +210,9 @@ def test_what_another_sites_page_can_have_a_browser_send_is_refused() -> None:
         ("127.0.0.1", "*", ["evil.example"], []),
     ],
 )
-def test_by_which_names_a_server_may_be_called(
-    host: str, allowed: str | None, called: list[str], refused: list[str]
-) -> None:
+def test_the_allowed_hosts_of_a_server(host: str, allowed: str | None, accepted: list[str], refused: list[str]) -> None:
     access = build_access(ServeConfig(host=host, allowed_hosts=allowed), {API_KEY: "k"})
-    assert [access.allows_host(name) for name in called + refused] == [True] * len(called) + [False] * len(refused)
+    assert [access.allows_host(name) for name in accepted + refused] == [True] * len(accepted) + [False] * len(refused)
 
 
 def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
@@ -231,7 +229,7 @@ def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
         build_access(ServeConfig(host="::"), {API_KEY: " "})
 
 
-def test_the_ranks_are_told_whose_a_request_is() -> None:
+def test_a_requests_salt_is_its_client() -> None:
     with serving(access=Access(("one", "two"))) as served:
         data = json.dumps(BODY).encode()
         for key, salt in (("one", 1), ("two", 2)):
@@ -244,7 +242,7 @@ def test_the_ranks_are_told_whose_a_request_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("parameters", "message"),
     [
         ({"prompt": "a" * 40}, "the prompt has 40 characters: expected at most 36, since a prompt may have 9 tokens"),
         ({"messages": [{"role": "user", "content": "a" * 20}] * 2}, "the prompt has 40 characters"),
@@ -254,8 +252,8 @@ def test_the_ranks_are_told_whose_a_request_is() -> None:
     ],
     ids=str,
 )
-def test_prompts_that_are_too_long_are_refused_here(asked: dict[str, Any], message: str) -> None:
-    """Before the time of cutting them into tokens, and before all ranks hear of them."""
+def test_prompts_that_are_too_long_are_refused_early(parameters: dict[str, Any], message: str) -> None:
+    """Before they are tokenized, and before they are sent to the ranks."""
 
     def short(text: str) -> list[int]:
         assert len(text) <= 36
@@ -263,19 +261,19 @@ def test_prompts_that_are_too_long_are_refused_here(asked: dict[str, Any], messa
 
     model = Model("m", short, decode, 0, Chat(), 1, RequestLimits(10, None, 1000), token_chars=4)
     with pytest.raises(ApiError, match=f"^{message}") as caught:
-        parse_request(model, json.dumps(asked).encode(), chat="messages" in asked)
+        parse_request(model, json.dumps(parameters).encode(), chat="messages" in parameters)
     assert caught.value.status == 400
 
 
-def test_a_body_that_no_prompt_can_need_is_not_waited_for() -> None:
+def test_the_largest_body_that_a_prompt_can_need() -> None:
     model = Model("m", encode, decode, 0, Chat(), 1, RequestLimits(10, None, 1000), token_chars=4)
     assert model.max_bytes == 2**16 + 640 and replace(model, token_chars=None).max_bytes == math.inf
     longest = {"messages": [{"role": "user", "content": "😀"}] * 36}
     assert len(json.dumps(longest, indent=8)) < model.max_bytes
 
 
-def test_long_texts_are_cut_into_tokens_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many beside each other would leave the tokens of others no time to go out."""
+def test_long_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several at a time would delay the tokens of other requests."""
     monkeypatch.setattr(app, "_LONG", 10)
     under_way, most = [0], []
 
@@ -294,7 +292,7 @@ def test_long_texts_are_cut_into_tokens_one_at_a_time(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
-def test_it_listens_at_addresses_of_ipv6(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_listens_at_ipv6_addresses(caplog: pytest.LogCaptureFixture) -> None:
     inbox, model = Inbox(1), Model("m", encode, decode, 0, Chat(), 16, LIMITS)
     caplog.set_level("INFO", "megatron_longctx")
     with serve._serving(model, inbox, ServeConfig(host="::1", port=0)):
@@ -306,7 +304,7 @@ def test_it_listens_at_addresses_of_ipv6(caplog: pytest.LogCaptureFixture) -> No
         connection.close()
 
 
-def test_clients_that_let_others_wait_are_let_go() -> None:
+def test_slow_clients_are_disconnected() -> None:
     with serving(timeout_s=0.2) as served:
         silent, slow, kept, half = (served.connect() for _ in range(4))
         slow.sendall(b"POST /v1/comp")
@@ -318,7 +316,7 @@ def test_clients_that_let_others_wait_are_let_go() -> None:
         half.sendall(b"Content-Type: application/json\r\n\r\n")
         status, said, _ = answer_on(half)
         assert status == 408 and "did not come within 0.2 s" in said["error"]["message"]
-        # One that asks and does not read: its request is over, too.
+        # A client that does not read loses its request, too.
         deaf = served.post({**BODY, "stream": True})
         number = served.request().number
         for _ in range(100):
@@ -329,16 +327,16 @@ def test_clients_that_let_others_wait_are_let_go() -> None:
         deaf.close()
 
 
-def test_a_request_that_takes_long_is_not_let_go() -> None:
+def test_a_request_that_takes_long_is_not_disconnected() -> None:
     with serving() as served:
         connection = served.post({**BODY, "stream": True})
         number = served.request().number
         served.hurry()
-        time.sleep(0.5)  # more than two looks at the connection
+        time.sleep(0.5)  # more than two checks of the connection
         served.say(number, "c", "length")
         assert b'"c"' in answer_on(connection)[1]
 
 
-def test_looks_at_connections_are_as_far_apart_as_bodies_may_take() -> None:
+def test_connections_are_checked_at_the_time_limit() -> None:
     api = Api(Model("m", encode, decode, 0, Chat(), 16, LIMITS), Inbox(1), 1000, 1.5, Access())
     assert build_server(api, 1).config.timeout_keep_alive == 2

@@ -1,4 +1,4 @@
-"""What is compiled before the first prompt: afterwards no prompt and no decode waits for Triton."""
+"""Kernels compiled before the first prompt: afterwards no prompt and no decode waits for Triton."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEADS, KV_HEADS, D = 8, 2, 128
 
 @pytest.fixture
 def merges(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """What merges would be compiled for on a GPU; nothing runs."""
+    """Record the variants of merges that a GPU would compile; nothing runs."""
     from megatron_longctx.kernels import partials_triton
 
     launches = Launches(partials_triton._combine_kernel)
@@ -45,7 +45,7 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 class NoAttention(AttentionKernel):
-    """Results with nothing in them."""
+    """Returns uninitialized results."""
 
     takes = Takes(packed=True)
 
@@ -60,7 +60,7 @@ class NoAttention(AttentionKernel):
 
 
 def prompts(cases: int) -> None:
-    """One layer's attention of random prompts over random histories, on every rank."""
+    """Run one layer's attention of random prompts over random histories, on every rank."""
     source = random.Random(0)
     shape = CacheShape(1, HEADS, KV_HEADS, D, BF16)
     shapes = Shapes(shape.workload, BF16, CPU, shape.kv, shape.kv)
@@ -70,8 +70,8 @@ def prompts(cases: int) -> None:
         sessions = [manager.open() for _ in range(source.randint(1, 2))]
         for _ in range(source.randint(0, 3)):
             manager.append({session: source.randint(1, 300) for session in sessions})
-        turns = manager.append({session: source.choice((1, 2, source.randint(3, 300))) for session in sessions})
-        batch = Batch(n, manager.slots_per_rank, turns)
+        chunks = manager.append({session: source.choice((1, 2, source.randint(3, 300))) for session in sessions})
+        batch = Batch(n, manager.slots_per_rank, chunks)
         cache = torch.empty(manager.slots_per_rank, 2, 1, KV_HEADS, D, dtype=BF16)
         lowering = Lowering(batch.plan(list(CACHE_MODES)[case % 3]), Target(shape.workload, NoAttention.takes))
         ranks = ThreadedRanks(n)
@@ -85,10 +85,10 @@ def prompts(cases: int) -> None:
 
 
 @needs_compiler
-def test_no_merge_of_a_prompt_is_compiled_after_the_warm_up(merges: Launches) -> None:
+def test_prompts_need_no_merge_that_was_not_compiled(merges: Launches) -> None:
     prompts(60)
     needed = set(merges.variants)
-    assert len(needed) >= 4, "these prompts show nothing"
+    assert len(needed) >= 4, "these prompts need too few variants"
     merges.variants.clear()
     compile_merges(HEADS, D, BF16, CPU)
     assert len(merges.variants) == 16 and needed <= set(merges.variants)
@@ -99,7 +99,7 @@ def test_no_merge_of_a_prompt_is_compiled_after_the_warm_up(merges: Launches) ->
     ("heads", "int8", "windows"),
     [(2, False, (False,)), (4, False, (True,)), (8, False, (False, True)), (32, False, (False,)), (8, True, (True,))],
 )
-def test_nor_anything_of_decode(
+def test_decode_needs_no_kernel_that_was_not_compiled(
     heads: int, int8: bool, windows: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_longctx.kernels import paged_triton
@@ -119,7 +119,7 @@ def test_nor_anything_of_decode(
         for ranks in (2, 3, 8):
             q = torch.empty(rows, heads, D, dtype=BF16)
             for window in windows:
-                skipped = counts[1 : rows + 1] if window else None  # a line of a step's numbers
+                skipped = counts[1 : rows + 1] if window else None  # a field of a step's inputs
                 pages = Pages(tables[: rows // beside], counts[:rows], 64, beside, skipped)
                 found = paged.attend_pages(q, cache, pages, 0.1)
             gathered = torch.empty(ranks, found.flat.numel())
