@@ -93,15 +93,15 @@ class Batch:
     @cached_property
     def key_blocks(self) -> tuple[tuple[Block, ...], ...]:
         """Per rank, the blocks of keys that the chunks use, chunk after chunk in the order of positions; each once."""
-        found = []
+        blocks_of_ranks = []
         for rank in range(self.n):
             spans = [(run.start, run.stop) for chunk in self.chunks for run in _slots(chunk, rank)]
             overlapping = any(a[1] > b[0] for a, b in pairwise(sorted(spans)))
             # Cut where any chunk's keys begin or end, so that chunks that share keys use the same blocks.
             edges = sorted({edge for span in spans for edge in span}) if overlapping else ()
             blocks = (piece for start, stop in spans for piece in _cut(Block(Kind.KV, rank, start, stop), edges))
-            found.append(tuple(dict.fromkeys(blocks)))
-        return tuple(found)
+            blocks_of_ranks.append(tuple(dict.fromkeys(blocks)))
+        return tuple(blocks_of_ranks)
 
     def plan(self, mode: str) -> Plan:
         """Return the plan of a mode, computed once.

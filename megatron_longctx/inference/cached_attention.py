@@ -153,7 +153,7 @@ class CachedAttention:
             raise refuse(
                 "inference.cache_tokens",
                 slots * self.world,
-                f"a cache that fits into memory; this one takes {gib:.2f} GiB a rank ({error})",
+                f"a cache that fits into memory; this one takes {gib:.2f} GiB per rank ({error})",
                 "Lower it, or use more context-parallel ranks.",
             ) from error
 

@@ -110,10 +110,10 @@ def known_figures(config: Config, device: torch.device, folder: Path | None = No
         return Figures(workload)
     path = calibration_file(config, device, folder)
     if path.is_file():
-        found = load_calibration(path)
-        if found.workload.batch == 1:  # here every sequence of a batch has its own kernel calls
+        calibration = load_calibration(path)
+        if calibration.workload.batch == 1:  # here every sequence of a batch has its own kernel calls
             logger.info("attention over the cache is priced by %s", path)
-            return Figures(workload, found.cluster, found.costs, empirical)
+            return Figures(workload, calibration.cluster, calibration.costs, empirical)
     return Figures(workload, load_cluster(cluster).resized(n) if cluster else None, empirical=empirical)
 
 
@@ -230,10 +230,11 @@ class Chooser:
         work left. In the long run a layer therefore takes as long as the slower of the two, plus a part of the faster.
         So communication that hides behind a slow host, as that of a long cache does for a short prompt, costs less.
         """
-        costs = self._figures.known_costs
-        found = simulate(batch.plan(mode), self._figures.known_cluster, target or Target(self._figures.workload), costs)
-        host_s = costs.host_operation_s * (_REST_OF_LAYER + found.operations)
-        return max(found.seconds, host_s) + _NOT_HIDDEN * min(found.seconds, host_s)
+        figures = self._figures
+        costs = figures.known_costs
+        device = simulate(batch.plan(mode), figures.known_cluster, target or Target(figures.workload), costs)
+        host_s = costs.host_operation_s * (_REST_OF_LAYER + device.operations)
+        return max(device.seconds, host_s) + _NOT_HIDDEN * min(device.seconds, host_s)
 
 
 def bytes_rule(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:

@@ -115,10 +115,10 @@ class Decoder:
         """Run the model over the new tokens of every chunk. Collective over the ranks, which all know all chunks."""
         if not _are_single(chunks):
             return self._step(chunks, texts, self._tile)
-        found: list[NextToken] = []
+        next_tokens: list[NextToken] = []
         for start in range(0, len(chunks), MAX_ROWS):
-            found += self._step(chunks[start : start + MAX_ROWS], texts[start : start + MAX_ROWS], 1)
-        return found
+            next_tokens += self._step(chunks[start : start + MAX_ROWS], texts[start : start + MAX_ROWS], 1)
+        return next_tokens
 
     def release(self) -> None:
         """Drop the graphs, which hold messages of process groups: the groups cannot be destroyed before."""
@@ -254,12 +254,12 @@ class _StepInputs:
 
 def _count_from(positions: Sequence[range], first: int) -> int:
     """Return how many of these ascending positions are at least `first`."""
-    found = 0
+    count = 0
     for span in reversed(positions):
         if span.start < first:
-            return found + len(span[-(-(first - span.start) // span.step) :])
-        found += len(span)
-    return found
+            return count + len(span[-(-(first - span.start) // span.step) :])
+        count += len(span)
+    return count
 
 
 def _padded(rows: int, tile: int) -> int:

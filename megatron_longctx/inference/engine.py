@@ -250,11 +250,11 @@ class LongContextEngine:
 
     def continue_all(self, sessions: Sequence[Session], sampling: Sampling) -> list[list[int]]:
         """Generate for several sessions in one batch, and return the tokens of each."""
-        found: dict[Session, list[int]] = {session: [] for session in sessions}
+        tokens: dict[Session, list[int]] = {session: [] for session in sessions}
         for step in self.stream(sessions, sampling):
             for session, token in step.items():
-                found[session].append(token)
-        return list(found.values())
+                tokens[session].append(token)
+        return list(tokens.values())
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
         """Continue several prompts in one batch, in sessions that are closed at the end."""
@@ -343,12 +343,12 @@ class LongContextEngine:
             for counts in passes(self.settings, new, pending, self.rank_tokens * self.cache_manager.n):
                 placed.append((list(counts), self._place(counts, new, evicted)))
             evicted = []  # they cannot be restored any more: their pages are overwritten from here on
-            found: dict[Session, NextToken] = {}
+            next_tokens: dict[Session, NextToken] = {}
             for sessions, chunks in placed:
                 texts = [pending[s][c.cached - reused[s] :][: c.new] for s, c in zip(sessions, chunks, strict=True)]
                 ends = [c.cached + c.new == reused[s] + len(pending[s]) for s, c in zip(sessions, chunks, strict=True)]
                 prompts = self.settings.exact_reuse and any(new[s] or len(pending[s]) > 1 for s in sessions)
-                found |= self._forward(sessions, chunks, texts, ends, may_replicate=not prompts)
+                next_tokens |= self._forward(sessions, chunks, texts, ends, may_replicate=not prompts)
                 whole = self.exact_chunk
                 if whole and [(c.cached, c.new) for c in chunks] == [(exact[sessions[0]], whole)]:
                     exact[sessions[0]] += whole
@@ -360,7 +360,7 @@ class LongContextEngine:
         self._clock += 1
         for session, tokens in new.items():
             session.tokens += tokens
-            session.next_token = found.get(session, NextToken())
+            session.next_token = next_tokens.get(session, NextToken())
             session.exact_chunks = exact[session] // (self.settings.prefill_chunk or 1)
             session.last_used = self._clock
             if tokens:
@@ -381,7 +381,7 @@ class LongContextEngine:
         """
         if may_replicate and self._decoder.takes(chunks, self._chooser.mode != "auto"):
             decoded = self._decoder(chunks, texts)
-            return {session: found for session, found, end in zip(sessions, decoded, ends, strict=True) if end}
+            return {s: next_token for s, next_token, end in zip(sessions, decoded, ends, strict=True) if end}
         rank, device = self._attention.rank, self._attention.device
         exact, widest = self.settings.exact_reuse, self._attention.shape.widest_window
         batch = Batch(self.cache_manager.n, self.cache_manager.slots_per_rank, chunks, widest)

@@ -81,12 +81,12 @@ class Shard:
 
     def slots(self, start: int, stop: int) -> tuple[range, ...]:
         """Return the slots of local tokens `start..stop-1`, neighbouring ones as one range."""
-        found, at = [], 0
+        parts, at = [], 0
         for run in self._slots:
             if start < at + len(run) and at < stop and start < stop:
-                found.append(run[max(start - at, 0) : stop - at])
+                parts.append(run[max(start - at, 0) : stop - at])
             at += len(run)
-        return tuple(found)
+        return tuple(parts)
 
     def page_slots(self, index: int, tokens: int) -> range:
         """Return the first `tokens` slots of page number `index`, which need not exist if `tokens` is 0."""

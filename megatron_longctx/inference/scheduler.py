@@ -216,10 +216,10 @@ class Scheduler:
         prompt = list(request.prompt)
         active = [active.session for active in self._active.values()]
         visible = [session for session in (*self._kept, *active) if session.salt == request.salt]
-        found = longest_prefix(prompt, visible, self._exact_chunk)
-        if self._is_computing_prefix(request, found.tokens if found else 0):
+        prefix = longest_prefix(prompt, visible, self._exact_chunk)
+        if self._is_computing_prefix(request, prefix.tokens if prefix else 0):
             return False
-        session = self._open_session(prompt, found)
+        session = self._open_session(prompt, prefix)
         pages = self._max_pages(session, request.tokens)
         if pages > self.engine.cache_manager.pages_per_rank:  # a fork may be less even than a new session
             self._close_unless_kept(session)
@@ -245,18 +245,18 @@ class Scheduler:
                     return True
         return False
 
-    def _open_session(self, prompt: list[int], found: Prefix | None) -> Session:
+    def _open_session(self, prompt: list[int], prefix: Prefix | None) -> Session:
         """Return a kept session that the prompt continues, else a fork, or a new session if a fork has no room."""
-        if found is None:
+        if prefix is None:
             return self.engine.open()
-        source, length = found.session, len(found.session.tokens)
+        source, length = prefix.session, len(prefix.session.tokens)
         if source in self._kept:
             self._kept.append(self._kept.pop(self._kept.index(source)))
             if self._exact_chunk is None and length < len(prompt) and prompt[:length] == source.tokens:
                 return source
         while True:
             try:
-                return source.fork(found.tokens)
+                return source.fork(prefix.tokens)
             except CacheFull:
                 oldest = next((session for session in self._kept if session is not source), None)
                 if oldest is None:

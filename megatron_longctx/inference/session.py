@@ -214,15 +214,15 @@ def longest_prefix(prompt: list[int], sessions: Iterable[Session], chunk: int | 
     Args:
         chunk: reuse only whole exact chunks of this many tokens (`Session.exact_tokens`).
     """
-    found: Prefix | None = None
+    longest: Prefix | None = None
     for session in sessions:
-        least = found.tokens if found else 0
+        least = longest.tokens if longest else 0
         most = min(session.cached_tokens if chunk is None else session.exact_tokens, len(prompt) - 1)
         if whole_chunks(most, chunk) > least:
             tokens = whole_chunks(min(most, common_prefix(prompt, session.tokens)), chunk)
             if tokens > least:
-                found = Prefix(session, tokens)
-    return found
+                longest = Prefix(session, tokens)
+    return longest
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

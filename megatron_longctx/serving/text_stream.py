@@ -47,8 +47,8 @@ class TextStream:
         return self._decode(self._ids)[len(self._decode(self._ids[: self._num_known])) :]
 
     def _release(self, hold: int) -> str:
-        found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
-        self.stopped = bool(found)
-        cut = min(found) if found else max(0, len(self._text) - hold)
+        stops = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
+        self.stopped = bool(stops)
+        cut = min(stops) if stops else max(0, len(self._text) - hold)
         released, self._text = self._text[:cut], self._text[cut:]
         return released

@@ -60,11 +60,11 @@ class Client:
         assert lines[-2:] == ["data: [DONE]", ""] and all(line.startswith("data: ") for line in lines[:-1])
         return [json.loads(line[6:]) for line in lines[:-2]]
 
-    def wait_for_health(self, status: int, **body: Any) -> None:
+    def wait_for_health(self, code: int, **body: Any) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             found, answer = self.raw("GET", "/health", None, {})
-            if found == status and body.items() <= json.loads(answer).items():
+            if found == code and body.items() <= json.loads(answer).items():
                 return
             assert time.monotonic() < deadline, answer
             time.sleep(0.05)

@@ -96,10 +96,10 @@ class Inbox:
 
     def take(self, wait: bool) -> list[Request | int]:
         """Return what has arrived; with `wait`, block for the first item, but not longer than the heartbeat."""
-        found: list[Request | int] = []
+        arrived: list[Request | int] = []
         try:
-            found.append(self._arrived.get(timeout=_HEARTBEAT_S if wait else None, block=wait))
+            arrived.append(self._arrived.get(timeout=_HEARTBEAT_S if wait else None, block=wait))
             while True:
-                found.append(self._arrived.get_nowait())
+                arrived.append(self._arrived.get_nowait())
         except queue.Empty:
-            return found
+            return arrived

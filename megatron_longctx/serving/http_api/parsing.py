@@ -220,7 +220,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages: expected a list of messages with role and content")
-    found = []
+    checked = []
     for message in messages:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if isinstance(content, list):
@@ -229,8 +229,8 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
             content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(role, str) or not isinstance(content, str):
             raise ApiError(400, "messages: expected the role and the content of every message to be text")
-        found.append({"role": role, "content": content})
-    return found
+        checked.append({"role": role, "content": content})
+    return checked
 
 
 def _encode(model: Model, to_text: Callable[[Any], str], source: Any) -> Sequence[int]:
