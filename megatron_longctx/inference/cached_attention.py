@@ -83,21 +83,6 @@ class CacheShape:
         return self.num_layers * self.num_kv_heads * self.kv.row_bytes
 
 
-@dataclass(frozen=True)
-class ReplicatedTokens:
-    """New tokens of several sequences, `B` rows, that every rank computes.
-
-    Attributes:
-        pages: keyed by the window of layers, the tokens on this rank that each row sees: those of its sequence up to
-            its own token, which is included if it is stored here.
-        slots: int64 `[B]`, the slots for the new keys and values; `CachedAttention.unused_slot` for rows that another
-            rank stores.
-    """
-
-    pages: Mapping[int | None, Pages]
-    slots: Tensor
-
-
 class CachedAttention:
     """The cache tensors of one rank, and the executor that attends over the caches of all ranks.
 
@@ -143,7 +128,7 @@ class CachedAttention:
         self._bound: dict[int | None, Bound] = {}  # keyed by the window of layers
         self._new_slots: slice | Tensor = slice(0, 0)
         self._num_new = 0
-        self._replicated: ReplicatedTokens | None = None
+        self._pages: Mapping[int | None, Pages] | None = None  # of replicated tokens
         self.unused_slot = slots  # one more than there are; nobody reads it
         like = shape.kv.like(slots + 1, 1, shape.num_kv_heads, device)
         try:
@@ -198,7 +183,7 @@ class CachedAttention:
             raise refuse(
                 "batch", f"of {batch.n} ranks", f"one of {self.world}", "Append to this group's cache manager."
             )
-        self._replicated = None
+        self._pages = None
         self._bound = {
             window: bind(
                 Lowering(batch.with_window(window).plan(mode), self.target(joined, window)),
@@ -230,10 +215,15 @@ class CachedAttention:
                 if self.rank == 0:
                     logger.warning("decode's partial results are gathered, not merged over peer memory: %s", error)
 
-    def begin_replicated(self, tokens: ReplicatedTokens) -> None:
-        """Attend for these tokens in the next call of every layer, which reads their tensors. Every rank calls it."""
-        self._replicated = tokens
-        self._new_slots, self._num_new = tokens.slots, tokens.slots.numel()
+    def begin_replicated(self, pages: Mapping[int | None, Pages], slots: Tensor) -> None:
+        """Attend for `B` tokens that every rank computes, in the next call of every layer, which reads these tensors.
+
+        Args:
+            pages: keyed by the window of layers, the tokens on this rank that each row sees: those of its sequence up
+                to its own token, which is included if it is stored here.
+            slots: int64 `[B]`, the slots for the new keys and values; `unused_slot` for rows that another rank stores.
+        """
+        self._pages, self._new_slots, self._num_new = pages, slots, slots.numel()
 
     def randomize(self) -> None:
         """Fill the cache with random keys and values, for measurements."""
@@ -262,7 +252,7 @@ class CachedAttention:
         Raises:
             ValueError: shapes do not match the plan or the cache.
         """
-        assert self._bound or self._replicated is not None, "begin() comes before the layers"
+        assert self._bound or self._pages is not None, "begin() comes before the layers"
         rows, shape = self._num_new, self.shape
         for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
             if x.shape != (rows, 1, heads, shape.head_dim):
@@ -272,8 +262,8 @@ class CachedAttention:
                 )
         self._store(layer, k, v)
         scale = shape.head_dim**-0.5 if scale is None else scale
-        if self._replicated is not None:
-            return self._attend_replicated(layer, self._replicated.pages[shape.window(layer)], q, scale, sink)
+        if self._pages is not None:
+            return self._attend_replicated(layer, self._pages[shape.window(layer)], q, scale, sink)
         run = Run(self._bound[shape.window(layer)], {Kind.Q: (q,), Kind.KV: (self._layers[layer],)}, scale)
         run()
         out, lse = run.result(Kind.OUT)

@@ -26,7 +26,7 @@ from ..config import InferenceConfig
 from ..errors import refuse
 from ..kernels.paged import DTYPES, Pages, fused_kernels, most_together
 from .cache_manager import CacheManager, ScheduledChunk
-from .cached_attention import CachedAttention, CachedModel, ReplicatedTokens
+from .cached_attention import CachedAttention, CachedModel
 from .session import NOT_FINITE, NextToken
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class Decoder:
         pages: dict[int | None, Pages] = {None: whole}
         for window, skipped in zip(self._windows, fields[_SKIPPED:], strict=True):
             pages[window] = replace(whole, skipped=skipped)
-        self._attention.begin_replicated(ReplicatedTokens(pages, fields[_SLOT]))
+        self._attention.begin_replicated(pages, fields[_SLOT])
         logits = self._model.logits(fields[_TOKEN], fields[_POSITION], fields[_ENDS, :tiles])
         ids = torch.where(torch.isfinite(logits).all(-1), logits.argmax(-1), NOT_FINITE)
         return logits, from_first(self._attention.group, ids)

@@ -14,7 +14,7 @@ from ..errors import refuse
 from .cache_manager import CacheFull
 from .engine import LongContextEngine
 from .sampling import Sampling
-from .session import Generation, Prefix, Session, check_ids, common_prefix, longest_prefix, whole_chunks
+from .session import Generation, Session, check_ids, common_prefix, longest_prefix, whole_chunks
 
 _T = TypeVar("_T")
 
@@ -216,10 +216,10 @@ class Scheduler:
         prompt = list(request.prompt)
         active = [active.session for active in self._active.values()]
         visible = [session for session in (*self._kept, *active) if session.salt == request.salt]
-        prefix = longest_prefix(prompt, visible, self._exact_chunk)
-        if self._is_computing_prefix(request, prefix.tokens if prefix else 0):
+        source, cached = longest_prefix(prompt, visible, self._exact_chunk)
+        if self._is_computing_prefix(request, cached):
             return False
-        session = self._open_session(prompt, prefix)
+        session = self._open_session(prompt, source, cached)
         pages = self._max_pages(session, request.tokens)
         if pages > self.engine.cache_manager.pages_per_rank:  # a fork may be less even than a new session
             self._close_unless_kept(session)
@@ -245,18 +245,18 @@ class Scheduler:
                     return True
         return False
 
-    def _open_session(self, prompt: list[int], prefix: Prefix | None) -> Session:
+    def _open_session(self, prompt: list[int], source: Session | None, cached: int) -> Session:
         """Return a kept session that the prompt continues, else a fork, or a new session if a fork has no room."""
-        if prefix is None:
+        if source is None:
             return self.engine.open()
-        source, length = prefix.session, len(prefix.session.tokens)
+        length = len(source.tokens)
         if source in self._kept:
             self._kept.append(self._kept.pop(self._kept.index(source)))
             if self._exact_chunk is None and length < len(prompt) and prompt[:length] == source.tokens:
                 return source
         while True:
             try:
-                return source.fork(prefix.tokens)
+                return source.fork(cached)
             except CacheFull:
                 oldest = next((session for session in self._kept if session is not source), None)
                 if oldest is None:

@@ -199,30 +199,24 @@ def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
         raise refuse("token", token, f"an id from 0 to {vocab_size - 1}", "Check the tokenizer.")
 
 
-class Prefix(NamedTuple):
-    """The first `tokens` tokens of a prompt, cached by `session`."""
-
-    session: Session
-    tokens: int
-
-
-def longest_prefix(prompt: list[int], sessions: Iterable[Session], chunk: int | None = None) -> Prefix | None:
-    """Return the longest prefix of `prompt` that a session has cached, from the first such session.
+def longest_prefix(
+    prompt: list[int], sessions: Iterable[Session], chunk: int | None = None
+) -> tuple[Session | None, int]:
+    """Return the first session that has the longest prefix of `prompt` cached, and the number of its tokens.
 
     The last token is always left to compute, because its logits are needed.
 
     Args:
         chunk: reuse only whole exact chunks of this many tokens (`Session.exact_tokens`).
     """
-    longest: Prefix | None = None
+    source, longest = None, 0
     for session in sessions:
-        least = longest.tokens if longest else 0
         most = min(session.cached_tokens if chunk is None else session.exact_tokens, len(prompt) - 1)
-        if whole_chunks(most, chunk) > least:
+        if whole_chunks(most, chunk) > longest:
             tokens = whole_chunks(min(most, common_prefix(prompt, session.tokens)), chunk)
-            if tokens > least:
-                longest = Prefix(session, tokens)
-    return longest
+            if tokens > longest:
+                source, longest = session, tokens
+    return source, longest
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

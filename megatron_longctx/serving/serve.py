@@ -21,7 +21,6 @@ from ..comm import from_rank_0
 from ..comm.rendezvous import Placement
 from ..config import ServeConfig
 from ..errors import refuse
-from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling
 from ..inference.scheduler import Request, Scheduler
 from ..mcore.tokenizer import beginning, build_tokenizer, text_of, token_chars
@@ -80,34 +79,30 @@ def _listen(settings: ServeConfig) -> socket.socket:
 
 
 def _serve(job: InferenceJob, groups: Any) -> None:
-    with engine_of(job, groups) as (engine, tokenizer):
-        _serve_with(engine, tokenizer, job)
-
-
-def _serve_with(engine: LongContextEngine, tokenizer: Any, job: InferenceJob) -> None:
     settings = job.config.serve
-    chunk = job.config.inference.prefill_chunk or Scheduler.prefill_chunk
-    engine.warm_up(settings.max_active)
-    scheduler = Scheduler(engine, settings.max_active, chunk, settings.keep_sessions)
-    if dist.get_rank() != 0:
-        for number in handled():  # signals may go to all ranks; rank 0 decides when to end
-            signal.signal(number, signal.SIG_IGN)
-        _run_rounds(scheduler, None)
-        return
-    inbox = Inbox(settings.max_waiting, min(settings.stalled_s, job.timeout_s / 2))
-    model = Model(
-        name=str(job.options),
-        encode=tokenizer.tokenize,
-        decode=lambda ids: text_of(tokenizer, ids),
-        stop_token=tokenizer.eod,
-        chat=chat_of(job.config.inference.chat_template, tokenizer),
-        default_tokens=job.config.inference.max_new_tokens,
-        limits=scheduler.request_limits,
-        token_chars=token_chars(tokenizer),
-        begin=tuple(beginning(tokenizer)),
-    )
-    with _serving(model, inbox, settings):
-        _run_rounds(scheduler, inbox)
+    with engine_of(job, groups) as (engine, tokenizer):
+        engine.warm_up(settings.max_active)
+        chunk = job.config.inference.prefill_chunk or Scheduler.prefill_chunk
+        scheduler = Scheduler(engine, settings.max_active, chunk, settings.keep_sessions)
+        if dist.get_rank() != 0:
+            for number in handled():  # signals may go to all ranks; rank 0 decides when to end
+                signal.signal(number, signal.SIG_IGN)
+            _run_rounds(scheduler, None)
+            return
+        inbox = Inbox(settings.max_waiting, min(settings.stalled_s, job.timeout_s / 2))
+        model = Model(
+            name=str(job.options),
+            encode=tokenizer.tokenize,
+            decode=lambda ids: text_of(tokenizer, ids),
+            stop_token=tokenizer.eod,
+            chat=chat_of(job.config.inference.chat_template, tokenizer),
+            default_tokens=job.config.inference.max_new_tokens,
+            limits=scheduler.request_limits,
+            token_chars=token_chars(tokenizer),
+            begin=tuple(beginning(tokenizer)),
+        )
+        with _serving(model, inbox, settings):
+            _run_rounds(scheduler, inbox)
 
 
 @contextmanager

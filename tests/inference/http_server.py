@@ -93,6 +93,16 @@ class Served:
         """Return the answer to a request that the ranks do not see."""
         return answer_on(self.post(body, path))
 
+    def get(self, path: str, **headers: str) -> tuple[int, Any, http.client.HTTPResponse]:
+        return answer_on(self.connect(f"GET {path}", **headers))
+
+    def complete(self, connection: socket.socket, text: str = "c") -> Any:
+        """Answer the request of this connection with `text`, and return the body, which has to have status 200."""
+        self.say(self.request().number, text, "length")
+        status, body, _ = answer_on(connection)
+        assert status == 200
+        return body
+
 
 def answer_on(connection: socket.socket) -> tuple[int, Any, http.client.HTTPResponse]:
     with connection:

@@ -64,29 +64,27 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(served: Served) -
 
 def test_health_needs_no_key_and_everything_else_does() -> None:
     with serving(access=Access(("schlüssel",))) as served:
-        assert answer_on(served.connect("GET /health"))[:2] == (200, {"status": "ok", "requests": 0})
+        assert served.get("/health")[:2] == (200, {"status": "ok", "requests": 0})
         for path in ("/v1/models", "/v1/other"):
             for shown in ({}, {"Authorization": "Bearer schlussel"}, {"Authorization": "\xff"}):
-                status, answer, _ = answer_on(served.connect(f"GET {path}", **shown))
+                status, answer, _ = served.get(path, **shown)
                 assert status == 401 and "missing or wrong API key" in answer["error"]["message"]
         right = "Bearer " + "schlüssel".encode().decode("latin-1")
-        assert answer_on(served.connect("GET /v1/models", Authorization=right))[1]["data"][0]["id"] == "m"
-        assert answer_on(served.connect("GET /v1/other", Authorization=right))[0] == 404
-        assert answer_on(served.connect("GET /v1/other", Authorization=right.replace("B", "b")))[0] == 404
+        assert served.get("/v1/models", Authorization=right)[1]["data"][0]["id"] == "m"
+        assert served.get("/v1/other", Authorization=right)[0] == 404
+        assert served.get("/v1/other", Authorization=right.replace("B", "b"))[0] == 404
 
 
 def test_a_full_queue_and_a_stopping_server_say_when_to_try_again() -> None:
     with serving(max_waiting=2) as served:
         waiting = [(served.post(BODY), served.request().number) for _ in range(2)]
-        assert answer_on(served.connect("GET /health"))[1]["requests"] == 2
+        assert served.get("/health")[1]["requests"] == 2
         status, answer, response = served.ask(BODY)
         assert status == 429 and response.headers["retry-after"] == "1"
         assert answer["error"]["type"] == "rate_limit_error"
         served.say(waiting[0][1], "c", "length")
         assert answer_on(waiting[0][0])[0] == 200
-        later = served.post(BODY)
-        served.say(served.request().number, "d", "length")
-        assert answer_on(later)[1]["choices"][0]["text"] == "d"
+        assert served.complete(served.post(BODY), "d")["choices"][0]["text"] == "d"
         served.inbox.stop()
         status, answer, _ = answer_on(waiting[1][0])
         assert status == 503 and answer["error"]["message"] == "the server is stopping"
@@ -117,7 +115,7 @@ def test_idle_connections_are_closed_for_new_ones() -> None:
         half = served.connect("POST /v1/completions", b'{"prompt"', Content_Length="100")
         idle = [served.connect() for _ in range(9)]
         for _ in range(3):
-            assert answer_on(served.connect("GET /health"))[0] == 200
+            assert served.get("/health")[0] == 200
         assert ended(half) and ended(idle[0]), "the oldest of those that wait for their clients"
         served.say(number, "c", "length")
         assert answer_on(under_way)[0] == 200
@@ -130,12 +128,12 @@ def test_idle_connections_are_closed_for_new_ones() -> None:
 def test_more_requests_than_connections_get_503() -> None:
     with serving(max_connections=3) as served:
         under_way = [(served.post(BODY), served.request().number) for _ in range(3)]
-        status, text, response = answer_on(served.connect("GET /health"))
+        status, text, response = served.get("/health")
         assert (status, text) == (503, b"Service Unavailable") and response.headers["connection"] == "close"
         for connection, number in under_way:
             served.say(number, "c", "length")
             assert answer_on(connection)[0] == 200
-        until(lambda: answer_on(served.connect("GET /health"))[0] == 200)
+        until(lambda: served.get("/health")[0] == 200)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -164,9 +162,9 @@ def test_stalled_ranks_are_reported() -> None:
         waiting, streaming = served.post(BODY), served.post({**BODY, "stream": True})
         numbers = {served.request().number, served.request().number}
         inbox.round_began = time.monotonic() - 900
-        assert answer_on(served.connect("GET /health"))[0] == 200
+        assert served.get("/health")[0] == 200
         inbox.round_began = time.monotonic() - 1001
-        status, answer, response = answer_on(served.connect("GET /health"))
+        status, answer, response = served.get("/health")
         assert status == 503 and answer == {"status": "stalled", "requests": 2} and response.headers["retry-after"]
         for connection in (waiting, streaming, served.post(BODY)):
             status, answer, _ = answer_on(connection)
@@ -175,7 +173,7 @@ def test_stalled_ranks_are_reported() -> None:
         for number in numbers:
             served.say(number, "c", "cancelled")
         inbox.round_began = None
-        assert answer_on(served.connect("GET /health"))[0] == 200
+        assert served.get("/health")[0] == 200
 
 
 def test_requests_that_another_site_can_make_a_browser_send_are_refused() -> None:
@@ -186,11 +184,9 @@ def test_requests_that_another_site_can_make_a_browser_send_are_refused() -> Non
             status, answer, _ = answer_on(served.connect("POST /v1/completions", data, **head))
             assert status == 415 and "expected application/json" in answer["error"]["message"]
         head |= {"Content_Type": "Application/JSON; charset=utf-8", "Host": f"[::1]:{served.port}"}
-        connection = served.connect("POST /v1/completions", data, **head)
-        served.say(served.request().number, "c", "length")
-        assert answer_on(connection)[0] == 200
+        served.complete(served.connect("POST /v1/completions", data, **head))
         for path in ("/health", "/v1/models", "/v1/other"):
-            status, answer, _ = answer_on(served.connect(f"GET {path}", Host=f"evil.example:{served.port}"))
+            status, answer, _ = served.get(path, Host=f"evil.example:{served.port}")
             assert status == 421 and "'evil.example:" in answer["error"]["message"]
 
 

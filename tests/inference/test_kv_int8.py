@@ -16,7 +16,7 @@ from megatron_longctx.comm import P2PTransport
 from megatron_longctx.config import Config
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
-from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape, ReplicatedTokens
+from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.inference.choice import Figures, bytes_rule, known_figures
 from megatron_longctx.kernels.paged import Pages
 from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
@@ -73,7 +73,7 @@ def over_the_cache(rank: int) -> dict[str, list[tuple[float, float]]]:
                     mine, table = [chunk.cached], torch.tensor([shard.pages], dtype=torch.int32)
                     slots = [*chain.from_iterable(chunk.new_slots[rank])] or [attention.unused_slot]
                     pages = Pages(table, torch.tensor([shard.tokens]), 4)
-                    attention.begin_replicated(ReplicatedTokens({None: pages}, torch.tensor(slots)))
+                    attention.begin_replicated({None: pages}, torch.tensor(slots))
                 else:
                     mine = [*chain.from_iterable(chunk.new_positions(rank))]
                     attention.begin(batch, planned)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -331,10 +331,11 @@ def test_bad_settings_are_refused_before_the_model_is_loaded(
     assert "broken: expected a Jinja template (line 1:" in capsys.readouterr().err
 
 
-def test_it_warms_up_for_its_batches_before_it_listens() -> None:
+def test_it_warms_up_for_its_batches_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     def warm_up(sequences: int) -> None:
         raise RuntimeError(f"warming up for {sequences} sequences")
 
     job = SimpleNamespace(config=changed(Config(), {"serve.max_active": 12}))
+    monkeypatch.setattr(serve, "engine_of", lambda *_: nullcontext((SimpleNamespace(warm_up=warm_up), None)))
     with pytest.raises(RuntimeError, match="warming up for 12 sequences"):
-        serve._serve_with(SimpleNamespace(warm_up=warm_up), None, job)  # type: ignore[arg-type]
+        serve._serve(job, None)  # type: ignore[arg-type]

@@ -16,26 +16,16 @@ from ...models.chat import Chat
 _MAX_STOPS = 16
 _OTHER_BYTES = 2**16  # of a body, besides its prompt
 _MAX_SHOWN = 100  # characters of a wrong value that an error repeats
-# Parameters that would change the answer, with the values that do not.
+# Parameters of this interface, also as other servers extend it, that would change the answer, with values that do not.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
+    **dict.fromkeys(("n", "best_of", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("echo", "ignore_eos"), (False,)),
+    **dict.fromkeys(("top_logprobs", "frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("tools", "functions", "stop_token_ids"), ([],)),
     "suffix": ("",),
     "logprobs": (False, 0),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "logit_bias": ({},),
-    "tools": ([],),
-    "functions": ([],),
     "response_format": ({"type": "text"},),
-    # Of other servers with this interface.
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "repetition_penalty": (1,),
-    "ignore_eos": (False,),
-    "stop_token_ids": ([],),
 }
 
 
