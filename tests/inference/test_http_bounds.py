@@ -310,8 +310,8 @@ def test_slow_clients_are_disconnected() -> None:
         assert answer.status == 200 and answer.read()
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n")
         half.sendall(b"Content-Type: application/json\r\n\r\n")
-        status, said, _ = answer_on(half)
-        assert status == 408 and "did not come within 0.2 s" in said["error"]["message"]
+        status, body, _ = answer_on(half)
+        assert status == 408 and "did not come within 0.2 s" in body["error"]["message"]
         # A client that does not read loses its request, too.
         deaf = served.post({**BODY, "stream": True})
         number = served.request().number

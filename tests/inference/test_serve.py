@@ -127,9 +127,9 @@ def test_a_chat_reuses_its_cache(client: Client) -> None:
     longer = client.ask("/v1/chat/completions", {**body, "messages": [*messages, {"role": "user", "content": "and?"}]})
     shared = len(messages[0]["content"] + "\n")  # the answer is not in this prompt
     assert longer[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == shared
-    said = first["choices"][0]["message"]["content"]
-    text = messages[0]["content"] + "\n" + said + "and?"
-    status, again = client.ask("/v1/completions", {"prompt": text, "max_tokens": 2, "temperature": 0})
+    text = first["choices"][0]["message"]["content"]
+    prompt = messages[0]["content"] + "\n" + text + "and?"
+    status, again = client.ask("/v1/completions", {"prompt": prompt, "max_tokens": 2, "temperature": 0})
     assert status == 200
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == first["usage"]["total_tokens"] - 1
     chunks = client.stream(
@@ -203,18 +203,18 @@ def test_bad_requests_do_not_change_other_answers(client: Client) -> None:
         lambda: client.ask("/v1/completions", {**GOOD, "temperature": 1, "top_k": 10**30, "seed": -(10**30)})[0] == 200,
         lambda: client.ask("/v1/completions", {**GOOD, "prompt": [10**30]})[0] == 400,
     ]
-    said, done = "", 0
+    text, done = "", 0
     connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=PATIENCE_S)
     connection.request("POST", "/v1/completions", json.dumps({**good, "stream": True}), headers)
     answer = connection.getresponse()
     while (line := answer.readline()) != b"data: [DONE]\n":
         if line.startswith(b"data: "):
-            said += json.loads(line[6:])["choices"][0]["text"]
+            text += json.loads(line[6:])["choices"][0]["text"]
             if done < len(bad):  # between the chunks of the good one
                 assert bad[done](), f"the bad request {done}"
                 done += 1
     connection.close()
-    assert said == alone and done == len(bad)
+    assert text == alone and done == len(bad)
     client.wait_for_health(200, requests=0)
     # The pages promised to the client that left are free again: this needs nearly all of the cache.
     assert client.ask("/v1/completions", {"prompt": "a" * 350, "max_tokens": 5})[0] == 200
@@ -314,8 +314,8 @@ def test_packages_that_are_not_installed_are_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     assert cli.main(["serve", "checkpoint=nowhere"]) == 2
-    said = capsys.readouterr().err
-    assert f"import of {missing} halted" in said and "pip install 'megatron-longctx[serve]'" in said
+    text = capsys.readouterr().err
+    assert f"import of {missing} halted" in text and "pip install 'megatron-longctx[serve]'" in text
 
 
 def test_bad_settings_are_refused_before_the_model_is_loaded(
