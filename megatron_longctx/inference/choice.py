@@ -39,7 +39,7 @@ _NOT_HIDDEN = 0.4
 
 
 @dataclass(frozen=True)
-class Figures:
+class RuleInputs:
     """The numbers that rules depend on.
 
     Attributes:
@@ -96,7 +96,7 @@ def calibration_file(config: Config, device: torch.device, folder: Path | None =
     return find_calibration(name, n, _workload(config), transport, folder)
 
 
-def known_figures(config: Config, device: torch.device, folder: Path | None = None) -> Figures:
+def known_figures(config: Config, device: torch.device, folder: Path | None = None) -> RuleInputs:
     """Return the numbers for this device, number of ranks and heads: from a calibration if there is one, otherwise from
     `parallelism.cluster`.
 
@@ -107,17 +107,17 @@ def known_figures(config: Config, device: torch.device, folder: Path | None = No
     inference = config.inference
     empirical = inference.rule_alpha, inference.rule_beta, inference.rule_gamma
     if n == 1:
-        return Figures(workload)
+        return RuleInputs(workload)
     path = calibration_file(config, device, folder)
     if path.is_file():
         calibration = load_calibration(path)
         if calibration.workload.batch == 1:  # here every sequence of a batch has its own kernel calls
             logger.info("attention over the cache is priced by %s", path)
-            return Figures(workload, calibration.cluster, calibration.costs, empirical)
-    return Figures(workload, load_cluster(cluster).resized(n) if cluster else None, empirical=empirical)
+            return RuleInputs(workload, calibration.cluster, calibration.costs, empirical)
+    return RuleInputs(workload, load_cluster(cluster).resized(n) if cluster else None, empirical=empirical)
 
 
-def agreed_figures(config: Config, device: torch.device) -> Figures:
+def agreed_figures(config: Config, device: torch.device) -> RuleInputs:
     """Return rank 0's numbers on every rank: hosts may have different files, and ranks must choose alike.
 
     Collective over the world.
@@ -163,17 +163,17 @@ class Chooser:
         rule: the rule of mode `auto`. `auto` is `simulate` if the links are known, otherwise `bytes`.
 
     Raises:
-        ValueError: the mode or the rule is unknown, or the figures do not suffice for the rule.
+        ValueError: the mode or the rule is unknown, or the rule needs facts that are unknown.
     """
 
-    def __init__(self, figures: Figures, mode: str = "auto", rule: str = "auto") -> None:
+    def __init__(self, facts: RuleInputs, mode: str = "auto", rule: str = "auto") -> None:
         check_value("inference.mode", mode)
         check_value("inference.rule", rule)
-        self._figures = figures
+        self._facts = facts
         self.mode = mode
-        self._rule = rule if rule != "auto" else "simulate" if figures.cluster is not None else "bytes"
+        self._rule = rule if rule != "auto" else "simulate" if facts.cluster is not None else "bytes"
         if mode == "auto" and self._rule in ("simulate", "algorithm_1", "algorithm_5"):
-            _ = figures.flops, figures.bandwidth  # refused here rather than in the first batch
+            _ = facts.flops, facts.bandwidth  # refused here rather than in the first batch
         self._decodes: dict[tuple[int, int], Decision] = {}
 
     @property
@@ -195,7 +195,7 @@ class Chooser:
         """Choose the mode for `batch`. Batches of single tokens of about the same size are decided once.
 
         Args:
-            target: the target that the plan is lowered for; None for the figures' heads, the plainest kernel and
+            target: the target that the plan is lowered for; None for the heads of the rule's inputs, the plainest kernel and
                 point-to-point messages.
         """
         is_decode = all(chunk.new == 1 for chunk in batch.chunks)
@@ -218,7 +218,7 @@ class Chooser:
         if self._rule == "simulate":
             seconds = {mode: self._layer_seconds(batch, mode, target) for mode in CACHE_MODES}
             return Decision(min(seconds, key=seconds.__getitem__), "simulation", about, seconds=seconds)
-        passes_kv, inputs = _RULES[self._rule](batch.new, batch.cached, batch.n, self._figures)
+        passes_kv, inputs = _RULES[self._rule](batch.new, batch.cached, batch.n, self._facts)
         # The rules compare the two rings. With single tokens as queries, only the hops can be saved.
         mode = "pass_kv" if passes_kv else "one_hop" if is_decode else "pass_q"
         return Decision(mode, self._rule, about, inputs=inputs)
@@ -230,37 +230,37 @@ class Chooser:
         work left. In the long run a layer therefore takes as long as the slower of the two, plus a part of the faster.
         So communication that hides behind a slow host, as that of a long cache does for a short prompt, costs less.
         """
-        figures = self._figures
-        costs = figures.known_costs
-        device = simulate(batch.plan(mode), figures.known_cluster, target or Target(figures.workload), costs)
+        facts = self._facts
+        costs = facts.known_costs
+        device = simulate(batch.plan(mode), facts.known_cluster, target or Target(facts.workload), costs)
         host_s = costs.host_operation_s * (_REST_OF_LAYER + device.operations)
         return max(device.seconds, host_s) + _NOT_HIDDEN * min(device.seconds, host_s)
 
 
-def bytes_rule(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:
+def bytes_rule(new: int, cached: int, n: int, facts: RuleInputs) -> tuple[bool, dict[str, float]]:
     """Apply equation 1: pass whichever is smaller. Returns whether to pass K and V, and the numbers compared."""
-    miss, threshold = new / (new + cached), _kv_per_q(figures)
+    miss, threshold = new / (new + cached), _kv_per_q(facts)
     return miss >= threshold, {"miss_rate": miss, "threshold": threshold}
 
 
-def algorithm_1(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:
+def algorithm_1(new: int, cached: int, n: int, facts: RuleInputs) -> tuple[bool, dict[str, float]]:
     """Pass K and V if their transfer hides behind the computation, or if they are smaller."""
-    least = _hides_from(n, figures)
-    smaller, inputs = bytes_rule(new, cached, n, figures)
+    least = _hides_from(n, facts)
+    smaller, inputs = bytes_rule(new, cached, n, facts)
     return new >= least or smaller, inputs | {"hides_from": least}
 
 
-def algorithm_5(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:
+def algorithm_5(new: int, cached: int, n: int, facts: RuleInputs) -> tuple[bool, dict[str, float]]:
     """Apply algorithm 1 with the exchange of partial results counted against pass-Q."""
-    least = _hides_from(n, figures)
-    saved = 4 * new * figures.bandwidth / (n * figures.flops * figures.workload.element_bytes)
-    miss, threshold = new / (new + cached), _kv_per_q(figures) - saved
+    least = _hides_from(n, facts)
+    saved = 4 * new * facts.bandwidth / (n * facts.flops * facts.workload.element_bytes)
+    miss, threshold = new / (new + cached), _kv_per_q(facts) - saved
     return new >= least or miss >= threshold, {"miss_rate": miss, "threshold": threshold, "hides_from": least}
 
 
-def empirical(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, dict[str, float]]:
+def empirical(new: int, cached: int, n: int, facts: RuleInputs) -> tuple[bool, dict[str, float]]:
     """Pass K and V if `h = alpha ln T + beta ln(T / (T + P)) + gamma` is positive."""
-    alpha, beta, gamma = figures.empirical
+    alpha, beta, gamma = facts.empirical
     h = alpha * math.log(new) + beta * math.log(new / (new + cached)) + gamma
     return h > 0, {"h": h}
 
@@ -268,14 +268,14 @@ def empirical(new: int, cached: int, n: int, figures: Figures) -> tuple[bool, di
 _RULES = {"bytes": bytes_rule, "algorithm_1": algorithm_1, "algorithm_5": algorithm_5, "empirical": empirical}
 
 
-def _kv_per_q(figures: Figures) -> float:
+def _kv_per_q(facts: RuleInputs) -> float:
     """Return the size of a token's keys and values relative to its query."""
-    workload = figures.workload
+    workload = facts.workload
     return workload.token_bytes(Kind.KV) / workload.token_bytes(Kind.Q)
 
 
-def _hides_from(n: int, figures: Figures) -> float:
+def _hides_from(n: int, facts: RuleInputs) -> float:
     """Return the new tokens from which the computation takes longer than passing K and V (equation 2)."""
-    workload = figures.workload
+    workload = facts.workload
     flops_per_pair = 4 * workload.num_heads * workload.head_dim
-    return n * figures.flops * workload.token_bytes(Kind.KV) / (flops_per_pair * figures.bandwidth)
+    return n * facts.flops * workload.token_bytes(Kind.KV) / (flops_per_pair * facts.bandwidth)

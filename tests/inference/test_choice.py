@@ -15,7 +15,7 @@ from megatron_longctx.inference import choice
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.choice import (
     Chooser,
-    Figures,
+    RuleInputs,
     algorithm_1,
     algorithm_5,
     bytes_rule,
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 # Llama 3 405B's heads on one of 8 tensor-parallel ranks, over 4 hosts; the paper's achieved rates.
 HEADS = Workload(num_heads=16, num_kv_heads=1, head_dim=128)
 HOSTS = Cluster("hosts", 4, 1, network=Network(1, 26e9 / 2**30, 1e-5))
-PAPER = Figures(HEADS, HOSTS, Costs(540, 540))
+PAPER = RuleInputs(HEADS, HOSTS, Costs(540, 540))
 # Table 4: cached, new, milliseconds of pass-KV and pass-Q (128K tokens, 4 hosts).
 TABLE_4 = (
     (126720, 1280, 1023.39, 898.71),
@@ -69,13 +69,13 @@ def test_algorithm_5_takes_pass_q_in_no_case_where_algorithm_1_does_not() -> Non
 def test_the_empirical_rule_as_printed_is_wrong_on_the_papers_own_table() -> None:
     """The rule needs coefficients that are fitted to the machine."""
     assert not any(empirical(new, cached, 4, PAPER)[0] for cached, new, *_ in TABLE_4)
-    fitted = Figures(HEADS, empirical=(0.0, 1.0, 2.9))
+    fitted = RuleInputs(HEADS, empirical=(0.0, 1.0, 2.9))
     assert [empirical(new, cached, 4, fitted)[0] for cached, new, *_ in CLEAR] == [kv < q for *_, kv, q in CLEAR]
 
 
 def test_bytes_compares_the_sizes_of_messages() -> None:
     for heads, kv_heads, threshold in ((16, 1, 0.125), (8, 8, 2.0), (32, 8, 0.5)):
-        taken, inputs = bytes_rule(50, 50, 4, Figures(Workload(heads, kv_heads, 64)))
+        taken, inputs = bytes_rule(50, 50, 4, RuleInputs(Workload(heads, kv_heads, 64)))
         assert inputs == {"miss_rate": 0.5, "threshold": threshold} and taken == (threshold <= 0.5)
 
 
@@ -112,9 +112,9 @@ def operations(batch: Batch, mode: str) -> int:
     ],
 )
 def test_the_hosts_time_counts_for_short_prompts(cached: int, new: int, operation_s: float, taken: str) -> None:
-    figures = Figures(EIGHT_B, SWITCH, Costs(600, 520, host_operation_s=operation_s))
+    facts = RuleInputs(EIGHT_B, SWITCH, Costs(600, 520, host_operation_s=operation_s))
     batch = batch_with_past(4, [(cached,)] if cached else [()], [new], page=64, pages=2 + (cached + new) // 200)
-    decision = Chooser(figures).choose(batch)
+    decision = Chooser(facts).choose(batch)
     assert decision.mode == taken
     least = {mode: operation_s * operations(batch, mode) for mode in CACHE_MODES}
     assert all(decision.seconds[mode] >= least[mode] for mode in CACHE_MODES)
@@ -125,8 +125,8 @@ def test_communication_behind_a_slow_host_counts_in_part() -> None:
     batch = batch_with_past(4, [(131006,)], [66], page=64, pages=520, max_contiguous=0)
 
     def seconds(operation_s: float) -> dict[str, float]:
-        figures = Figures(EIGHT_B, SWITCH, Costs(600, 520, host_operation_s=operation_s))
-        return Chooser(figures, rule="simulate").choose(batch).seconds
+        facts = RuleInputs(EIGHT_B, SWITCH, Costs(600, 520, host_operation_s=operation_s))
+        return Chooser(facts, rule="simulate").choose(batch).seconds
 
     device, slow = seconds(0.0), seconds(3e-4)
     issued = {mode: operations(batch, mode) for mode in CACHE_MODES}
@@ -153,7 +153,7 @@ def test_every_rule_chooses_a_mode(rule: str) -> None:
 
 @pytest.mark.parametrize("mode", CACHE_MODES)
 def test_a_forced_mode_is_taken(mode: str) -> None:
-    assert Chooser(Figures(HEADS), mode).choose(batch_with_past(2, [(4,)], [3])).mode == mode
+    assert Chooser(RuleInputs(HEADS), mode).choose(batch_with_past(2, [(4,)], [3])).mode == mode
 
 
 def test_unknown_modes_and_rules_are_refused() -> None:
@@ -162,8 +162,8 @@ def test_unknown_modes_and_rules_are_refused() -> None:
     with pytest.raises(ValueError, match=r"inference\.rule=guess: expected one of auto, simulate"):
         Chooser(PAPER, rule="guess")
     with pytest.raises(ValueError, match=r"expected parallelism\.cluster=NAME"):
-        Chooser(Figures(HEADS), rule="algorithm_1")
-    assert Chooser(Figures(HEADS)).choose(batch_with_past(2, [(4,)], [3])).rule == "bytes"
+        Chooser(RuleInputs(HEADS), rule="algorithm_1")
+    assert Chooser(RuleInputs(HEADS)).choose(batch_with_past(2, [(4,)], [3])).rule == "bytes"
 
 
 def test_a_mode_that_is_forced_in_a_context_has_no_effect_outside() -> None:
