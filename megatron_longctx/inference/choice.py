@@ -96,7 +96,7 @@ def calibration_file(config: Config, device: torch.device, folder: Path | None =
     return find_calibration(name, n, _workload(config), transport, folder)
 
 
-def known_figures(config: Config, device: torch.device, folder: Path | None = None) -> RuleInputs:
+def find_rule_inputs(config: Config, device: torch.device, folder: Path | None = None) -> RuleInputs:
     """Return the numbers for this device, number of ranks and heads: from a calibration if there is one, otherwise from
     `parallelism.cluster`.
 
@@ -123,9 +123,9 @@ def agreed_figures(config: Config, device: torch.device) -> RuleInputs:
     Collective over the world.
 
     Raises:
-        ValueError: as `known_figures`, on all ranks.
+        ValueError: as `find_rule_inputs`, on all ranks.
     """
-    return on_rank_0(lambda: known_figures(config, device))
+    return on_rank_0(lambda: find_rule_inputs(config, device))
 
 
 def _workload(config: Config) -> Workload:

@@ -21,7 +21,7 @@ from megatron_longctx.inference.choice import (
     bytes_rule,
     calibration_file,
     empirical,
-    known_figures,
+    find_rule_inputs,
 )
 from megatron_longctx.mcore.inference import for_inference
 from megatron_longctx.schedules import Costs, Workload
@@ -191,10 +191,10 @@ def calibrated(config: Config, folder: Path, gibps: float, batch: int = 1) -> No
 
 def test_a_calibration_comes_before_the_cluster(tmp_path: Path) -> None:
     config = config_of("parallelism.cluster=tcp")
-    named = known_figures(config, CPU, tmp_path)
+    named = find_rule_inputs(config, CPU, tmp_path)
     assert named.cluster is not None and named.cluster.name != "measured" and named.costs is None
     calibrated(config, tmp_path, 3.0)
-    found = known_figures(config, CPU, tmp_path)
+    found = find_rule_inputs(config, CPU, tmp_path)
     assert found.cluster is not None and found.cluster.name == "measured" and found.flops == 0.5e12
     assert found.bandwidth == 3 * 2**30
     decision = Chooser(found).choose(batch_with_past(2, [(40,)], [8]))
@@ -204,14 +204,14 @@ def test_a_calibration_comes_before_the_cluster(tmp_path: Path) -> None:
 def test_calibrations_of_batches_are_not_used(tmp_path: Path) -> None:
     config = config_of()
     calibrated(config, tmp_path, 3.0, batch=2)
-    assert known_figures(config, CPU, tmp_path).cluster is None
+    assert find_rule_inputs(config, CPU, tmp_path).cluster is None
 
 
 def test_one_rank_and_unknown_links(tmp_path: Path) -> None:
     calibrated(config_of(), tmp_path, 3.0)
-    alone = known_figures(config_of("parallelism.context_parallel_size=1"), CPU, tmp_path)
+    alone = find_rule_inputs(config_of("parallelism.context_parallel_size=1"), CPU, tmp_path)
     assert alone.cluster is None
-    other_heads = known_figures(config_of("model.num_kv_heads=4"), CPU, tmp_path)
+    other_heads = find_rule_inputs(config_of("model.num_kv_heads=4"), CPU, tmp_path)
     assert other_heads.cluster is None and Chooser(other_heads)._rule == "bytes"
     with pytest.raises(ValueError, match="longctx calibrate"):
         Chooser(other_heads, rule="simulate")
@@ -222,13 +222,13 @@ def test_a_broken_calibration_is_refused(tmp_path: Path) -> None:
     path = calibration_file(config, CPU, tmp_path)
     path.write_text("{}")
     with pytest.raises(ValueError, match="expected a calibration"):
-        known_figures(config, CPU, tmp_path)
+        find_rule_inputs(config, CPU, tmp_path)
 
 
 def test_the_calibration_is_that_of_the_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     over_peers, either = config_of("inference.transport=peer"), config_of("inference.transport=auto")
     calibrated(config_of(), tmp_path, 3.0)
-    assert known_figures(over_peers, CPU, tmp_path).costs is None
+    assert find_rule_inputs(over_peers, CPU, tmp_path).costs is None
     assert calibration_file(over_peers, CPU, tmp_path) != calibration_file(config_of(), CPU, tmp_path)
     assert calibration_file(either, CPU, tmp_path) == calibration_file(config_of(), CPU, tmp_path)
     gpu = torch.device("cuda")

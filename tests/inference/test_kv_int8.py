@@ -17,7 +17,7 @@ from megatron_longctx.config import Config
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
-from megatron_longctx.inference.choice import RuleInputs, bytes_rule, known_figures
+from megatron_longctx.inference.choice import RuleInputs, bytes_rule, find_rule_inputs
 from megatron_longctx.kernels.paged import Pages
 from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
 from megatron_longctx.schedules import Kind, Workload
@@ -139,4 +139,4 @@ def test_rules_count_the_bytes_that_are_sent(tmp_path: Path) -> None:
     assert int8.token_bytes(Kind.Q) == plain.token_bytes(Kind.Q)
     assert [bytes_rule(50, 50, 4, RuleInputs(each))[1]["threshold"] for each in (plain, int8)] == [2.0, 2 * 68 / 128]
     config = parallel(tiny_config(tmp_path, "x", {"attention.kv_int8": True}), 2)
-    assert known_figures(config, CPU, tmp_path).workload.kv_row_bytes is not None
+    assert find_rule_inputs(config, CPU, tmp_path).workload.kv_row_bytes is not None
