@@ -20,7 +20,7 @@ from megatron_longctx.config import Config, InferenceConfig
 from megatron_longctx.errors import refuse
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager, ScheduledChunk
-from megatron_longctx.inference.choice import Chooser, Decision, agreed_figures
+from megatron_longctx.inference.choice import Chooser, Decision, rule_inputs_of_rank_0
 from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
 from megatron_longctx.inference.session import NextToken, Session
@@ -177,7 +177,7 @@ class _Rig:
         self._chunk = config.inference.prefill_chunk
         self._device = engine.model.attention.device
         rule = config.inference.rule if self._n > 1 else "bytes"
-        self._chooser = _Remembering(agreed_figures(config, self._device), config.inference.mode, rule)
+        self._chooser = _Remembering(rule_inputs_of_rank_0(config, self._device), config.inference.mode, rule)
         self._modes = sweep.modes if self._n > 1 else sweep.modes[:1]
         self._cache_manager = _Rewindable(self._n, pages_per_rank(config), config.inference.page_tokens)
         settings = InferenceConfig(decode=engine.settings.decode, cuda_graphs=engine.settings.cuda_graphs)

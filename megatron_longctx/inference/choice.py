@@ -117,7 +117,7 @@ def find_rule_inputs(config: Config, device: torch.device, folder: Path | None =
     return RuleInputs(workload, load_cluster(cluster).resized(n) if cluster else None, empirical=empirical)
 
 
-def agreed_figures(config: Config, device: torch.device) -> RuleInputs:
+def rule_inputs_of_rank_0(config: Config, device: torch.device) -> RuleInputs:
     """Return rank 0's numbers on every rank: hosts may have different files, and ranks must choose alike.
 
     Collective over the world.
