@@ -226,7 +226,7 @@ class _Rig:
         self._cache_manager.keep()
         for _ in range(1 + self._sweep.iterations):
             for way in ways:  # in turns, so that a slow moment of the machine meets all of them
-                with nullcontext() if way == REPLICATED else self._chooser.taking(way):
+                with nullcontext() if way == REPLICATED else self._chooser.forcing(way):
                     times[way].append(seconds_to_first(self.engine, session, prompt))
                 self._cache_manager.rewind([session])
         found.seconds = {mode: self._slowest(seconds[1:] or seconds) for mode, seconds in times.items()}

@@ -182,7 +182,7 @@ class Chooser:
         return tuple(CACHE_MODES) if self.mode == "auto" else (self.mode,)
 
     @contextmanager
-    def taking(self, mode: str) -> Iterator[None]:
+    def forcing(self, mode: str) -> Iterator[None]:
         """Use this mode for every batch inside the context, without effect on decisions outside."""
         before, decodes = self.mode, self._decodes
         self.mode, self._decodes = mode, {}

@@ -100,7 +100,7 @@ class LongContextEngine:
         pages = min(map(manager.free_pages, range(manager.n)))
         most = int(min(self._max_tokens, pages * manager.page_tokens * manager.n))
         for mode in self._chooser.candidates if manager.n > 1 else ("pass_kv",):  # each mode connects other ranks
-            with self._chooser.taking(mode):
+            with self._chooser.forcing(mode):
                 for length in _WARM_UP_LENGTHS:
                     if length < most:
                         with self._appended([[0] * length]) as (session,):

@@ -169,10 +169,10 @@ def test_unknown_modes_and_rules_are_refused() -> None:
 def test_a_mode_that_is_forced_in_a_context_has_no_effect_outside() -> None:
     chooser, batch = Chooser(PAPER, rule="bytes"), batch_with_past(4, [(400,)], [1])
     assert chooser.candidates == tuple(CACHE_MODES) and Chooser(PAPER, mode="pass_q").candidates == ("pass_q",)
-    with chooser.taking("pass_kv"):
+    with chooser.forcing("pass_kv"):
         assert chooser.choose(batch).mode == "pass_kv"
     assert chooser.choose(batch).mode == "one_hop"
-    with chooser.taking("pass_q"):
+    with chooser.forcing("pass_q"):
         assert chooser.choose(batch).mode == "pass_q", "also if a batch like it was decided before"
     assert chooser.choose(batch).mode == "one_hop" and chooser.mode == "auto"
 

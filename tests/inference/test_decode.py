@@ -102,7 +102,7 @@ def prompts_are_replicated_unless_a_mode_is_set(engine: LongContextEngine, promp
     for how, mode in (("replicated", "auto"), ("plan", "auto"), ("replicated", "pass_q")):
         steps = recorded(engine, how)
         sessions = first, second = engine.open(), engine.open()
-        with engine._chooser.taking(mode):
+        with engine._chooser.forcing(mode):
             first.append(prompts[1][:13])
             engine.append({first: prompts[3], second: [7]})
             engine.append({first: [8, 9], second: prompts[1][:20]})
