@@ -21,7 +21,7 @@ from ..inference.session import Session
 from ..mcore.tokenizer import beginning, build_tokenizer, text_of
 from ..models.chat import Chat, Message, chat_of
 from ..topology.cluster import GIB
-from .inference_job import InferenceJob, check_memory, engine_of, job_of, refuse_unread, split_words, start
+from .inference_job import InferenceJob, build_job, check_memory, engine_of, refuse_unread, split_words, start
 from .text_stream import TextStream
 
 
@@ -38,7 +38,7 @@ def generate(words: Sequence[str], chat: bool = False) -> None:
         JobFailed: another rank ended.
     """
     own, settings = split_words(words, ("checkpoint", "prompt", "prompt_file", "iteration"))
-    job = job_of(own, settings)
+    job = build_job(own, settings)
     refuse_unread(settings)
     prompt = _prompt(own, chat)
     tokenizer = build_tokenizer(job.config.data.tokenizer, job.config.data.tokenizer_path)

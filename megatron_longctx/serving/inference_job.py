@@ -91,7 +91,7 @@ def checkpoint_of(own: Mapping[str, str]) -> tuple[Path, int | None]:
     return Path(own["checkpoint"]), None if iteration is None else int(iteration)
 
 
-def job_of(
+def build_job(
     own: Mapping[str, str],
     settings: Sequence[str],
     options: Any = None,

@@ -29,7 +29,7 @@ from ..training.signals import handled
 from .http_api.access import build_access
 from .http_api.inbox import Inbox
 from .http_api.parsing import Model
-from .inference_job import InferenceJob, check_memory, engine_of, job_of, refuse_unread, split_words, start
+from .inference_job import InferenceJob, build_job, check_memory, engine_of, refuse_unread, split_words, start
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def serve(words: Sequence[str]) -> None:
     """
     _require_packages()
     own, settings = split_words(words, ("checkpoint", "iteration"))
-    job = job_of(own, settings, os.path.basename(os.path.abspath(own.get("checkpoint", ""))))  # also a name for `.`
+    job = build_job(own, settings, os.path.basename(os.path.abspath(own.get("checkpoint", ""))))  # also a name for `.`
     refuse_unread(settings)
     build_access(job.config.serve, os.environ)
     data = job.config.data

@@ -28,7 +28,7 @@ from ..mcore.tokenizer import build_tokenizer, text_of
 from ..metrics.environment import environment
 from ..models.chat import Chat, chat_of
 from ..schedules import build_plan
-from ..serving.inference_job import InferenceJob, check_memory, engine_of, job_of, split_words, start
+from ..serving.inference_job import InferenceJob, build_job, check_memory, engine_of, split_words, start
 from ..training import auto
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def evaluate(words: Sequence[str]) -> None:
     own, settings = split_words(words, OWN_WORDS)
     tasks = _tasks(own.get("tasks"))
     asks = [task for task in tasks if task != LOSSES]
-    job = job_of(own, settings, adapted=for_inference if asks else for_losses)
+    job = build_job(own, settings, adapted=for_inference if asks else for_losses)
     job = replace(job, iteration=checkpoint.latest(job.checkpoints) if job.iteration is None else job.iteration)
     run = Path(own["checkpoint"])
     lengths = _numbers(own, "lengths", (job.config.data.seq_length,), int, 1, _MOST_LENGTH)
@@ -80,7 +80,7 @@ def evaluate(words: Sequence[str]) -> None:
     results = Results(_title(run, job), _about(run, job, own, lengths, samples))
     asked = Asked(lengths, samples, out, results)
     if LOSSES in tasks:
-        training = job if not asks else job_of(own, settings, adapted=for_losses)
+        training = job if not asks else build_job(own, settings, adapted=for_losses)
         asked = _with_losses(asked, training.config, own.get("data"))
     elif "data" in own:
         raise refuse("data", own["data"], f"{LOSSES} among the tasks", "Add it to tasks, or leave data out.")

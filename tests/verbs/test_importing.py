@@ -19,7 +19,7 @@ from megatron_longctx.compose import RESOLVED, load_config
 from megatron_longctx.mcore import checkpoint_reader
 from megatron_longctx.mcore.checkpoint_weights import JOURNAL
 from megatron_longctx.models.huggingface import HuggingFaceFolder
-from megatron_longctx.serving.inference_job import job_of
+from megatron_longctx.serving.inference_job import build_job
 from megatron_longctx.testing.distributed import run_distributed, start_context
 from megatron_longctx.verbs import cli
 from megatron_longctx.verbs.exporting import export_model
@@ -86,10 +86,10 @@ def test_rope_is_stretched_where_words_say_so(published: dict[str, tuple[Path, A
 
     (folder, _), run = published["llama"], str(runs["llama"])
     words = {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": 4.0}
-    job = job_of({"checkpoint": run}, [f"{key}={value}" for key, value in words.items()])
+    job = build_job({"checkpoint": run}, [f"{key}={value}" for key, value in words.items()])
     assert job.config.model.rope_scaling.factor == 4.0
     with pytest.raises(ValueError, match=r"of another model.*hidden_size"):
-        job_of({"checkpoint": run}, ["model.hidden_size=128"])
+        build_job({"checkpoint": run}, ["model.hidden_size=128"])
     (logits, tokens), *_ = run_distributed(ours, 1, run, PROMPT, 5, {}, words)
     config = AutoConfig.from_pretrained(folder)
     config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 4.0}
