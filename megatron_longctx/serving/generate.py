@@ -21,7 +21,7 @@ from ..inference.session import Session
 from ..mcore.tokenizer import beginning, build_tokenizer, text_of
 from ..models.chat import Chat, Message, chat_of
 from ..topology.cluster import GIB
-from .inference_job import InferenceJob, build_job, check_memory, engine_of, refuse_unread, split_words, start
+from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_words, start
 from .text_stream import TextStream
 
 
@@ -81,7 +81,7 @@ def _with_cache(config: Config, prompt_tokens: int) -> Config:
 def _converse(job: InferenceJob, groups: Any) -> None:
     settings = job.config.inference
     drawing = settings.max_new_tokens, settings.temperature, settings.top_k, settings.top_p, settings.seed
-    with engine_of(job, groups) as (engine, tokenizer):
+    with open_engine(job, groups) as (engine, tokenizer):
         chat = chat_of(settings.chat_template, tokenizer) if job.options is None else Chat()
         sampling = Sampling(*drawing, stop=(tokenizer.eod, *chat.stop_tokens))
         conversation = _Conversation(engine, tokenizer, chat, sampling)

@@ -230,7 +230,7 @@ def _work(job: InferenceJob, work: Work) -> None:
 
 
 @contextmanager
-def engine_of(job: InferenceJob, collection: Any) -> Iterator[tuple[LongContextEngine, Any]]:
+def open_engine(job: InferenceJob, collection: Any) -> Iterator[tuple[LongContextEngine, Any]]:
     """Build the engine and the tokenizer of the job's checkpoint, for the time of the context. All ranks call it."""
     engine, tokenizer = build_engine(job.config, collection, job.checkpoints, job.iteration)
     try:

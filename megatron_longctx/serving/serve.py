@@ -29,7 +29,7 @@ from ..training.signals import handled
 from .http_api.access import build_access
 from .http_api.inbox import Inbox
 from .http_api.parsing import Model
-from .inference_job import InferenceJob, build_job, check_memory, engine_of, refuse_unread, split_words, start
+from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_words, start
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def _listen(settings: ServeConfig) -> socket.socket:
 
 def _serve(job: InferenceJob, groups: Any) -> None:
     settings = job.config.serve
-    with engine_of(job, groups) as (engine, tokenizer):
+    with open_engine(job, groups) as (engine, tokenizer):
         engine.warm_up(settings.max_active)
         chunk = job.config.inference.prefill_chunk or Scheduler.prefill_chunk
         scheduler = Scheduler(engine, settings.max_active, chunk, settings.keep_sessions)

@@ -28,7 +28,7 @@ from ..mcore.tokenizer import build_tokenizer, text_of
 from ..metrics.environment import environment
 from ..models.chat import Chat, chat_of
 from ..schedules import build_plan
-from ..serving.inference_job import InferenceJob, build_job, check_memory, engine_of, split_words, start
+from ..serving.inference_job import InferenceJob, build_job, check_memory, open_engine, split_words, start
 from ..training import auto
 
 logger = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ def _evaluate(job: InferenceJob, groups: Any) -> None:
             _note(asked, f"{LOSSES}, {length:,} tokens: {asked.results.losses[-1].mean:.5f}", begin)
         model.release()
     if asked.questions:
-        with engine_of(job, groups) as (engine, tokenizer):
+        with open_engine(job, groups) as (engine, tokenizer):
             chat = chat_of(job.config.inference.chat_template, tokenizer) if asked.chat else Chat()
             _answer(asked, engine, tokenizer, (tokenizer.eod, *chat.stop_tokens))
     if dist.get_rank() == 0:

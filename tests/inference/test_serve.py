@@ -336,6 +336,6 @@ def test_it_warms_up_for_its_batches_before_it_listens(monkeypatch: pytest.Monke
         raise RuntimeError(f"warming up for {sequences} sequences")
 
     job = SimpleNamespace(config=changed(Config(), {"serve.max_active": 12}))
-    monkeypatch.setattr(serve, "engine_of", lambda *_: nullcontext((SimpleNamespace(warm_up=warm_up), None)))
+    monkeypatch.setattr(serve, "open_engine", lambda *_: nullcontext((SimpleNamespace(warm_up=warm_up), None)))
     with pytest.raises(RuntimeError, match="warming up for 12 sequences"):
         serve._serve(job, None)  # type: ignore[arg-type]
