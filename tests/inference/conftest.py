@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from megatron_longctx.config import Config
@@ -21,3 +24,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
         config = tiny_config(root, "trained", settings)
         run_distributed(run_jobs, 2, [Job(config)])
     return config
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Any]:
+    """A running HTTP server, `tests.inference.http_server.Served`."""
+    from tests.inference.http_server import serving
+
+    with serving() as running:
+        yield running

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,6 @@ from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.models.chat import chat_of
 from tests.inference.http_server import BODY, Served, answer_on, serving
 from tests.shared.jobs import PATIENCE_S
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as found:
-        yield found
 
 
 def test_a_stream_has_the_role_once_and_ends_with_the_usage(served: Served) -> None:

@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,6 @@ from megatron_longctx.serving.http_api.parsing import ApiError, Model, parse_req
 from megatron_longctx.serving.http_api.server import build_server
 from tests.inference.http_server import BODY, LIMITS, LONG, Served, answer_on, decode, encode, ended, serving, until
 from tests.shared.jobs import PATIENCE_S
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as found:
-        yield found
 
 
 @pytest.mark.parametrize("stream", [False, True])
