@@ -28,9 +28,18 @@ from ..comm import (
 )
 from ..errors import refuse
 from ..kernels import KernelRequest, choose
-from ..kernels.paged import DTYPES, PackedPartials, Pages, attend_pages, attend_shares, fused_kernels, merge_ranks
+from ..kernels.paged import (
+    DTYPES,
+    PackedPartials,
+    Pages,
+    attend_pages,
+    attend_shares,
+    compile_decode,
+    fused_kernels,
+    merge_ranks,
+)
+from ..kernels.partials import compile_merges
 from ..kernels.quantize_kv import SCALE_BYTES
-from ..kernels.warm_up import compile_decode, compile_merges
 from ..schedules import Kind, Lowering, Target, Workload
 from ..topology.cluster import GIB
 from .batch import Batch

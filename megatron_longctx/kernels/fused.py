@@ -1,5 +1,7 @@
-"""What functions in plain PyTorch and their Triton twins share: finding the twin, sizes and strides as its kernels take
-them, and launching these again."""
+"""Helpers for functions that have a plain PyTorch and a fused Triton implementation.
+
+They find the Triton module, describe tensors to its kernels, and launch kernels again with little host work.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,17 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROWS = 2048
-"""Of one program, at most."""
+_MAX_ROWS = 2048
+"""The most rows that one program handles."""
 _compiled: dict[Hashable, Any] = {}
 
 
 @functools.cache
 def fused(name: str, work: str) -> ModuleType | None:
-    """The module `NAME_triton` beside the module `name`; None, which is said once, where triton cannot be imported.
-    work: what plain PyTorch then does."""
+    """Import the module `NAME_triton` beside the module `name`; log and return None if triton cannot be imported.
+
+    work: the subject of the log line, which plain PyTorch then computes.
+    """
     try:
         return importlib.import_module(f"{name}_triton")
     except ImportError as error:
@@ -32,32 +36,33 @@ def fused(name: str, work: str) -> ModuleType | None:
 
 
 def row_strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of all dimensions but the last; 0 for those of size 1, whose only index is 0.
+    """Return the strides of all dimensions but the last, with 0 for dimensions of size 1.
 
-    Triton compiles a kernel anew where a stride begins or ceases to be 1 or a multiple of 16, and a dimension of size 1
-    may have any stride.
+    Triton compiles a new variant of a kernel if a stride begins or ceases to be 1 or a multiple of 16. A dimension of
+    size 1, whose only index is 0, may have any stride.
     """
     sizes, strides = x.shape, x.stride()
     return tuple([strides[i] if sizes[i] > 1 else 0 for i in range(len(strides) - 1)])
 
 
 def few_rows(x: Tensor) -> bool:
-    """Whether the rows of `[s, b, h, d]` are counted in 32 bits: those that the last program has too many as well."""
-    return x.shape[:3].numel() <= 2**31 - _MOST_ROWS
+    """Whether 32 bits count the rows of `[s, b, h, d]`, including the excess rows of the last program."""
+    return x.shape[:3].numel() <= 2**31 - _MAX_ROWS
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: Sequence[Tensor | int], constants: Mapping[str, int], kind: Hashable,
     **options: int,
 ) -> None:  # fmt: skip
-    """Launch on the current device and stream, from the second time on without Triton's look at every argument, which
-    takes as long as 20 of them are many: it finds out from an argument's type, and from whether 16 divides it, which
-    compiled kernel it needs.
+    """Launch a kernel on the current device and stream; from the second launch on, skip Triton's argument inspection.
+
+    Triton derives the compiled variant from each argument's type and divisibility by 16. With many arguments this takes
+    as long as 20 of the launches themselves.
 
     Args:
-        kernel: of `triton.jit`; its constants come after its other arguments.
-        kind: differs wherever Triton would compile for these arguments another kernel than before.
-        options: of the compiler, e.g. num_warps.
+        kernel: a `triton.jit` function whose constants come after its other arguments.
+        kind: a key that differs whenever Triton would compile another variant for these arguments.
+        options: compiler options, e.g. num_warps.
     """
     key = kernel, torch.cuda.current_device() if torch.cuda.is_available() else -1, kind, tuple(constants.values())
     known = _compiled.get(key)
@@ -70,8 +75,10 @@ def launch(
 
 
 def kind_of(argument: Tensor | int) -> Hashable:
-    """What Triton tells apart: of integers 1, multiples of 16, and those that take 64 bits; of tensors their dtype, and
-    whether their address is a multiple of 16."""
+    """Return the properties by which Triton distinguishes an argument.
+
+    It separates the integer 1, multiples of 16 and 64-bit values, and tensors by dtype and an address divisible by 16.
+    """
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     return 1 if argument == 1 else 2 * (argument % 16 == 0) + 4 * (not -(2**31) <= argument < 2**31)

@@ -19,8 +19,8 @@ from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.kernels import AttentionKernel, paged, partials
 from megatron_longctx.kernels.interface import BlockInputs
-from megatron_longctx.kernels.paged import PackedPartials, Pages
-from megatron_longctx.kernels.warm_up import compile_decode, compile_merges
+from megatron_longctx.kernels.paged import PackedPartials, Pages, compile_decode
+from megatron_longctx.kernels.partials import compile_merges
 from megatron_longctx.schedules import Kind, Lowering, Takes, Target
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.totals import MOST_PARTIALS
@@ -108,7 +108,7 @@ def test_nor_anything_of_decode(
     for name, launches in kernels.items():
         monkeypatch.setattr(paged_triton, name, launches)
     monkeypatch.setattr(paged_triton, "_processors", lambda _: 132)  # an H100's
-    monkeypatch.setattr(paged, "attend_pages_torch", paged_triton.attend_pages_triton)
+    monkeypatch.setattr(paged, "attend_torch", paged_triton.attend_triton)
     monkeypatch.setattr(paged, "merge_ranks_torch", paged_triton.merge_ranks_triton)
     cache = torch.zeros(256, 2, 2, D, dtype=BF16) if not int8 else torch.zeros(256, 2, 2, D + 4, dtype=torch.uint8)
     compile_decode(torch.empty(0, heads, D, dtype=BF16), cache, 64, windows)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_longctx.kernels import batched_copy
-from megatron_longctx.kernels.batched_copy import MOST_BASES, BatchedCopy, Launch, Pair, copy, entry, launches
+from megatron_longctx.kernels.batched_copy import MAX_BASES, BatchedCopy, Launch, Pair, copy, entry, launches
 from tests.kernels.interpreter import run_interpreted
 
 SIZES = st.integers(1, 24)
@@ -76,10 +76,10 @@ def test_one_launch_takes_what_it_can_and_names_the_rest() -> None:
     found, left = launches([odd, *pairs, nothing])
     assert left == [0], "an odd number of small elements is copied by itself, nothing not at all"
     assert [number for launch in found for number in launch.pairs] == list(range(1, len(pairs) + 1))
-    assert all(len(launch.leads) <= MOST_BASES for launch in found)
-    many = [(torch.zeros(64), torch.ones(64)) for _ in range(MOST_BASES)]
+    assert all(len(launch.anchors) <= MAX_BASES for launch in found)
+    many = [(torch.zeros(64), torch.ones(64)) for _ in range(MAX_BASES)]
     found, left = launches(many)
-    assert [len(launch.pairs) for launch in found] == [MOST_BASES // 2] * 2 and not left
+    assert [len(launch.pairs) for launch in found] == [MAX_BASES // 2] * 2 and not left
 
 
 def by_the_table(launch: Launch, bases: Sequence[int], memory: dict[int, np.ndarray]) -> None:
@@ -92,7 +92,7 @@ def by_the_table(launch: Launch, bases: Sequence[int], memory: dict[int, np.ndar
         return memory[start], places[:, None] + np.arange(size)
 
     cols = launch.columns
-    for of, of_bytes, to, to_bytes, wide, n0, n1, n2, d0, d1, d2, s0, s1, s2, *_ in batched_copy.rows(launch):
+    for of, of_bytes, to, to_bytes, wide, n0, n1, n2, d0, d1, d2, s0, s1, s2, *_ in launch.table:
         assert n0 * n1 * n2 < 2**31, "counted in 32 bits"
         i = np.arange(n0 * n1 * n2)
         if wide:
@@ -150,7 +150,7 @@ def test_tables_say_where_everything_lies(pairs: list[Pair], shuffled: random.Ra
     }
     found, left = launches(pairs)
     for launch in found:
-        by_the_table(launch, [pairs[lead // 2][lead % 2].data_ptr() for lead in launch.leads], memory)
+        by_the_table(launch, [pairs[anchor // 2][anchor % 2].data_ptr() for anchor in launch.anchors], memory)
     for number in left:
         copy(*pairs[number])
     taken = [number for launch in found for number in launch.pairs]
@@ -185,9 +185,8 @@ def test_what_lies_side_by_side_is_one_row() -> None:
     assert entry(torch.zeros(4, 3, dtype=torch.bfloat16), torch.zeros(4, 3, dtype=torch.bfloat16)) is None
 
 
-def test_a_plan_serves_what_lies_alike_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_serves_what_lies_alike_and_nothing_else() -> None:
     """Other memory with the same distances and strides is copied by the same table; anything else gets its own."""
-    monkeypatch.setattr(batched_copy, "_launches", lambda pairs, device: ((), ()))
     copier = BatchedCopy()
     one, two = heads_to_ranks(2), heads_to_ranks(2)
     first = copier._plan("pack", one)
@@ -218,7 +217,7 @@ def test_distances_within_a_memory_are_checked() -> None:
     def pointers(sources: list[Tensor]) -> list[int]:
         return [x.data_ptr() for pair in zip(into, sources, strict=True) for x in pair]
 
-    assert batched_copy._fits(plan, pointers(parts)) and not batched_copy._fits(plan, pointers(apart))
+    assert batched_copy._has_distances(plan, pointers(parts)) and not batched_copy._has_distances(plan, pointers(apart))
 
 
 def copy_in_the_interpreter() -> None:
@@ -249,8 +248,8 @@ def copy_in_the_interpreter() -> None:
         found, left = launches(pairs)
         assert not left
         for launch in found:
-            table = torch.tensor(batched_copy.rows(launch), dtype=torch.int64)
-            copy_triton(launch, table, [pairs[lead // 2][lead % 2].data_ptr() for lead in launch.leads])
+            table = torch.tensor(launch.table, dtype=torch.int64)
+            copy_triton(launch, table, [pairs[anchor // 2][anchor % 2].data_ptr() for anchor in launch.anchors])
         for (into, _), memory, wanted in zip(pairs, storages, expected, strict=True):
             assert torch.equal(torch.tensor([], dtype=into.dtype).set_(memory), wanted)
 

@@ -78,7 +78,7 @@ def test_kinds_of_calls_are_announced_before_they_are_compiled(
 ) -> None:
     caplog.set_level("INFO")
     monkeypatch.setattr(fa4, "_interface", lambda: packed_stand_ins.fa4([]))
-    monkeypatch.setattr(fa4, "_announced", set())
+    monkeypatch.setattr(fa4, "_logged", set())
     kernel = PROVIDERS["fa4"]()
     for case in (CASES["multi-head causal"], Case(18, 18, 2, 4, 4, 16, True), CASES["a window"], PACKED["documents"]):
         run(kernel, *tensors(case, torch.float32), case)

@@ -117,15 +117,16 @@ def turn(draw: Draw, rng: random.Random) -> None:
 
 
 def paged(draw: Draw, rng: random.Random) -> None:
-    from megatron_longctx.kernels.paged_triton import attend_pages_triton, merge_ranks_triton
+    from megatron_longctx.kernels.paged_triton import attend_triton, merge_ranks_triton
 
     rows, slots = size(rng, 40), 64
     cache = draw(64 * slots, 2, KV_HEADS, D, dtype=BF16)
     q = draw(rows, KV_HEADS * (GROUP + 2), D, dtype=BF16)[:, : KV_HEADS * GROUP]
     table = torch.zeros(rows, size(rng, 99) + 1, dtype=torch.int32, device=q.device)[:, 1:]
     counts = torch.ones(rows, dtype=torch.int64, device=q.device)
-    found = PackedPartials.like(q)
-    attend_pages_triton(q, cache, Pages(table, counts, slots), 0.1, found)
+    found, merged = attend_triton(q, cache, Pages(table, counts, slots), 0.1), PackedPartials.like(q)
+    if len(found.out) > 1:
+        merge_ranks_triton(found, merged.out, merged.lse)
     ranks = PackedPartials.like(q, (rng.randint(1, 4),))
     merge_ranks_triton(ranks, torch.empty_like(q))
 

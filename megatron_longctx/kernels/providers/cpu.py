@@ -1,7 +1,7 @@
 """ATen's fused attention for CPU: about 8 times faster than matrix products, in a fraction of the memory.
 
-Seen with torch 2.11 and 2.13: fp64, fp32, bf16 and fp16; fewer KV heads natively both ways; natural-log lse
-`(b, h, s)` stored as `[b, s, h]`, fp64 for fp64 inputs and fp32 otherwise; repeated runs agree bit for bit.
+As of torch 2.11 and 2.13, it supports fp64, fp32, bf16 and fp16, and fewer KV heads natively both ways. Its natural-log
+lse `(b, h, s)` is stored as `[b, s, h]`, in fp64 for fp64 inputs and else fp32. Repeated runs agree bit for bit.
 """
 
 from typing import ClassVar
@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, token_first
-from megatron_longctx.kernels.limits import wrong_device, wrong_dtype, wrong_value_dim
 from megatron_longctx.kernels.providers.reference import ReferenceKernel, hidden_keys
+from megatron_longctx.kernels.selection import wrong_device, wrong_dtype, wrong_value_dim
 from megatron_longctx.schedules.kernel_calls import Takes
 
 
 class CpuKernel(AttentionKernel):
-    """`aten._scaled_dot_product_flash_attention_for_cpu` and its backward; other bands than full and causal squares
-    with a mask of queries times keys."""
+    """`aten._scaled_dot_product_flash_attention_for_cpu` and its backward.
+
+    Bands other than full and causal squares get a mask of queries times keys.
+    """
 
     name: ClassVar[str] = "cpu"
     speed: ClassVar[dict[str, int]] = {"cpu": 20}
@@ -31,15 +33,15 @@ class CpuKernel(AttentionKernel):
         )
 
     def _forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
-        # The op masks unequal lengths from the top left and gives rows without keys an lse of 0, not -inf. Neither can
-        # be met here: causal blocks are square, others get a mask, and every query of a call sees some key.
+        # The op aligns unequal lengths at the top left and gives rows without keys an lse of 0, not -inf. Neither
+        # happens here: causal blocks are square, others get a mask, and every query of a call sees some key.
         causal, mask = _mask(inputs)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             heads_first(inputs.q), heads_first(inputs.k), heads_first(inputs.v), 0.0, causal,
             attn_mask=mask, scale=inputs.scale,
         )  # fmt: skip
         out, lse = token_first(out), lse.permute(2, 0, 1)
-        # Rows that the op finds nothing in have an lse of 0, too, among them those whose few scores are all NaN.
+        # The op also gives an lse of 0 to rows in which it finds no score, e.g. those whose few scores are all NaN.
         if (lse == 0).any():
             broken = ReferenceKernel()._forward(inputs)[1].isnan()
             out, lse = out.masked_fill(broken.unsqueeze(-1), torch.nan), lse.masked_fill(broken, torch.nan)
@@ -47,14 +49,10 @@ class CpuKernel(AttentionKernel):
 
     def _backward(self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
         causal, mask = _mask(inputs)
+        tensors = (grad_out, inputs.q, inputs.k, inputs.v, out)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            heads_first(grad_out),
-            heads_first(inputs.q),
-            heads_first(inputs.k),
-            heads_first(inputs.v),
-            heads_first(out),
-            # The layout in which the forward op stores it.
-            lse.permute(1, 0, 2).contiguous().permute(0, 2, 1),
+            *map(heads_first, tensors),
+            lse.permute(1, 0, 2).contiguous().permute(0, 2, 1),  # the layout in which the forward op stores it
             0.0,
             causal,
             attn_mask=mask,
@@ -64,7 +62,7 @@ class CpuKernel(AttentionKernel):
 
 
 def _mask(inputs: BlockInputs) -> tuple[bool, Tensor | None]:
-    """Whether the call is a causal square; else what its band adds to the scores, in q's dtype, if it hides any."""
+    """Return whether the call is a causal square; if not, the mask to add to the scores, in q's dtype, if any."""
     queries, keys = inputs.q.shape[0], inputs.k.shape[0]
     if inputs.call.causal and queries == keys:
         return True, None
