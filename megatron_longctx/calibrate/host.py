@@ -6,9 +6,8 @@ import statistics
 
 import torch
 
-from ..attention.bind import Engine, bind
+from ..attention.bind import Engine, Shapes, bind
 from ..attention.run import Run
-from ..attention.shapes import Shapes
 from ..comm import BufferPool
 from ..inference.batch import Batch
 from ..inference.cache_manager import CacheManager

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention.bind import Bound, Engine, bind
+from ..attention.bind import Bound, Engine, Shapes, bind
+from ..attention.function import add_sink_, merge_sink
 from ..attention.kv_format import Int8KV, KVFormat, StackedKV
 from ..attention.run import Run
-from ..attention.shapes import Shapes
-from ..attention.sinks import add_sink_, merge_sink
 from ..comm import (
     BufferPool,
     PeerMemoryError,

@@ -17,8 +17,6 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROWS = 2048
-"""The most rows that one program handles."""
 _compiled: dict[Hashable, Any] = {}
 
 
@@ -43,11 +41,6 @@ def row_strides(x: Tensor) -> tuple[int, ...]:
     """
     sizes, strides = x.shape, x.stride()
     return tuple([strides[i] if sizes[i] > 1 else 0 for i in range(len(strides) - 1)])
-
-
-def few_rows(x: Tensor) -> bool:
-    """Whether 32 bits count the rows of `[s, b, h, d]`, including the excess rows of the last program."""
-    return x.shape[:3].numel() <= 2**31 - _MAX_ROWS
 
 
 def launch(

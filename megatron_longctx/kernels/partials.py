@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_longctx.kernels.fused import few_rows, fused
+from megatron_longctx.kernels.fused import fused
 from megatron_longctx.kernels.no_grad import no_grad
 from megatron_longctx.schedules.totals import MOST_PARTIALS
 
 _fused = partial(fused, __name__, "merging attention")
+
+_MAX_ROWS = 2048
+"""The most rows that one program of the fused kernel handles."""
 
 
 class Partial(NamedTuple):
@@ -129,6 +132,8 @@ def _check(partials: Sequence[Partial]) -> None:
 
 
 def _fusable(partials: Sequence[Partial], out: Tensor) -> bool:
-    """Whether tensors are on CUDA, up to fp32, with adjacent elements of a head, and few enough rows for 32 bits."""
+    """Whether the fused kernel supports the tensors. It counts rows in 32 bits, excess ones of the last program too."""
+    if out.shape[:3].numel() > 2**31 - _MAX_ROWS:
+        return False
     tensors = (out, *(part.value for part in partials))
-    return few_rows(out) and all(x.is_cuda and x.stride(-1) == 1 and x.dtype != torch.float64 for x in tensors)
+    return all(x.is_cuda and x.stride(-1) == 1 and x.dtype != torch.float64 for x in tensors)

@@ -23,7 +23,7 @@ def auto_order(device_type: str) -> list[str]:
 
 def available(request: KernelRequest) -> list[tuple[str, str | None]]:
     """Return every provider's name, with None if it supports `request`, else with the reason why it does not."""
-    return [(name, _make(name, request).why_not(request)) for name in PROVIDERS]
+    return [(name, each(deterministic=request.deterministic).why_not(request)) for name, each in PROVIDERS.items()]
 
 
 def choose(name: str, request: KernelRequest) -> AttentionKernel:
@@ -34,45 +34,31 @@ def choose(name: str, request: KernelRequest) -> AttentionKernel:
     Raises:
         ValueError: `name` is unknown, or does not support `request`; the message lists what does.
     """
-    if name == "auto":
-        return _choose_automatically(request)
-    if name not in PROVIDERS:
+    auto = name == "auto"
+    if not auto and name not in PROVIDERS:
         raise ValueError(f"kernel={name!r} is unknown; expected 'auto' or one of {', '.join(PROVIDERS)}.")
-    kernel = _make(name, request)
-    reason = kernel.why_not(request)
-    if reason is not None:
-        raise ValueError(f"kernel={name!r} cannot be used here: {reason}. {_usable(request)}")
-    return kernel
-
-
-def _choose_automatically(request: KernelRequest) -> AttentionKernel:
-    skipped: list[str] = []
-    for name in auto_order(request.device_type):
-        kernel = _make(name, request)
-        reason = kernel.why_not(request)
-        if reason is None:
-            if request not in _logged:
-                _logged.add(request)
-                logger.info("attention kernel: %s%s", name, "".join(f"; not {line}" for line in skipped))
-            return kernel
-        skipped.append(f"{name} ({reason})")
-    if not skipped:
+    names = auto_order(request.device_type) if auto else [name]
+    if not names:
         expected = " or ".join(map(repr, sorted({device for each in PROVIDERS.values() for device in each.speed})))
         raise ValueError(
             f"kernel='auto' knows no kernels for device_type={request.device_type!r}; expected {expected}."
         )
-    raise ValueError(f"kernel='auto' found none for {request}: {'; '.join(skipped)}. {_usable(request)}")
-
-
-def _make(name: str, request: KernelRequest) -> AttentionKernel:
-    return PROVIDERS[name](deterministic=request.deterministic)
-
-
-def _usable(request: KernelRequest) -> str:
-    usable = [name for name, reason in available(request) if reason is None]
+    skipped: list[str] = []
+    for each in names:
+        kernel = PROVIDERS[each](deterministic=request.deterministic)
+        reason = kernel.why_not(request)
+        if reason is None:
+            if auto and request not in _logged:
+                _logged.add(request)
+                logger.info("attention kernel: %s%s", each, "".join(f"; not {line}" for line in skipped))
+            return kernel
+        skipped.append(f"{each} ({reason})")
+    problem = f"found none for {request}: {'; '.join(skipped)}" if auto else f"cannot be used here: {reason}"
+    usable = [each for each, reason in available(request) if reason is None]
+    remedy = f"Usable for this request: {', '.join(usable)}; or 'auto' to take the fastest."
     if not usable:
-        return "No kernel supports this request: change its device, dtype or head dim."
-    return f"Usable for this request: {', '.join(usable)}; or 'auto' to take the fastest."
+        remedy = "No kernel supports this request: change its device, dtype or head dim."
+    raise ValueError(f"kernel={name!r} {problem}. {remedy}")
 
 
 def wrong_device(request: KernelRequest, *accepted: str) -> str | None:

@@ -159,7 +159,7 @@ class Layer:
     def backward(self, run: Run) -> None:
         out, lse = run.result(Kind.OUT)
         own = {Kind.Q_GRAD: (self.q, out, self.q, lse), Kind.GRAD: (self.q,), Kind.KV: (self.k, self.k)}
-        back = Run(self.bound[1], own, 1.0, [x for entry in run.kept for x in entry])
+        back = Run(self.bound[1], own, 1.0, run.kept)
         back()
         back.result(Kind.DQ), back.result(Kind.DKV)
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.attention.function import Passes, shapes_of
-from megatron_longctx.attention.warm_up import kinds
+from megatron_longctx.attention.function import Passes, kinds, shapes_of
 from megatron_longctx.kernels import PROVIDERS, CallKind
 from megatron_longctx.kernels.interface import BlockInputs
 from megatron_longctx.kernels.packed import Segments

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.attention.bind import Engine, bind
+from megatron_longctx.attention.bind import Engine, Shapes, bind
 from megatron_longctx.attention.run import Run
-from megatron_longctx.attention.shapes import Shapes
 from megatron_longctx.comm import BufferPool
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
