@@ -102,7 +102,7 @@ class ContextParallelAttention:
         self._overlap = overlap
         self._sum_in_node, self._summed = sum_in_node, ranks_to_sum(sum_in_node, options.cluster, self.world)
         self._measures_times = False
-        self._links: dict[torch.device, _Links] = {}
+        self._devices: dict[torch.device, _DeviceState] = {}
         self._engines: dict[KernelRequest, Engine] = {}
         self._bound: OrderedDict[tuple[Mask, _Kind], Passes] = OrderedDict()
         self._kinds: set[_Kind] = set()  # of all calls so far
@@ -114,8 +114,8 @@ class ContextParallelAttention:
     def measure_times(self) -> None:
         """From now on, measure how long this rank waits for messages and computes."""
         self._measures_times = True
-        for links in self._links.values():
-            links.waits.running = links.passes.running = True
+        for state in self._devices.values():
+            state.waits.running = state.passes.running = True
 
     def times(self) -> Times | None:
         """Return the times measured since the last call, after the device has finished its work.
@@ -124,8 +124,8 @@ class ContextParallelAttention:
         """
         if not self._measures_times:
             return None
-        waited = sum(links.waits.take() for links in self._links.values())
-        return Times(waited, sum(links.passes.take() for links in self._links.values()) - waited)
+        waited = sum(state.waits.take() for state in self._devices.values())
+        return Times(waited, sum(state.passes.take() for state in self._devices.values()) - waited)
 
     def plan(self, mask: Mask | int) -> Plan:
         """Return the forward plan of a mask, or of a causal sequence of `mask` tokens."""
@@ -261,7 +261,7 @@ class ContextParallelAttention:
         request, shapes, keep = kind
         request = replace(request, windows=mask.has_windows, packed=len(mask.slices) > 1)
         engine = self._engine(request, shapes.device)
-        plan = summing_in_nodes(self.plan(mask), self._links[shapes.device].summed)
+        plan = summing_in_nodes(self.plan(mask), self._devices[shapes.device].summed)
         hosts = None if engine.transport is None else engine.transport.hosts
         target = Target(shapes.workload, engine.kernel.takes, hosts)
         passes = Passes(keeping(plan) if keep else plan, target, self.rank, shapes, engine)
@@ -288,16 +288,14 @@ class ContextParallelAttention:
     def _engine(self, request: KernelRequest, device: torch.device) -> Engine:
         if request not in self._engines:
             kernel = choose(self._kernel, request)
-            if device not in self._links:
+            if device not in self._devices:
                 group = self._group if self.world > 1 else None
                 transport = None if group is None else choose_transport(self._transport, group, device)
                 waits, passes = StreamClock(device), StreamClock(device)
                 waits.running = passes.running = self._measures_times
-                self._links[device] = _Links(transport, BufferPool(device), waits, passes, self._ranks_to_sum())
-            links = self._links[device]
-            self._engines[request] = Engine(
-                kernel, links.transport, links.pool, links.waits, links.passes, self._overlap
-            )
+                self._devices[device] = _DeviceState(transport, BufferPool(device), waits, passes, self._ranks_to_sum())
+            transport, pool, waits, passes, _ = self._devices[device]
+            self._engines[request] = Engine(kernel, transport, pool, waits, passes, self._overlap)
         return self._engines[request]
 
     def _ranks_to_sum(self) -> int:
@@ -318,7 +316,7 @@ class ContextParallelAttention:
         return self._summed if sums else 0
 
 
-class _Links(NamedTuple):
+class _DeviceState(NamedTuple):
     """The state that all calls on a device share. summed: see `Plan.sum_in_node`."""
 
     transport: Transport | None

@@ -179,7 +179,7 @@ def sink_gradient(sink: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> T
     return -(share * delta).sum((0, 1)).to(sink.dtype)
 
 
-class _Compiled(NamedTuple):
+class _KernelKind(NamedTuple):
     """The key for which a kernel is compiled. heads: of queries and of keys."""
 
     backward: bool
@@ -189,15 +189,15 @@ class _Compiled(NamedTuple):
 
 def compile_kinds(every: Iterable[Passes], varied: bool) -> None:
     """Make a small call of every kind that the passes contain. varied: see `ContextParallelAttention.expect`."""
-    examples: dict[_Compiled, Passes] = {}
+    examples: dict[_KernelKind, Passes] = {}
     for passes in every:
-        for each in kinds(passes, varied) if passes.engine.kernel.compiles else ():
+        for each in call_kinds(passes, varied) if passes.engine.kernel.compiles else ():
             examples.setdefault(each, passes)
     for each, passes in examples.items():
         _call(each, passes)
 
 
-def kinds(passes: Passes, varied: bool) -> set[_Compiled]:
+def call_kinds(passes: Passes, varied: bool) -> set[_KernelKind]:
     """Return the kinds of a rank's calls; if varied, also those of other documents, with or without windows."""
     workload, found = passes.shapes.workload, set()
     # One rank alone has no whole blocks, unless long causal segments are cut.
@@ -208,11 +208,11 @@ def kinds(passes: Passes, varied: bool) -> set[_Compiled]:
         for op in Lowering(plan, passes.target).program(passes.rank).calls:
             heads = [len(workload.head_range(rows.kind, rows.heads)) for rows in (op.queries, op.keys)]
             own = CallKind.of(op.call, (op.queries.tokens, op.keys.tokens))
-            found |= {_Compiled(plan.backward, kind, (heads[0], heads[1])) for kind in (own, *others)}
+            found |= {_KernelKind(plan.backward, kind, (heads[0], heads[1])) for kind in (own, *others)}
     return found
 
 
-def _call(each: _Compiled, passes: Passes) -> None:
+def _call(each: _KernelKind, passes: Passes) -> None:
     shapes, call = passes.shapes, each.kind.example
     (_, rows), heads = call.q_span, each.heads
 

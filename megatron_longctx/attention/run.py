@@ -49,7 +49,7 @@ class Run:
             self._buffers = self._bound.new_buffers()
             with measured(self._bound.engine.passes):
                 for number, op in enumerate(self._program.ops):
-                    _DO[type(op)](self, op, number)
+                    _HANDLERS[type(op)](self, op, number)
         except BaseException as error:
             if self._bound.engine.transport is not None:
                 self._bound.engine.transport.break_off(error)
@@ -195,7 +195,7 @@ def _empty_lse(like: Like) -> Tensor:
     return torch.empty((b, h, s), dtype=like.dtype, device=like.device).permute(2, 0, 1)
 
 
-_DO: dict[type, Any] = {
+_HANDLERS: dict[type, Any] = {
     Copy: Run._copy,
     Mark: Run._mark,
     Send: Run._send,

@@ -44,8 +44,8 @@ def row_strides(x: Tensor) -> tuple[int, ...]:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], arguments: Sequence[Tensor | int], constants: Mapping[str, int], kind: Hashable,
-    **options: int,
+    kernel: Any, grid: tuple[int, ...], arguments: Sequence[Tensor | int], constants: Mapping[str, int],
+    specialization: Hashable, **options: int,
 ) -> None:  # fmt: skip
     """Launch a kernel on the current device and stream; from the second launch on, skip Triton's argument inspection.
 
@@ -54,10 +54,11 @@ def launch(
 
     Args:
         kernel: a `triton.jit` function whose constants come after its other arguments.
-        kind: a key that differs whenever Triton would compile another variant for these arguments.
+        specialization: a key that differs whenever Triton would compile another variant for these arguments.
         options: compiler options, e.g. num_warps.
     """
-    key = kernel, torch.cuda.current_device() if torch.cuda.is_available() else -1, kind, tuple(constants.values())
+    device = torch.cuda.current_device() if torch.cuda.is_available() else -1
+    key = kernel, device, specialization, tuple(constants.values())
     known = _compiled.get(key)
     if known is not None:
         known[(*grid, *(1,) * (3 - len(grid)))](*arguments, *constants.values())
@@ -67,7 +68,7 @@ def launch(
         _compiled[key] = compiled
 
 
-def kind_of(argument: Tensor | int) -> Hashable:
+def specialization_of(argument: Tensor | int) -> Hashable:
     """Return the properties by which Triton distinguishes an argument.
 
     It separates the integer 1, multiples of 16 and 64-bit values, and tensors by dtype and an address divisible by 16.

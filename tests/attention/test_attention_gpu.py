@@ -170,7 +170,7 @@ def _many_iterations(rank: int, attention: ContextParallelAttention, schedule: s
                 worst[i, j] = torch.maximum(worst[i, j], (now[name] - before[name]).float().norm() / size)
         del results, now, size
         if 5 <= iteration < 10 or iteration >= ITERATIONS - 5:
-            pools = [links.pool.num_bytes for links in attention._links.values()]
+            pools = [state.pool.num_bytes for state in attention._devices.values()]
             held.append((pools, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0))
     # Autograd's thread lets go of tensors a little later than it returns, so that single samples differ by some, and
     # on a busy machine all of the last ones: hence one more when nothing is left to do.

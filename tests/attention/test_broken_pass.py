@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.attention.context_parallel import _Links
+from megatron_longctx.attention.context_parallel import _DeviceState
 from megatron_longctx.comm import BufferPool, HybridTransport, P2PTransport, PeerMemoryError, PeerTransport, StreamClock
 from megatron_longctx.testing.distributed import run_distributed
 
@@ -31,7 +31,7 @@ def _transport(hybrid: bool) -> Any:
 
 def _calls(rank: int, hybrid: bool) -> list[str]:
     attention = ContextParallelAttention(dist.group.WORLD, schedule="ring", kernel="reference")
-    attention._links[CPU] = _Links(_transport(hybrid), BufferPool(CPU), StreamClock(CPU), StreamClock(CPU), 0)
+    attention._devices[CPU] = _DeviceState(_transport(hybrid), BufferPool(CPU), StreamClock(CPU), StreamClock(CPU), 0)
     q = torch.zeros(4, 1, 2, 8)
     said = []
     for _ in range(2):

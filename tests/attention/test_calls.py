@@ -27,8 +27,8 @@ def test_one_rank_needs_no_process_group_and_computes_what_its_kernel_computes()
         found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), grad_out), strict=True))
         for name, truth in dense_attention(q, k, v, grad_out, causal).items():
             assert relative_error({"out": out.detach(), **found}[name], truth) < 1e-12, (length, name)
-    (links,) = attention._links.values()
-    assert links.transport is None and links.pool.num_bytes == 0
+    (state,) = attention._devices.values()
+    assert state.transport is None and state.pool.num_bytes == 0
     q, k, v, _ = random_qkv(33, 2, 4, 2, 8, torch.bfloat16)
     kernel = choose("cpu", KernelRequest("cpu", torch.bfloat16, 8, 4, 2))
     expected, _ = kernel.forward(q, k, v, dense_call(33, 33, True), scale=8**-0.5)

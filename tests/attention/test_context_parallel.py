@@ -143,8 +143,8 @@ class Rank:
         case, held = Case(schedule, said(4 * self.n + 3), (2 * self.n, self.n)), []
         for length in (4 * self.n + 3, 4 * self.n + 3, 2 * self.n, 8 * self.n + 6):
             self.case(replace(case, said=said(length)))
-            (links,) = self.attention(case)._links.values()
-            held.append(links.pool.num_bytes)
+            (state,) = self.attention(case)._devices.values()
+            held.append(state.pool.num_bytes)
         return held
 
     def gradients_of_all_kinds(self, schedule: str, keep: str) -> dict[str, bool]:

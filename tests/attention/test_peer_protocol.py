@@ -295,7 +295,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "_seen_as", lambda views, i, tensor: views[i])
     monkeypatch.setattr(peer, "from_all", lambda _, value: [value])
     ops = {Copy: Pass.copied, Compute: Pass.computed, Merge: Pass.merged, Send: Pass.sent, Wait: Pass.waited}
-    monkeypatch.setattr(run, "_DO", {**run._DO, **ops, Acquire: Pass.acquire})
+    monkeypatch.setattr(run, "_HANDLERS", {**run._HANDLERS, **ops, Acquire: Pass.acquire})
 
 
 @pytest.mark.parametrize("kind", ["one", "halves", "scattered", "apart"])

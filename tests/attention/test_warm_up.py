@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.attention.function import Passes, kinds, shapes_of
+from megatron_longctx.attention.function import Passes, call_kinds, shapes_of
 from megatron_longctx.kernels import PROVIDERS, CallKind
 from megatron_longctx.kernels.interface import BlockInputs
 from megatron_longctx.kernels.packed import Segments
@@ -79,7 +79,7 @@ def test_packs_over_ranks_bring_no_other_kinds(name: str, keep: bool) -> None:
     def of(lengths: list[int], rank: int, window: Window, varied: bool) -> set[Any]:
         plan = build_plan(name, n, documents(lengths, window=window), ModeOptions())
         plan = keeping(plan) if keep else plan
-        return kinds(Passes(plan, Target(shapes.workload, Fa4Kernel.takes), rank, shapes, engine), varied)  # type: ignore[arg-type]
+        return call_kinds(Passes(plan, Target(shapes.workload, Fa4Kernel.takes), rank, shapes, engine), varied)  # type: ignore[arg-type]
 
     for window in (PLAIN, NEAR):
         warm = of([LENGTH], 1, window, True) | of([LENGTH // 16] * 16, 1, window, True)
@@ -100,7 +100,7 @@ def test_long_documents_on_one_rank_bring_no_other_kinds() -> None:
 
     def of(lengths: list[int], varied: bool) -> set[Any]:
         plan = build_plan("zigzag", 1, documents(lengths))
-        return kinds(Passes(plan, Target(shapes.workload, kernel.takes), 0, shapes, engine), varied)  # type: ignore[arg-type]
+        return call_kinds(Passes(plan, Target(shapes.workload, kernel.takes), 0, shapes, engine), varied)  # type: ignore[arg-type]
 
     long = of([50_000, 100, 70_000], False)
     assert {each.kind.right for each in long if each.backward} == {True, False}

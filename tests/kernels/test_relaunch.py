@@ -20,7 +20,7 @@ def test_kinds_are_those_that_triton_compiles_for() -> None:
     nvidia = pytest.importorskip("triton.backends.nvidia.compiler")
     arguments = [*_TENSORS, *_NUMBERS]
     of_triton = [jit.native_specialize_impl(nvidia.CUDABackend, x, False, True, True) for x in arguments]
-    ours = [fused.kind_of(x) for x in arguments]
+    ours = [fused.specialization_of(x) for x in arguments]
     for (one, other), (mine, yours) in zip(product(of_triton, repeat=2), product(ours, repeat=2), strict=True):
         assert (one == other) == (mine == yours), (one, other)
 
@@ -51,7 +51,7 @@ def test_each_kind_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_compiled", {})
     kernel = StandIn()
     for number, constants in ((32, {"ROWS": 4}), (48, {"ROWS": 4}), (33, {"ROWS": 4}), (32, {"ROWS": 8})):
-        fused.launch(kernel, (3,), (number,), constants, fused.kind_of(number), num_warps=8)
+        fused.launch(kernel, (3,), (number,), constants, fused.specialization_of(number), num_warps=8)
     assert kernel.launches == [
         ("first", ((3,), (32,), {"ROWS": 4, "num_warps": 8})),
         ("again", ((3, 1, 1), (48, 4))),
