@@ -1,4 +1,4 @@
-"""Choosing a kernel: what is offered, refused and logged."""
+"""The choice of a kernel: offers, refusals and logs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def on_gpu(**changes: Any) -> KernelRequest:
 
 @pytest.fixture
 def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`why_not` sees an H100-like CUDA device with every package; nothing is run on it."""
+    """Make `why_not` see an H100-like CUDA device with every package; nothing runs on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
@@ -60,7 +60,7 @@ def test_auto_takes_cpu_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.message for record in caplog.records] == ["attention kernel: cpu"]
 
 
-def test_auto_says_what_it_passed_over(
+def test_auto_logs_the_providers_it_skips(
     pretend_hopper: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert choose("auto", on_gpu()).name == "fa4"

@@ -1,4 +1,4 @@
-"""Attention over pages: against fp64 by the definition, in plain PyTorch and as fused kernels under the interpreter."""
+"""Attention over pages in plain PyTorch, and as fused kernels under the interpreter, against its definition in fp64."""
 
 import itertools
 from dataclasses import replace
@@ -21,12 +21,12 @@ from tests.kernels.interpreter import hopper_code, run_interpreted
 
 COUNTS = (0, 1, 37, 128, 5)
 TOGETHER = {2: (0, 1, 37, 36, 0, 0, 128, 5), 4: (36, 37, 38, 0, 5, 128, 1, 130), 16: (*range(120, 133), 0, 0, 0)}
-"""By how many queries of a sequence lie side by side: what each sees."""
+"""The counts of each query, keyed by the number of queries of a sequence that are together."""
 ERRORS = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def case(heads, kv_heads, head_dim, page_tokens, dtype, counts=COUNTS, device="cpu", seed=0, together=1):
-    """Queries, a cache with NaN wherever no token is, and shuffled pages; the cache is the front of a larger one."""
+    """Return queries, a cache with NaN in slots without tokens, shuffled pages, and the slots that each query sees."""
     gen = torch.Generator().manual_seed(seed)
     of_sequences = [counts[i : i + together] for i in range(0, len(counts), together)]
     needed = [-(-max(seen) // page_tokens) for seen in of_sequences]
@@ -41,27 +41,27 @@ def case(heads, kv_heads, head_dim, page_tokens, dtype, counts=COUNTS, device="c
     cache = torch.full(((len(order) + 1) * page_tokens, 2, kv_heads, head_dim), torch.nan, dtype=dtype)
     for mine in slots:
         cache[mine] = torch.randn(len(mine), 2, kv_heads, head_dim, generator=gen).to(dtype)
-    # As a layer gives them: rows of queries, keys and values together.
+    # A layer returns rows of queries, keys and values together.
     q = torch.randn(len(counts), heads + 2 * kv_heads, head_dim, generator=gen).to(dtype)[:, :heads]
     pages = Pages(table.to(device), torch.tensor(counts, device=device), page_tokens, together)
     return q.to(device), cache.to(device), pages, slots
 
 
 def windowed(pages, slots):
-    """The same with windows: of no key, of one, of some in whole and broken pages, of all."""
+    """Add windows of no key, one key, keys in whole and partial pages, and all keys."""
     skipped = [max(0, len(mine) - width) for mine, width in zip(slots, itertools.cycle((1, 30, 0, 3, 200, 64)))]
     kept = [mine[first:] for mine, first in zip(slots, skipped, strict=True)]
     return replace(pages, skipped=torch.tensor(skipped, device=pages.counts.device)), kept
 
 
 def as_int8(cache, dtype):
-    """The cache as 8-bit integers, and what these stand for."""
+    """Return the cache as 8-bit integers, and their values."""
     packed = pack_kv(*cache[:, :, None].unbind(1))
     return packed[:, :, 0], torch.cat(unpack_kv(packed, dtype), 1)
 
 
 def expected(q, cache, slots, scale):
-    """In fp64, by the definition."""
+    """Compute out and lse by their definition in fp64."""
     rows, heads, head_dim = q.shape
     out = torch.zeros(rows, heads, head_dim, dtype=torch.float64)
     lse = torch.full((rows, heads), -torch.inf, dtype=torch.float64)
@@ -94,14 +94,14 @@ def test_sequences_attend_their_own_pages(heads, kv_heads, dtype):
 
 @pytest.mark.parametrize("together", TOGETHER)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_queries_of_one_sequence_see_what_each_says(together, dtype):
+def test_queries_of_one_sequence_see_their_own_counts(together, dtype):
     for heads, kv_heads in ((4, 4), (6, 1)):
         q, cache, pages, slots = case(heads, kv_heads, 20, 16, dtype, TOGETHER[together], together=together)
         compare(attend_pages(q, cache, pages, 0.3), q, cache, slots, 0.3)
 
 
 @pytest.mark.parametrize("page_tokens", [4, 64])
-def test_queries_do_not_see_what_is_in_front_of_their_windows(page_tokens):
+def test_queries_do_not_see_keys_in_front_of_their_windows(page_tokens):
     for together, counts in {1: COUNTS, **TOGETHER}.items():
         q, cache, pages, slots = case(4, 2, 20, page_tokens, torch.float64, counts, together=together)
         pages, slots = windowed(pages, slots)
@@ -109,7 +109,7 @@ def test_queries_do_not_see_what_is_in_front_of_their_windows(page_tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_8_bit_keys_and_values_count_as_what_they_stand_for(dtype):
+def test_8_bit_keys_and_values_are_attended_as_their_values(dtype):
     for heads, kv_heads, head_dim, page_tokens in ((4, 4, 16, 4), (6, 1, 20, 64)):
         q, cache, pages, slots = case(heads, kv_heads, head_dim, page_tokens, dtype)
         packed, rounded = as_int8(cache, dtype)
@@ -122,7 +122,7 @@ def test_queries_together_fill_a_program(heads, kv_heads, most):
 
 
 def ranks_of(n, head_dim, dtype, seed=0):
-    """What n ranks might have found: each with keys for some rows only, and a row with keys nowhere."""
+    """Return random results of n ranks: each has keys for some rows only, and one row has none on any rank."""
     gen = torch.Generator().manual_seed(seed)
     rows, heads = 3, 4
     found = PackedPartials(torch.empty(n, rows * heads * (head_dim + 1), dtype=dtype), rows, heads, head_dim)
@@ -143,7 +143,7 @@ def expected_merge(found):
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_what_ranks_found_is_merged(n, dtype):
+def test_results_of_ranks_are_merged(n, dtype):
     found = ranks_of(n, 8, dtype)
     out = merge_ranks(found, torch.empty(3, 4, 8, dtype=dtype))
     torch.testing.assert_close(out.double(), expected_merge(found)[0], rtol=1e-6, atol=1e-6)
@@ -169,13 +169,13 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 def compare_fused_with_torch() -> None:
-    """Run in a process of its own, whose environment switches Triton's interpreter on."""
+    """Run in a separate process, whose environment enables Triton's interpreter."""
     from megatron_longctx.kernels import paged_triton as fused
 
     torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
     paged.attend_torch, paged.merge_ranks_torch = fused.attend_triton, fused.merge_ranks_triton
     odd, whole, few = (6, 1, 20, 32), (4, 4, 16, 4), (2, 2, 8, 48)
-    # Not bf16: the interpreter multiplies its bits as integers.
+    # Not bf16, whose bits the interpreter multiplies as integers.
     half, single = torch.float16, torch.float32
     cases = [
         ((8, 2, 64, 64), half, 1, False, False),
@@ -193,7 +193,7 @@ def compare_fused_with_torch() -> None:
         q, rounded, pages, slots = case(*shape, dtype, TOGETHER.get(beside, COUNTS), together=beside)
         pages, slots = windowed(pages, slots) if window else (pages, slots)
         cache, rounded = as_int8(rounded, dtype) if int8 else (rounded, rounded)
-        # More shares than some sequences have tokens; and one share, merged by nobody.
+        # More splits than some sequences have tokens; and one split, without a merge.
         for processors in (40, 1) if index % 4 == 0 else (40,):
             fused._processors = lambda _, count=processors: count
             found = attend_pages(q, cache, pages, 0.3)
@@ -224,7 +224,7 @@ def test_fused_kernels_equal_the_definition_under_the_interpreter():
     ],
 )
 def test_kernels_compile_for_hopper(dtype, page, together, int8, window):
-    """Triton's interpreter, which runs them on CPUs, takes more than its compiler does."""
+    """Triton's interpreter, which runs them on CPUs, accepts more than its compiler does."""
     pytest.importorskip("triton")
     from megatron_longctx.kernels import paged_triton as fused
 
@@ -244,17 +244,17 @@ def test_kernels_compile_for_hopper(dtype, page, together, int8, window):
         hopper_code(kernel, constants, {**types, "out": out}, num_warps=4, num_stages=fused._STAGES)
 
 
-def test_shares_of_keys_fill_the_processors_in_whole_rounds(monkeypatch):
+def test_splits_of_keys_fill_the_processors_in_whole_rounds(monkeypatch):
     fused = pytest.importorskip("megatron_longctx.kernels.paged_triton")
     monkeypatch.setattr(fused, "_processors", lambda _: 132)
     device = torch.device("cuda")
     for programs in range(1, 400):
         splits = fused.even_splits(programs, device)
         assert 1 <= splits <= 128
-        # No round but for the last has a processor idle, nor has that one many: one more share would begin another.
+        # Only the last round has idle processors, and few: one more split would begin another round.
         rounds = programs * splits / 264
         assert splits == 128 or any(rounds <= most < rounds + programs / 264 for most in (1, 2, 3)), programs
-    # Next to the fastest of those measured (docs/decisions.md).
+    # Close to the fastest measured ones (docs/decisions.md).
     measured = {8: 33, 24: 22, 40: 13, 56: 9, 64: 8, 80: 6, 96: 8, 112: 7, 128: 4, 160: 3, 192: 4, 256: 2}
     assert {programs: fused.even_splits(programs, device) for programs in measured} == measured
     assert fused.even_splits(1000, device) == 1
@@ -264,7 +264,7 @@ def test_shares_of_keys_fill_the_processors_in_whole_rounds(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(32, 8, 128, 64), (8, 8, 64, 4), (64, 1, 128, 32), (16, 2, 256, 48)], ids=str)
 def test_kernels_equal_the_definition_on_a_gpu(shape, dtype):
-    """Also replayed from a graph, with other lengths than it was captured with."""
+    """Include replays of a graph with lengths other than those it was captured with."""
     counts = (0, 1, 6000, 129, 20001)
     q, cache, pages, slots = case(*shape, dtype, counts, "cuda")
     compare(attend_pages(q, cache, pages, 0.1), q, cache, slots, 0.1)
@@ -292,7 +292,7 @@ def test_queries_of_one_sequence_on_a_gpu(shape, dtype):
 
 @pytest.mark.gpu
 def test_slots_past_two_billion_elements_are_read():
-    """The last page of a 6 GiB cache."""
+    """Attend to the last page of a 6 GiB cache."""
     slots, page = 3 * 2**19, 64  # 1.5M slots of 2 x 8 x 128 elements
     if torch.cuda.mem_get_info()[0] < 9 * 2**30:
         pytest.skip("needs 9 GiB of GPU memory")
