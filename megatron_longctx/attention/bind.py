@@ -51,12 +51,12 @@ class Shapes(NamedTuple):
 
     def parts(self, kind: Kind, tokens: int, heads: Heads, dtype: torch.dtype) -> tuple[Like, ...]:
         """Return the fields of results as they are computed: (out, lse), (dq) or (dk, dv)."""
-        work, count = self.workload, len(self.heads(kind, heads))
-        sizes = (work.head_dim, work.value_dim) if kind is Kind.DKV else (work.head_dim,)
-        if kind is Kind.OUT:
-            lse = Like((tokens, work.batch, count), self.sum_dtype, self.device)
-            return Like((tokens, work.batch, count, work.value_dim), dtype, self.device), lse
-        return tuple(Like((tokens, work.batch, count, size), dtype, self.device) for size in sizes)
+        if kind is Kind.DKV:
+            work, count = self.workload, len(self.heads(kind, heads))
+            shapes = [(tokens, work.batch, count, size) for size in (work.head_dim, work.value_dim)]
+            return tuple(Like(shape, dtype, self.device) for shape in shapes)
+        value, *lse = self.like(kind, tokens, heads)
+        return value._replace(dtype=dtype), *lse
 
     def cut(self, field: Tensor, rows: Rows) -> Tensor:
         """Cut `rows` out of a field that has the rows' `held` heads."""

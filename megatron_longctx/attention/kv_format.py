@@ -5,9 +5,11 @@ The rows of a format are one tensor, token first and heads before the last dimen
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,19 +31,24 @@ class Like(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
-class KVFormat(Protocol):
+class KVFormat(ABC):
     """A way to store and send keys `[t, b, g, d]` and values `[t, b, g, e]`."""
 
     @property
     def row_bytes(self) -> int:
         """The bytes of one token and head."""
+        row = self.like(1, 1, 1, torch.device("cpu"))
+        return math.prod(row.shape) * row.dtype.itemsize
 
+    @abstractmethod
     def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
         """Return shape and dtype of the rows of `tokens` tokens."""
 
+    @abstractmethod
     def pairs(self, into: Tensor, k: Tensor, v: Tensor) -> list[Pair]:
         """Return the copies (into, source) that store keys and values in rows; do what copies cannot do."""
 
+    @abstractmethod
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values of rows, for the kernel."""
 
@@ -67,15 +74,11 @@ def int8_kv(head_dim: int, value_dim: int, dtype: torch.dtype) -> KVFormat:
 
 
 @dataclass(frozen=True)
-class StackedKV:
+class StackedKV(KVFormat):
     """Keys `[t, 0]` and values `[t, 1]` of `[t, 2, b, g, d]`, for equal head dims."""
 
     head_dim: int
     dtype: torch.dtype
-
-    @property
-    def row_bytes(self) -> int:
-        return 2 * self.head_dim * self.dtype.itemsize
 
     def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
         return Like((tokens, 2, batch, heads, self.head_dim), self.dtype, device)
@@ -89,16 +92,12 @@ class StackedKV:
 
 
 @dataclass(frozen=True)
-class JoinedKV:
+class JoinedKV(KVFormat):
     """A head's key followed by its value, for any two head dims."""
 
     head_dim: int
     value_dim: int
     dtype: torch.dtype
-
-    @property
-    def row_bytes(self) -> int:
-        return (self.head_dim + self.value_dim) * self.dtype.itemsize
 
     def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
         return Like((tokens, batch, heads, self.head_dim + self.value_dim), self.dtype, device)
@@ -112,16 +111,12 @@ class JoinedKV:
 
 
 @dataclass(frozen=True)
-class LatentKV:
+class LatentKV(KVFormat):
     """One latent vector per token: all of it is the key, its first `value_dim` elements the value (MLA, absorbed)."""
 
     head_dim: int
     value_dim: int
     dtype: torch.dtype
-
-    @property
-    def row_bytes(self) -> int:
-        return self.head_dim * self.dtype.itemsize
 
     def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
         return Like((tokens, batch, heads, self.head_dim), self.dtype, device)
@@ -134,7 +129,7 @@ class LatentKV:
 
 
 @dataclass(frozen=True)
-class Int8KV:
+class Int8KV(KVFormat):
     """8-bit integers with a scale for every token and head (`kernels.quantize_kv`); forward only.
 
     dtype: the dtype in which attention is computed.
@@ -142,10 +137,6 @@ class Int8KV:
 
     head_dim: int
     dtype: torch.dtype
-
-    @property
-    def row_bytes(self) -> int:
-        return 2 * (self.head_dim + SCALE_BYTES)
 
     def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
         return Like((tokens, 2, batch, heads, self.head_dim + SCALE_BYTES), torch.uint8, device)

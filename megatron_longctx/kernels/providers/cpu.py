@@ -37,9 +37,8 @@ class CpuKernel(AttentionKernel):
         # happens here: causal blocks are square, others get a mask, and every query of a call sees some key.
         causal, mask = _mask(inputs)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            heads_first(inputs.q), heads_first(inputs.k), heads_first(inputs.v), 0.0, causal,
-            attn_mask=mask, scale=inputs.scale,
-        )  # fmt: skip
+            *map(heads_first, inputs[:3]), 0.0, causal, attn_mask=mask, scale=inputs.scale
+        )
         out, lse = token_first(out), lse.permute(2, 0, 1)
         # The op also gives an lse of 0 to rows in which it finds no score, e.g. those whose few scores are all NaN.
         if (lse == 0).any():
@@ -53,11 +52,8 @@ class CpuKernel(AttentionKernel):
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *map(heads_first, tensors),
             lse.permute(1, 0, 2).contiguous().permute(0, 2, 1),  # the layout in which the forward op stores it
-            0.0,
-            causal,
-            attn_mask=mask,
-            scale=inputs.scale,
-        )
+            0.0, causal, attn_mask=mask, scale=inputs.scale,
+        )  # fmt: skip
         return token_first(dq), token_first(dk), token_first(dv)
 
 

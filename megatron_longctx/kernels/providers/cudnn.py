@@ -44,12 +44,9 @@ class CudnnKernel(AttentionKernel):
             return self._flash._forward(inputs)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *map(heads_first, inputs[:3]),
-            None,  # attn_bias
-            True,  # compute_log_sumexp
-            0.0,
-            inputs.call.causal,
-            scale=inputs.scale,
-        )
+            None, True, 0.0,  # attn_bias, compute_log_sumexp, dropout_p
+            inputs.call.causal, scale=inputs.scale,
+        )  # fmt: skip
         if lse.ndim != 4:
             raise RuntimeError(
                 f"cuDNN attention of torch {torch.__version__} returned lse {tuple(lse.shape)}, expected (b, h, s, 1); "
@@ -68,17 +65,10 @@ class CudnnKernel(AttentionKernel):
             *map(heads_first, inputs[:3]),
             heads_first(out.contiguous()),
             lse.permute(1, 2, 0).contiguous().unsqueeze(-1),
-            no_seed,  # philox seed and offset
-            no_seed,
-            None,  # attn_bias
-            None,  # cum_seq_q and cum_seq_k: dense, not packed
-            None,
-            inputs.q.shape[0],
-            inputs.k.shape[0],
-            0.0,
-            inputs.call.causal,
-            scale=inputs.scale,
-        )
+            no_seed, no_seed,  # philox seed and offset
+            None, None, None,  # attn_bias, cum_seq_q, cum_seq_k: dense, not packed
+            inputs.q.shape[0], inputs.k.shape[0], 0.0, inputs.call.causal, scale=inputs.scale,
+        )  # fmt: skip
         return token_first(dq), token_first(dk), token_first(dv)
 
 
