@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..comm import from_all, from_first
 from ..errors import refuse
-from ..kernels.paged import DTYPES, Pages, fused_kernels, most_together
+from ..kernels.paged import DTYPES, Pages, fused_kernels, max_queries_per_tile
 from .cache_manager import CacheManager, ScheduledChunk, slots_of
 from .cached_attention import CachedAttention, CachedModel, Rows
 from .session import NOT_FINITE, NextToken
@@ -76,7 +76,7 @@ class Decoder:
         self._prompts = self._graphs or settings.decode == "replicated"
         if self._most:
             self._attention.expect_rows(max(MOST_ROWS, self.most_prompt))
-        self._together = most_together(self._attention.shape.num_heads, self._attention.shape.num_kv_heads)
+        self._together = max_queries_per_tile(self._attention.shape.num_heads, self._attention.shape.num_kv_heads)
         self._captured: dict[tuple[int, int], _Captured] = {}
         places = max(MOST_ROWS, self.most_prompt // self._together) if self._most else 0
         self._windows = tuple(window for window in self._attention.shape.kinds if window is not None)

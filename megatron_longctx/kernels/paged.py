@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _TILE = 64
 """Queries times heads of a KV head that one program of the fused kernel can handle without running out of registers."""
-_MAX_TOGETHER = 16
+_MAX_QUERIES = 16
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Pages:
     """The pages that hold the keys of `B` queries.
 
     Attributes:
-        table: `[B / together, P]` int32, page numbers; entries after a sequence's last page are not read.
+        table: `[B / queries_per_tile, P]` int32, page numbers; entries after a sequence's last page are not read.
         counts: `[B]` int32 or int64, the number of tokens that each query sees, at most `P * page_tokens`; 0 for a
             padding row.
         page_tokens: slots of a page.
-        together: the number of neighbouring queries that belong to one sequence, a power of two; 1 for decode.
+        queries_per_tile: the number of neighbouring queries that belong to one sequence, a power of two; 1 for decode.
         skipped: `[B]`, dtype of counts: how many of the counted tokens, from the first on, are in front of each query's
             window; at most its count. None for no window.
     """
@@ -48,14 +48,14 @@ class Pages:
     table: Tensor
     counts: Tensor
     page_tokens: int
-    together: int = 1
+    queries_per_tile: int = 1
     skipped: Tensor | None = None
 
 
-def most_together(num_heads: int, num_kv_heads: int) -> int:
-    """Return the fastest number of neighbouring queries of one sequence to attend together."""
+def max_queries_per_tile(num_heads: int, num_kv_heads: int) -> int:
+    """Return the fastest number of neighbouring queries of one sequence for one program."""
     group = 1 << (num_heads // num_kv_heads - 1).bit_length()
-    return min(_MAX_TOGETHER, max(1, _TILE // group))
+    return min(_MAX_QUERIES, max(1, _TILE // group))
 
 
 class PackedPartials:
@@ -146,7 +146,7 @@ def attend_torch(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packed
             lse[row] = -torch.inf
             continue
         page = first // pages.page_tokens
-        used = pages.table[row // pages.together, page : -(-count // pages.page_tokens)].tolist()
+        used = pages.table[row // pages.queries_per_tile, page : -(-count // pages.page_tokens)].tolist()
         before = page * pages.page_tokens
         tokens = _tokens(cache, used, pages.page_tokens)[first - before : count - before]
         if cache.dtype == torch.uint8:
@@ -187,7 +187,7 @@ def fused_kernels() -> bool:
 
 
 def compile_decode(q: Tensor, cache: Tensor, page_tokens: int, windows: Collection[bool] = (False,)) -> None:
-    """Compile the kernels of decode: for 1 to 16 sequences, and for prompts of several queries together.
+    """Compile the kernels of decode: for 1 to 16 sequences, and for prompts with several queries per tile.
 
     The distance between results is a multiple of 16 numbers or not, which makes two variants of each kernel.
 
@@ -198,13 +198,13 @@ def compile_decode(q: Tensor, cache: Tensor, page_tokens: int, windows: Collecti
     """
     if q.dtype not in DTYPES:
         return
-    together = most_together(q.shape[1], cache.shape[2])
-    for rows, beside in [(2**i, 1) for i in range(5)] + [(together << i, together) for i in range(6)]:
+    per_tile = max_queries_per_tile(q.shape[1], cache.shape[2])
+    for rows, in_tile in [(2**i, 1) for i in range(5)] + [(per_tile << i, per_tile) for i in range(6)]:
         queries = q.new_zeros(rows, *q.shape[1:])
-        table = torch.zeros(rows // beside, 1, dtype=torch.int32, device=cache.device)
+        table = torch.zeros(rows // in_tile, 1, dtype=torch.int32, device=cache.device)
         counts = torch.zeros(rows, dtype=torch.int64, device=cache.device)
         for window in windows:
-            pages = Pages(table, counts, page_tokens, beside, counts if window else None)
+            pages = Pages(table, counts, page_tokens, in_tile, counts if window else None)
             found = attend_pages(queries, cache, pages, 1.0).flat
         merge_ranks(PackedPartials(torch.stack((found, found)), *queries.shape), torch.empty_like(queries))
 
@@ -219,14 +219,14 @@ def _check(q: Tensor, cache: Tensor, pages: Pages) -> None:
             f"q {tuple(q.shape)}, cache {tuple(cache.shape)}: expected q [B, h, d] and a cache [slots, 2, g, d] ("
             f"d + {SCALE_BYTES} for 8-bit values), where g divides h."
         )
-    together = pages.together
-    if together < 1 or together & (together - 1) or rows % together:
-        raise ValueError(f"together={together}: expected a power of two that divides the {rows} queries.")
+    per_tile = pages.queries_per_tile
+    if per_tile < 1 or per_tile & (per_tile - 1) or rows % per_tile:
+        raise ValueError(f"queries_per_tile={per_tile}: expected a power of two that divides the {rows} queries.")
     of_table, of_counts = tuple(pages.table.shape), tuple(pages.counts.shape)
     of_skipped = of_counts if pages.skipped is None else tuple(pages.skipped.shape)
-    if len(of_table) != 2 or of_table[0] != rows // together or pages.page_tokens < 1:
+    if len(of_table) != 2 or of_table[0] != rows // per_tile or pages.page_tokens < 1:
         raise ValueError(
-            f"table {of_table}, {pages.page_tokens} tokens a page: expected [{rows // together}, P] and 1 or more."
+            f"table {of_table}, {pages.page_tokens} tokens a page: expected [{rows // per_tile}, P] and 1 or more."
         )
     if not of_counts == of_skipped == (rows,):
         raise ValueError(f"counts {of_counts}, skipped {of_skipped}: expected [{rows}] each.")

@@ -1,9 +1,9 @@
 """The functions of `paged` as fused kernels, without checks of arguments.
 
-A program handles one split of one sequence's keys, for the query heads of one KV head of all queries that are together,
-so that it reads keys and values once for all of them. A second kernel merges the splits of a sequence, in order. KV
-heads are the grid's fastest dimension: the heads of a token are neighbours in memory, and so programs that run at the
-same time read neighbours.
+A program handles one split of one sequence's keys, for the query heads of one KV head and all queries of a tile, so
+that it reads keys and values once for all of them. A second kernel merges the splits of a sequence, in order. KV heads
+are the grid's fastest dimension: the heads of a token are neighbours in memory, and so programs that run at the same
+time read neighbours.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STAGES = 5
 """The number of pipeline stages. The page number is loaded first, then keys and values: with 5 stages two blocks are in
 flight while one is used."""
 _PER_PROCESSOR = 2
-"""The number of programs for several queries that a multiprocessor of an H100 or H200 runs at a time: each takes 113
+"""The number of programs with several queries that a multiprocessor of an H100 or H200 runs at a time: each takes 113
 KiB of shared memory. It is also the minimum for single queries, which take 70 KiB and wait for memory."""
 _MAX_SPLITS = 128
 _MERGED = 16
@@ -44,16 +44,16 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     q, cache, table, counts, skipped, out, lse, scale, splits, group, head_dim,
     q_row, q_head, slot_stride, value_stride, kv_head_stride, table_stride,
     out_split, out_row, lse_split, lse_row,
-    PAGE: tl.constexpr, TOGETHER: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
+    PAGE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
     INT8: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
-    place = tl.arange(0, TOGETHER * HEADS)
-    row = tl.program_id(2) * TOGETHER + place // HEADS
+    place = tl.arange(0, QUERIES * HEADS)
+    row = tl.program_id(2) * QUERIES + place // HEADS
     head = place % HEADS
     lowest = 0
-    if TOGETHER > 1 or WINDOW:
+    if QUERIES > 1 or WINDOW:
         count = tl.load(counts + row).to(tl.int32)
         longest = tl.max(count, 0)
         if WINDOW:
@@ -72,9 +72,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     at_q = q + (row.to(tl.int64) * q_row + heads * q_head)[:, None] + col[None, :]
     queries = tl.load(at_q, mask=real[:, None] & (col < head_dim)[None, :], other=0.0)
     factor = scale * 1.4426950408889634  # log2(e): the hardware computes powers of 2
-    most = tl.full((TOGETHER * HEADS,), -float("inf"), dtype=tl.float32)
-    weights = tl.zeros((TOGETHER * HEADS,), dtype=tl.float32)
-    total = tl.zeros((TOGETHER * HEADS, COLS), dtype=tl.float32)
+    most = tl.full((QUERIES * HEADS,), -float("inf"), dtype=tl.float32)
+    weights = tl.zeros((QUERIES * HEADS,), dtype=tl.float32)
+    total = tl.zeros((QUERIES * HEADS, COLS), dtype=tl.float32)
     pages = table + tl.program_id(2).to(tl.int64) * table_stride
     base = cache + kv_head.to(tl.int64) * kv_head_stride
     for start in range(first, stop, KEYS):
@@ -98,7 +98,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
             keys = (keys.to(tl.float32) * of_keys[:, None]).to(queries.dtype)
             values = (values.to(tl.float32) * of_values[:, None]).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * factor
-        if TOGETHER > 1 or WINDOW:  # a query may see fewer keys than its neighbours, and none of some blocks
+        if QUERIES > 1 or WINDOW:  # a query may see fewer keys than its neighbours, and none of some blocks
             seen = inside[None, :] & (token[None, :] < count[:, None])
             if WINDOW:
                 seen = seen & (token[None, :] >= skip[:, None])
@@ -158,14 +158,14 @@ def attend_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packe
     """Run `paged.attend_shares`. q's heads may have any strides."""
     rows, heads, head_dim = q.shape
     kv_heads = cache.shape[2]
-    together, group = pages.together, heads // kv_heads
-    splits = (num_splits if together == 1 else even_splits)(rows // together * kv_heads, q.device)
+    per_tile, group = pages.queries_per_tile, heads // kv_heads
+    splits = (num_splits if per_tile == 1 else even_splits)(rows // per_tile * kv_heads, q.device)
     parts = PackedPartials.like(q, (splits,))
     cols = max(_MIN_ROWS, triton.next_power_of_2(head_dim))
     constants = {
         "PAGE": pages.page_tokens,
-        "TOGETHER": together,
-        "HEADS": max(-(-_MIN_ROWS // together), triton.next_power_of_2(group)),
+        "QUERIES": per_tile,
+        "HEADS": max(-(-_MIN_ROWS // per_tile), triton.next_power_of_2(group)),
         "COLS": cols,
         "KEYS": max(_MIN_ROWS, min(64, _KEY_BYTES // (cols * q.element_size()))),
         "INT8": cache.dtype == torch.uint8,
@@ -175,7 +175,7 @@ def attend_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packe
     cache = cache.view(torch.int8) if constants["INT8"] else cache
     # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.
     with torch.cuda.device(q.get_device()):
-        _attend_kernel[(kv_heads, splits, rows // together)](
+        _attend_kernel[(kv_heads, splits, rows // per_tile)](
             q, cache, pages.table, pages.counts, skipped, parts.out, parts.lse, scale, splits, group, head_dim,
             *row_strides(q), *row_strides(cache), pages.table.stride(0),
             *row_strides(parts.out)[:2], *parts.lse.stride()[:2], **constants, num_warps=4, num_stages=_STAGES,

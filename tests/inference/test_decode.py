@@ -136,7 +136,7 @@ def both_ways(rank: int, engine: LongContextEngine, config: Config) -> None:
     expected = in_chunks(engine, prompts)
     for beside, steps_of in ((1, {16: 7, 8: 1, 4: 2}), (2, {16: 10}), (16, {48: 2, 16: 8})):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decode, "most_together", lambda *_, beside=beside: beside)
+            patch.setattr(decode, "max_queries_per_tile", lambda *_, beside=beside: beside)
             steps = recorded(engine, "replicated")
         torch.testing.assert_close(in_chunks(engine, prompts), expected, rtol=2e-5, atol=2e-5)
         assert (steps.sizes, steps.of_prompts) == ((steps_of, {}) if beside == 1 else ({}, steps_of))

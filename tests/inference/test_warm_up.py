@@ -113,7 +113,7 @@ def test_nor_anything_of_decode(
     compile_decode(torch.empty(0, heads, D, dtype=BF16), cache, 64, windows)
     compiled = {name: set(launches.variants) for name, launches in kernels.items()}
     tables, counts = torch.zeros(128, 5, dtype=torch.int32), torch.ones(513, dtype=torch.int64)
-    together = paged.most_together(heads, 2)
+    together = paged.max_queries_per_tile(heads, 2)
     for rows, beside in [(2**i, 1) for i in range(8)] + [(2**i, together) for i in range(10) if 2**i >= together]:
         for ranks in (2, 3, 8):
             q = torch.empty(rows, heads, D, dtype=BF16)

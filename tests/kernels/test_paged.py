@@ -12,23 +12,23 @@ from megatron_longctx.kernels.paged import (
     Pages,
     attend_pages,
     attend_torch,
+    max_queries_per_tile,
     merge_ranks,
     merge_ranks_torch,
-    most_together,
 )
 from megatron_longctx.kernels.quantize_kv import pack_kv, unpack_kv
 from tests.kernels.interpreter import hopper_code, run_interpreted
 
 COUNTS = (0, 1, 37, 128, 5)
-TOGETHER = {2: (0, 1, 37, 36, 0, 0, 128, 5), 4: (36, 37, 38, 0, 5, 128, 1, 130), 16: (*range(120, 133), 0, 0, 0)}
-"""The counts of each query, keyed by the number of queries of a sequence that are together."""
+TILE_COUNTS = {2: (0, 1, 37, 36, 0, 0, 128, 5), 4: (36, 37, 38, 0, 5, 128, 1, 130), 16: (*range(120, 133), 0, 0, 0)}
+"""The counts of each query, keyed by the number of queries of a sequence per tile."""
 ERRORS = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-def case(heads, kv_heads, head_dim, page_tokens, dtype, counts=COUNTS, device="cpu", seed=0, together=1):
+def case(heads, kv_heads, head_dim, page_tokens, dtype, counts=COUNTS, device="cpu", seed=0, per_tile=1):
     """Return queries, a cache with NaN in slots without tokens, shuffled pages, and the slots that each query sees."""
     gen = torch.Generator().manual_seed(seed)
-    of_sequences = [counts[i : i + together] for i in range(0, len(counts), together)]
+    of_sequences = [counts[i : i + per_tile] for i in range(0, len(counts), per_tile)]
     needed = [-(-max(seen) // page_tokens) for seen in of_sequences]
     order = torch.randperm(sum(needed) + 3, generator=gen)
     table = torch.full((len(needed), max(needed) + 1), 2**30, dtype=torch.int32)
@@ -43,7 +43,7 @@ def case(heads, kv_heads, head_dim, page_tokens, dtype, counts=COUNTS, device="c
         cache[mine] = torch.randn(len(mine), 2, kv_heads, head_dim, generator=gen).to(dtype)
     # A layer returns rows of queries, keys and values together.
     q = torch.randn(len(counts), heads + 2 * kv_heads, head_dim, generator=gen).to(dtype)[:, :heads]
-    pages = Pages(table.to(device), torch.tensor(counts, device=device), page_tokens, together)
+    pages = Pages(table.to(device), torch.tensor(counts, device=device), page_tokens, per_tile)
     return q.to(device), cache.to(device), pages, slots
 
 
@@ -92,18 +92,18 @@ def test_sequences_attend_their_own_pages(heads, kv_heads, dtype):
         assert found.flat.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-@pytest.mark.parametrize("together", TOGETHER)
+@pytest.mark.parametrize("per_tile", TILE_COUNTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_queries_of_one_sequence_see_their_own_counts(together, dtype):
+def test_queries_of_one_sequence_see_their_own_counts(per_tile, dtype):
     for heads, kv_heads in ((4, 4), (6, 1)):
-        q, cache, pages, slots = case(heads, kv_heads, 20, 16, dtype, TOGETHER[together], together=together)
+        q, cache, pages, slots = case(heads, kv_heads, 20, 16, dtype, TILE_COUNTS[per_tile], per_tile=per_tile)
         compare(attend_pages(q, cache, pages, 0.3), q, cache, slots, 0.3)
 
 
 @pytest.mark.parametrize("page_tokens", [4, 64])
 def test_queries_do_not_see_keys_in_front_of_their_windows(page_tokens):
-    for together, counts in {1: COUNTS, **TOGETHER}.items():
-        q, cache, pages, slots = case(4, 2, 20, page_tokens, torch.float64, counts, together=together)
+    for per_tile, counts in {1: COUNTS, **TILE_COUNTS}.items():
+        q, cache, pages, slots = case(4, 2, 20, page_tokens, torch.float64, counts, per_tile=per_tile)
         pages, slots = windowed(pages, slots)
         compare(attend_pages(q, cache, pages, 0.3), q, cache, slots, 0.3)
 
@@ -117,8 +117,8 @@ def test_8_bit_keys_and_values_are_attended_as_their_values(dtype):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "most"), [(32, 8, 16), (8, 8, 16), (6, 1, 8), (64, 1, 1), (128, 1, 1)])
-def test_queries_together_fill_a_program(heads, kv_heads, most):
-    assert most_together(heads, kv_heads) == most
+def test_tiles_of_queries_fill_a_program(heads, kv_heads, most):
+    assert max_queries_per_tile(heads, kv_heads) == most
 
 
 def ranks_of(n, head_dim, dtype, seed=0):
@@ -189,8 +189,8 @@ def compare_fused_with_torch() -> None:
         (few, single, 1, False, True),
         (whole, single, 16, False, True),
     ]
-    for index, (shape, dtype, beside, int8, window) in enumerate(cases):
-        q, rounded, pages, slots = case(*shape, dtype, TOGETHER.get(beside, COUNTS), together=beside)
+    for index, (shape, dtype, per_tile, int8, window) in enumerate(cases):
+        q, rounded, pages, slots = case(*shape, dtype, TILE_COUNTS.get(per_tile, COUNTS), per_tile=per_tile)
         pages, slots = windowed(pages, slots) if window else (pages, slots)
         cache, rounded = as_int8(rounded, dtype) if int8 else (rounded, rounded)
         # More splits than some sequences have tokens; and one split, without a merge.
@@ -213,7 +213,7 @@ def test_fused_kernels_equal_the_definition_under_the_interpreter():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "page", "together", "int8", "window"),
+    ("dtype", "page", "per_tile", "int8", "window"),
     [
         ("bf16", 64, 1, False, False),
         ("bf16", 4, 1, False, True),
@@ -223,12 +223,12 @@ def test_fused_kernels_equal_the_definition_under_the_interpreter():
         ("bf16", 64, 16, True, True),
     ],
 )
-def test_kernels_compile_for_hopper(dtype, page, together, int8, window):
+def test_kernels_compile_for_hopper(dtype, page, per_tile, int8, window):
     """Triton's interpreter, which runs them on CPUs, accepts more than its compiler does."""
     pytest.importorskip("triton")
     from megatron_longctx.kernels import paged_triton as fused
 
-    constants = {"PAGE": page, "TOGETHER": together, "HEADS": 16 if together == 1 else 4, "COLS": 128}
+    constants = {"PAGE": page, "QUERIES": per_tile, "HEADS": 16 if per_tile == 1 else 4, "COLS": 128}
     constants["KEYS"] = 64 if dtype == "bf16" else 32
     constants |= {"BLOCK": 16, "WITH_LSE": dtype == "bf16", "INT8": int8, "WINDOW": window}
     types = {
@@ -285,7 +285,7 @@ def test_kernels_equal_the_definition_on_a_gpu(shape, dtype):
 @pytest.mark.parametrize("shape", [(32, 8, 128, 64), (8, 8, 64, 4), (64, 1, 128, 32), (16, 2, 256, 48)], ids=str)
 def test_queries_of_one_sequence_on_a_gpu(shape, dtype):
     counts = (*range(20001, 20014), 0, 0, 0, *range(1, 17), 777, *[0] * 15)
-    q, cache, pages, slots = case(*shape, dtype, counts, "cuda", together=most_together(*shape[:2]))
+    q, cache, pages, slots = case(*shape, dtype, counts, "cuda", per_tile=max_queries_per_tile(*shape[:2]))
     for seen, kept in ((pages, slots), windowed(pages, slots)):
         compare(attend_pages(q, cache, seen, 0.1), q, cache, kept, 0.1)
 
