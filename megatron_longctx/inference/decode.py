@@ -176,7 +176,7 @@ class Decoder:
         whole = Pages(self._tables.pages[:places], numbers[_COUNT], self._cache_manager.page_tokens, together)
         pages: dict[int | None, Pages] = {None: whole}
         for window, skipped in zip(self._windows, numbers[_SKIPPED:], strict=True):
-            pages[window] = replace(whole, skipped=skipped)
+            pages[window] = replace(whole, window_starts=skipped)
         self._attention.begin_rows(Rows(pages, numbers[_SLOT]))
         logits = self._model.logits(numbers[_TOKEN], numbers[_POSITION], numbers[_ENDS, :places])
         ids = torch.where(torch.isfinite(logits).all(-1), logits.argmax(-1), NOT_FINITE)

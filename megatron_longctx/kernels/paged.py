@@ -41,15 +41,15 @@ class Pages:
             padding row.
         page_tokens: slots of a page.
         queries_per_tile: the number of neighbouring queries that belong to one sequence, a power of two; 1 for decode.
-        skipped: `[B]`, dtype of counts: how many of the counted tokens, from the first on, are in front of each query's
-            window; at most its count. None for no window.
+        window_starts: `[B]`, dtype of counts: the first token in each query's window, at most its count. None for no
+            window.
     """
 
     table: Tensor
     counts: Tensor
     page_tokens: int
     queries_per_tile: int = 1
-    skipped: Tensor | None = None
+    window_starts: Tensor | None = None
 
 
 def max_queries_per_tile(num_heads: int, num_kv_heads: int) -> int:
@@ -139,8 +139,8 @@ def attend_torch(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packed
     out, lse = splits.out[0], splits.lse[0]
     heads, kv_heads = q.shape[1], cache.shape[2]
     counts = pages.counts.tolist()
-    skipped = [0] * len(counts) if pages.skipped is None else pages.skipped.tolist()
-    for row, (first, count) in enumerate(zip(skipped, counts, strict=True)):
+    window_starts = [0] * len(counts) if pages.window_starts is None else pages.window_starts.tolist()
+    for row, (first, count) in enumerate(zip(window_starts, counts, strict=True)):
         if first == count:
             out[row] = 0
             lse[row] = -torch.inf
@@ -223,13 +223,13 @@ def _check(q: Tensor, cache: Tensor, pages: Pages) -> None:
     if per_tile < 1 or per_tile & (per_tile - 1) or rows % per_tile:
         raise ValueError(f"queries_per_tile={per_tile}: expected a power of two that divides the {rows} queries.")
     of_table, of_counts = tuple(pages.table.shape), tuple(pages.counts.shape)
-    of_skipped = of_counts if pages.skipped is None else tuple(pages.skipped.shape)
+    of_starts = of_counts if pages.window_starts is None else tuple(pages.window_starts.shape)
     if len(of_table) != 2 or of_table[0] != rows // per_tile or pages.page_tokens < 1:
         raise ValueError(
             f"table {of_table}, {pages.page_tokens} tokens a page: expected [{rows // per_tile}, P] and 1 or more."
         )
-    if not of_counts == of_skipped == (rows,):
-        raise ValueError(f"counts {of_counts}, skipped {of_skipped}: expected [{rows}] each.")
+    if not of_counts == of_starts == (rows,):
+        raise ValueError(f"counts {of_counts}, window_starts {of_starts}: expected [{rows}] each.")
     if not (packed or q.dtype == cache.dtype) or q.stride(-1) != 1 or cache.stride(-1) != 1:
         raise ValueError(
             f"q is {q.dtype} with strides {q.stride()}, the cache {cache.dtype} with {cache.stride()}: expected one "

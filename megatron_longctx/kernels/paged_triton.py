@@ -38,10 +38,10 @@ _MERGED = 16
 # 16 for vector loads, and addresses of values that are read one at a time.
 @triton.jit(
     do_not_specialize=["splits", "table_stride", "lse_split", "lse_row"],
-    do_not_specialize_on_alignment=["table", "counts", "skipped", "lse"],
+    do_not_specialize_on_alignment=["table", "counts", "window_starts", "lse"],
 )  # type: ignore[untyped-decorator]
 def _attend_kernel(  # type: ignore[no-untyped-def]
-    q, cache, table, counts, skipped, out, lse, scale, splits, group, head_dim,
+    q, cache, table, counts, window_starts, out, lse, scale, splits, group, head_dim,
     q_row, q_head, slot_stride, value_stride, kv_head_stride, table_stride,
     out_split, out_row, lse_split, lse_row,
     PAGE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
@@ -57,7 +57,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         count = tl.load(counts + row).to(tl.int32)
         longest = tl.max(count, 0)
         if WINDOW:
-            skip = tl.load(skipped + row).to(tl.int32)
+            skip = tl.load(window_starts + row).to(tl.int32)
             lowest = tl.min(tl.where(skip < count, skip, longest), 0) // KEYS * KEYS
     else:
         longest = tl.load(counts + tl.program_id(2)).to(tl.int32)
@@ -169,14 +169,14 @@ def attend_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packe
         "COLS": cols,
         "KEYS": max(_MIN_ROWS, min(64, _KEY_BYTES // (cols * q.element_size()))),
         "INT8": cache.dtype == torch.uint8,
-        "WINDOW": pages.skipped is not None,
+        "WINDOW": pages.window_starts is not None,
     }
-    skipped = pages.counts if pages.skipped is None else pages.skipped
+    window_starts = pages.counts if pages.window_starts is None else pages.window_starts
     cache = cache.view(torch.int8) if constants["INT8"] else cache
     # Triton launches on the current device, which may not be the tensors'. A CPU tensor's index, -1, has no effect.
     with torch.cuda.device(q.get_device()):
         _attend_kernel[(kv_heads, splits, rows // per_tile)](
-            q, cache, pages.table, pages.counts, skipped, parts.out, parts.lse, scale, splits, group, head_dim,
+            q, cache, pages.table, pages.counts, window_starts, parts.out, parts.lse, scale, splits, group, head_dim,
             *row_strides(q), *row_strides(cache), pages.table.stride(0),
             *row_strides(parts.out)[:2], *parts.lse.stride()[:2], **constants, num_warps=4, num_stages=_STAGES,
         )  # fmt: skip

@@ -74,9 +74,9 @@ class InPlaceOfPeers:
 
 
 def two_shares(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
-    first = torch.zeros_like(pages.counts) if pages.skipped is None else pages.skipped
+    first = torch.zeros_like(pages.counts) if pages.window_starts is None else pages.window_starts
     middle = (first + pages.counts) // 2
-    parts = replace(pages, counts=middle), replace(pages, skipped=middle)
+    parts = replace(pages, counts=middle), replace(pages, window_starts=middle)
     return PackedPartials(torch.stack([attend_pages(q, cache, part, scale).flat for part in parts]), *q.shape)
 
 

@@ -49,9 +49,9 @@ def case(heads, kv_heads, head_dim, page_tokens, dtype, counts=COUNTS, device="c
 
 def windowed(pages, slots):
     """Add windows of no key, one key, keys in whole and partial pages, and all keys."""
-    skipped = [max(0, len(mine) - width) for mine, width in zip(slots, itertools.cycle((1, 30, 0, 3, 200, 64)))]
-    kept = [mine[first:] for mine, first in zip(slots, skipped, strict=True)]
-    return replace(pages, skipped=torch.tensor(skipped, device=pages.counts.device)), kept
+    window_starts = [max(0, len(mine) - width) for mine, width in zip(slots, itertools.cycle((1, 30, 0, 3, 200, 64)))]
+    kept = [mine[first:] for mine, first in zip(slots, window_starts, strict=True)]
+    return replace(pages, window_starts=torch.tensor(window_starts, device=pages.counts.device)), kept
 
 
 def as_int8(cache, dtype):
@@ -162,7 +162,7 @@ def test_shapes_that_do_not_fit_are_refused():
         (q, cache, Pages(pages.table, pages.counts, 4, 3)),
         (q, cache, Pages(pages.table, pages.counts, 4, 2)),
         (q[:4], cache, Pages(pages.table[:1], pages.counts[:4], 4, 2)),
-        (q, cache, replace(pages, skipped=pages.counts[:3])),
+        (q, cache, replace(pages, window_starts=pages.counts[:3])),
     ):
         with pytest.raises(ValueError, match="expected"):
             attend_pages(*bad, 1.0)
@@ -236,7 +236,7 @@ def test_kernels_compile_for_hopper(dtype, page, per_tile, int8, window):
         "cache": "*i8" if int8 else f"*{dtype}",
         "table": "*i32",
         "counts": "*i64",
-        "skipped": "*i64",
+        "window_starts": "*i64",
         "scale": "fp32",
     }
     types |= dict.fromkeys(("parts", "part_lse", "lse"), "*fp32")
