@@ -32,7 +32,7 @@ from ..kernels.paged import (
     PackedPartials,
     Pages,
     attend_pages,
-    attend_shares,
+    attend_splits,
     compile_decode,
     fused_kernels,
     merge_ranks,
@@ -304,7 +304,7 @@ class CachedAttention:
         same order."""
         q, cache = q[:, 0], self._storage[layer][:, :, 0]
         merge = self._merge if self._merge is not None and self._merge.fits(*q.shape) else None
-        found = (attend_pages if merge is None else attend_shares)(q, cache, pages, scale)
+        found = (attend_pages if merge is None else attend_splits)(q, cache, pages, scale)
         if sink is not None and self.rank == 0:
             add_sink_(found.out.view(-1, *q.shape)[0], found.lse.view(-1, *q.shape[:2])[0], sink)
         if self.world == 1:

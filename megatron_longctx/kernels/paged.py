@@ -101,7 +101,7 @@ def attend_pages(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packed
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    splits = attend_shares(q, cache, pages, scale)
+    splits = attend_splits(q, cache, pages, scale)
     if len(splits.flat) == 1:
         return PackedPartials(splits.flat[0], *q.shape)
     merged = PackedPartials.like(q)
@@ -110,7 +110,7 @@ def attend_pages(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packed
 
 
 @no_grad
-def attend_shares(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
+def attend_splits(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
     """Run `attend_pages` without merging the splits of the keys: `[splits, B, h, d]` and `[splits, B, h]`."""
     _check(q, cache, pages)
     impl = _fused() if q.is_cuda and q.dtype in DTYPES and q.numel() else None
@@ -134,7 +134,7 @@ def merge_ranks(found: PackedPartials, out: Tensor, lse: Tensor | None = None) -
 
 
 def attend_torch(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
-    """Run `attend_shares` in plain PyTorch, in one split: the reference, and the way on CPU."""
+    """Run `attend_splits` in plain PyTorch, in one split: the reference, and the way on CPU."""
     splits = PackedPartials.like(q, (1,))
     out, lse = splits.out[0], splits.lse[0]
     heads, kv_heads = q.shape[1], cache.shape[2]

@@ -155,7 +155,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 
 
 def attend_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
-    """Run `paged.attend_shares`. q's heads may have any strides."""
+    """Run `paged.attend_splits`. q's heads may have any strides."""
     rows, heads, head_dim = q.shape
     kv_heads = cache.shape[2]
     per_tile, group = pages.queries_per_tile, heads // kv_heads

@@ -90,7 +90,7 @@ def logits_of(rank: int, cases: list[tuple[str, Config]]) -> list[Logits]:
             with_large_sinks(engine.model._gpt, tensor, rank % tensor)
             if way == "replicated, merged in place":
                 engine.model.attention._merge = InPlaceOfPeers()  # type: ignore[assignment]
-                patch.setattr(cached_attention, "attend_shares", two_shares)
+                patch.setattr(cached_attention, "attend_splits", two_shares)
             found.append(logits_in(engine))
     return found
 
