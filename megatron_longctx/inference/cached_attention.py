@@ -34,7 +34,7 @@ from ..kernels.paged import (
     attend_pages,
     attend_splits,
     compile_decode,
-    fused_kernels,
+    has_fused_kernels,
     merge_ranks,
 )
 from ..kernels.partials import compile_merges
@@ -234,7 +234,7 @@ class CachedAttention:
         group, shape = self.group, self.shape
         if group is None or self._merge is not None or not isinstance(self._engine.transport, PeerTransport):
             return
-        if shape.dtype in DTYPES and all(from_all(group, fused_kernels())):
+        if shape.dtype in DTYPES and all(from_all(group, has_fused_kernels())):
             try:
                 self._merge = PeerMerge.of(group, self.device, most, shape.num_heads, shape.head_dim)
             except PeerMemoryError as error:  # on all ranks alike

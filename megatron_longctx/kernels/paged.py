@@ -181,7 +181,7 @@ def merge_ranks_torch(found: PackedPartials, out: Tensor, lse: Tensor | None = N
         lse.copy_(base + sums.log())
 
 
-def fused_kernels() -> bool:
+def has_fused_kernels() -> bool:
     """Whether calls on GPUs run our kernels, which graphs can capture."""
     return _fused() is not None
 
