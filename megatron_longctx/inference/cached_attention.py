@@ -28,7 +28,7 @@ from ..comm import (
 from ..errors import refuse
 from ..kernels import KernelRequest, choose
 from ..kernels.paged import (
-    DTYPES,
+    FUSED_DTYPES,
     PackedPartials,
     Pages,
     attend_pages,
@@ -234,7 +234,7 @@ class CachedAttention:
         group, shape = self.group, self.shape
         if group is None or self._merge is not None or not isinstance(self._engine.transport, PeerTransport):
             return
-        if shape.dtype in DTYPES and all(from_all(group, has_fused_kernels())):
+        if shape.dtype in FUSED_DTYPES and all(from_all(group, has_fused_kernels())):
             try:
                 self._merge = PeerMerge.of(group, self.device, most, shape.num_heads, shape.head_dim)
             except PeerMemoryError as error:  # on all ranks alike

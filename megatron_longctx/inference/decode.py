@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..comm import from_all, from_first
 from ..errors import refuse
-from ..kernels.paged import DTYPES, Pages, has_fused_kernels, max_queries_per_tile
+from ..kernels.paged import FUSED_DTYPES, Pages, has_fused_kernels, max_queries_per_tile
 from .cache_manager import CacheManager, ScheduledChunk, slots_of
 from .cached_attention import CachedAttention, CachedModel, Rows
 from .session import NOT_FINITE, NextToken
@@ -304,7 +304,7 @@ def why_no_graphs(attention: CachedAttention) -> str | None:
     """Why this rank cannot capture steps; None if it can."""
     if attention.device.type != "cuda":
         return f"the model is on {attention.device.type}"
-    if attention.shape.dtype not in DTYPES:
+    if attention.shape.dtype not in FUSED_DTYPES:
         return f"no kernel of ours attends in {attention.shape.dtype}"
     if not has_fused_kernels():
         return "triton cannot be imported"

@@ -23,7 +23,7 @@ from megatron_longctx.kernels.quantize_kv import SCALE_BYTES, unpack_kv
 
 _fused = partial(fused, __name__, "decoding")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of queries that the fused kernels support."""
 
 _TILE = 64
@@ -113,7 +113,7 @@ def attend_pages(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packed
 def attend_splits(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
     """Run `attend_pages` without merging the splits of the keys: `[splits, B, h, d]` and `[splits, B, h]`."""
     _check(q, cache, pages)
-    impl = _fused() if q.is_cuda and q.dtype in DTYPES and q.numel() else None
+    impl = _fused() if q.is_cuda and q.dtype in FUSED_DTYPES and q.numel() else None
     splits: PackedPartials = (impl.attend_triton if impl else attend_torch)(q, cache, pages, scale)
     return splits
 
@@ -196,7 +196,7 @@ def compile_decode(q: Tensor, cache: Tensor, page_tokens: int, windows: Collecti
         cache: as for `attend_pages` with such queries; not read.
         windows: whether layers have a window; both if some do and some do not.
     """
-    if q.dtype not in DTYPES:
+    if q.dtype not in FUSED_DTYPES:
         return
     per_tile = max_queries_per_tile(q.shape[1], cache.shape[2])
     for rows, in_tile in [(2**i, 1) for i in range(5)] + [(per_tile << i, per_tile) for i in range(6)]:
