@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import fused
+from megatron_longctx.kernels.fused import load_fused
 from megatron_longctx.kernels.no_grad import no_grad
 
-_fused = partial(fused, __name__, "attention's copies, one by one,")
+_fused = partial(load_fused, __name__, "attention's copies, one by one,")
 
 MAX_BASES = 16
 """The most allocations that one launch addresses: the number of pointer arguments of the kernel."""

@@ -21,7 +21,7 @@ _compiled: dict[Hashable, Any] = {}
 
 
 @functools.cache
-def fused(name: str, work: str) -> ModuleType | None:
+def load_fused(name: str, work: str) -> ModuleType | None:
     """Import the module `NAME_triton` beside the module `name`; log and return None if triton cannot be imported.
 
     work: the subject of the log line, which plain PyTorch then computes.

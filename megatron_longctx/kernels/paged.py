@@ -16,12 +16,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import fused
+from megatron_longctx.kernels.fused import load_fused
 from megatron_longctx.kernels.interface import sum_dtype
 from megatron_longctx.kernels.no_grad import no_grad
 from megatron_longctx.kernels.quantize_kv import SCALE_BYTES, unpack_kv
 
-_fused = partial(fused, __name__, "decoding")
+_fused = partial(load_fused, __name__, "decoding")
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of queries that the fused kernels support."""

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_longctx.kernels.fused import fused
+from megatron_longctx.kernels.fused import load_fused
 from megatron_longctx.kernels.no_grad import no_grad
 from megatron_longctx.schedules.totals import MOST_PARTIALS
 
-_fused = partial(fused, __name__, "merging attention")
+_fused = partial(load_fused, __name__, "merging attention")
 
 _MAX_ROWS = 2048
 """The most rows that one program of the fused kernel handles."""

@@ -7,10 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import fused
+from megatron_longctx.kernels.fused import load_fused
 from megatron_longctx.kernels.no_grad import no_grad
 
-_fused = partial(fused, __name__, "packing keys and values")
+_fused = partial(load_fused, __name__, "packing keys and values")
 
 _LEVELS = 127
 SCALE_BYTES = torch.float32.itemsize

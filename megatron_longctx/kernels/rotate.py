@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import fused
+from megatron_longctx.kernels.fused import load_fused
 
-_fused = partial(fused, __name__, "RoPE")
+_fused = partial(load_fused, __name__, "RoPE")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
