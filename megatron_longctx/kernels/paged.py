@@ -73,10 +73,10 @@ class PackedPartials:
         self.lse = flat[..., size:].view(*lead, rows, heads)
 
     @staticmethod
-    def like(q: Tensor, ranks: tuple[int, ...] = ()) -> PackedPartials:
-        """Allocate the results of queries `[B, h, d]`, `ranks` times."""
+    def empty(q: Tensor, copies: tuple[int, ...] = ()) -> PackedPartials:
+        """Allocate uninitialized results of queries `[B, h, d]`, with the leading dimensions `copies`."""
         rows, heads, head_dim = q.shape
-        flat = q.new_empty(*ranks, rows * heads * (head_dim + 1), dtype=sum_dtype(q.dtype))
+        flat = q.new_empty(*copies, rows * heads * (head_dim + 1), dtype=sum_dtype(q.dtype))
         return PackedPartials(flat, rows, heads, head_dim)
 
 
@@ -104,7 +104,7 @@ def attend_pages(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packed
     splits = attend_splits(q, cache, pages, scale)
     if len(splits.flat) == 1:
         return PackedPartials(splits.flat[0], *q.shape)
-    merged = PackedPartials.like(q)
+    merged = PackedPartials.empty(q)
     merge_ranks(splits, merged.out, merged.lse)
     return merged
 
@@ -135,7 +135,7 @@ def merge_ranks(found: PackedPartials, out: Tensor, lse: Tensor | None = None) -
 
 def attend_torch(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
     """Run `attend_splits` in plain PyTorch, in one split: the reference, and the way on CPU."""
-    splits = PackedPartials.like(q, (1,))
+    splits = PackedPartials.empty(q, (1,))
     out, lse = splits.out[0], splits.lse[0]
     heads, kv_heads = q.shape[1], cache.shape[2]
     counts = pages.counts.tolist()

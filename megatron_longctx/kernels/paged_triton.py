@@ -160,7 +160,7 @@ def attend_triton(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packe
     kv_heads = cache.shape[2]
     per_tile, group = pages.queries_per_tile, heads // kv_heads
     splits = (num_splits if per_tile == 1 else even_splits)(rows // per_tile * kv_heads, q.device)
-    parts = PackedPartials.like(q, (splits,))
+    parts = PackedPartials.empty(q, (splits,))
     cols = max(_MIN_ROWS, triton.next_power_of_2(head_dim))
     constants = {
         "PAGE": pages.page_tokens,

@@ -126,10 +126,10 @@ def paged(draw: Draw, rng: random.Random) -> None:
     q = draw(rows, KV_HEADS * (GROUP + 2), D, dtype=BF16)[:, : KV_HEADS * GROUP]
     table = torch.zeros(rows, size(rng, 99) + 1, dtype=torch.int32, device=q.device)[:, 1:]
     counts = torch.ones(rows, dtype=torch.int64, device=q.device)
-    found, merged = attend_triton(q, cache, Pages(table, counts, slots), 0.1), PackedPartials.like(q)
+    found, merged = attend_triton(q, cache, Pages(table, counts, slots), 0.1), PackedPartials.empty(q)
     if len(found.out) > 1:
         merge_ranks_triton(found, merged.out, merged.lse)
-    ranks = PackedPartials.like(q, (rng.randint(1, 4),))
+    ranks = PackedPartials.empty(q, (rng.randint(1, 4),))
     merge_ranks_triton(ranks, torch.empty_like(q))
 
 
@@ -179,7 +179,7 @@ def merged_over_peers(draw: Draw, rng: random.Random) -> None:
     addresses, state = draw(4, dtype=torch.int64), draw(2, dtype=torch.int64)
     q = draw(size(rng, 40), KV_HEADS * GROUP, D, dtype=BF16)
     merge = PeerMerge(PeerMemory(rng.randrange(4), 4, addresses, addresses, state, 2**24))
-    merge(PackedPartials.like(q, (size(rng, 128),)), torch.empty_like(q))
+    merge(PackedPartials.empty(q, (size(rng, 128),)), torch.empty_like(q))
 
 
 BOUNDS = {
