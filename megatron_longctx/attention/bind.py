@@ -18,7 +18,7 @@ from ..kernels.interface import sum_dtype
 from ..schedules import Heads, Kind, Lowering, Workload
 from ..schedules.plan import FIELDS, NUM_FIELDS, Block
 from ..schedules.program import Program, Rows
-from .kv_format import KVFormat, Like
+from .kv_format import KVFormat, TensorSpec
 
 Fields = tuple[Tensor, ...]
 """The tensors of one kind of rows, all token first."""
@@ -45,17 +45,17 @@ class Shapes(NamedTuple):
         """Return the heads of a part among all heads of a kind."""
         return self.workload.head_range(kind, part)
 
-    def like(self, kind: Kind, tokens: int, heads: Heads) -> tuple[Like, ...]:
+    def specs(self, kind: Kind, tokens: int, heads: Heads) -> tuple[TensorSpec, ...]:
         """Return the fields of `tokens` rows for a part of the heads, as they are sent."""
-        return _likes(self, kind, tokens, heads)
+        return _specs(self, kind, tokens, heads)
 
-    def parts(self, kind: Kind, tokens: int, heads: Heads, dtype: torch.dtype) -> tuple[Like, ...]:
+    def result_specs(self, kind: Kind, tokens: int, heads: Heads, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
         """Return the fields of results as they are computed: (out, lse), (dq) or (dk, dv)."""
         if kind is Kind.DKV:
             work, count = self.workload, len(self.heads(kind, heads))
             shapes = [(tokens, work.batch, count, size) for size in (work.head_dim, work.value_dim)]
-            return tuple(Like(shape, dtype, self.device) for shape in shapes)
-        value, *lse = self.like(kind, tokens, heads)
+            return tuple(TensorSpec(shape, dtype, self.device) for shape in shapes)
+        value, *lse = self.specs(kind, tokens, heads)
         return value._replace(dtype=dtype), *lse
 
     def cut(self, field: Tensor, rows: Rows) -> Tensor:
@@ -68,15 +68,15 @@ class Shapes(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _likes(shapes: Shapes, kind: Kind, tokens: int, heads: Heads) -> tuple[Like, ...]:
+def _specs(shapes: Shapes, kind: Kind, tokens: int, heads: Heads) -> tuple[TensorSpec, ...]:
     work, device = shapes.workload, shapes.device
     rows = tokens, work.batch, len(shapes.heads(kind, heads))
     if kind in (Kind.KV, Kind.DKV):
-        return ((shapes.kv if kind is Kind.KV else shapes.kv_grad).like(*rows, device),)
+        return ((shapes.kv if kind is Kind.KV else shapes.kv_grad).spec(*rows, device),)
     fields = {
-        "q": Like((*rows, work.head_dim), shapes.dtype, device),
-        "out": Like((*rows, work.value_dim), shapes.dtype, device),
-        "lse": Like(rows, shapes.sum_dtype, device),
+        "q": TensorSpec((*rows, work.head_dim), shapes.dtype, device),
+        "out": TensorSpec((*rows, work.value_dim), shapes.dtype, device),
+        "lse": TensorSpec(rows, shapes.sum_dtype, device),
     }
     return tuple(fields[name] for name in FIELDS[kind])
 
@@ -128,7 +128,7 @@ class Bound:
     def new_buffers(self) -> list[Fields]:
         """Return every buffer; those that backward needs are allocated for this run alone."""
         return [
-            tuple(like.empty() for like in self._buffer_likes(number)) if fields is None else fields
+            tuple(spec.empty() for spec in self._buffer_specs(number)) if fields is None else fields
             for number, fields in enumerate(self._buffers)
         ]
 
@@ -139,11 +139,11 @@ class Bound:
         if fields is None:
             assert self.channel is not None
             region, memory = self.program.sends.regions[rows.number], self.channel.memory()
-            likes = self.shapes.like(rows.kind, rows.tokens, rows.heads)
+            specs = self.shapes.specs(rows.kind, rows.tokens, rows.heads)
             with torch.inference_mode(False):  # later runs use the views too
                 fields = self._known[key] = tuple(
-                    memory[offset : offset + size].view(like.dtype).view(like.shape)
-                    for (offset, size), like in zip(region.spans(rows.start, rows.tokens), likes, strict=True)
+                    memory[offset : offset + size].view(spec.dtype).view(spec.shape)
+                    for (offset, size), spec in zip(region.spans(rows.start, rows.tokens), specs, strict=True)
                 )
         return fields
 
@@ -169,20 +169,20 @@ class Bound:
 
     def _target(self, into: Rows | None, block: Block, buffers: Sequence[Fields]) -> Sequence[Any]:
         if into is None:
-            return self.shapes.like(block.kind, block.tokens, block.heads)
+            return self.shapes.specs(block.kind, block.tokens, block.heads)
         return self.buffer_rows(into, buffers)
 
-    def _buffer_likes(self, number: int) -> tuple[Like, ...]:
+    def _buffer_specs(self, number: int) -> tuple[TensorSpec, ...]:
         kind, tokens, parts, _ = self.program.buffers[number]
-        return self.shapes.like(kind, tokens, Heads(0, parts))
+        return self.shapes.specs(kind, tokens, Heads(0, parts))
 
     def _shared_buffer(self, number: int) -> Fields | None:
         buffer, name = self.program.buffers[number], self.program.buffer_names[number]
         if buffer.kept:
             return None
         return tuple(
-            self.engine.pool.get((buffer.kind, buffer.parts, name, i), like.shape, like.dtype)
-            for i, like in enumerate(self._buffer_likes(number))
+            self.engine.pool.get((buffer.kind, buffer.parts, name, i), spec.shape, spec.dtype)
+            for i, spec in enumerate(self._buffer_specs(number))
         )
 
 

@@ -77,7 +77,7 @@ def forward_pass(
     """Return out, lse, and the entries that the program keeps for backward."""
     own: Fields = (k, v)
     if passes.shapes.kv != passes.shapes.kv_grad:  # converted once, so that every rank attends to the same numbers
-        packed = passes.shapes.kv.like(k.shape[0], k.shape[1], k.shape[2], k.device).empty()
+        packed = passes.shapes.kv.spec(k.shape[0], k.shape[1], k.shape[2], k.device).empty()
         for into, source in passes.shapes.kv.pairs(packed, k, v):
             into.copy_(source)
         own = (packed,)
@@ -115,7 +115,7 @@ class AttentionFunction(torch.autograd.Function):
             out, lse, kept = forward_pass(passes, q, k, v, scale, sink) if result is None else (*result, [])
         out = out.detach()
         ctx.passes, ctx.scale = passes, scale
-        ctx.like = tuple((x.shape, x.dtype) for x in (q, k, v, out, lse))
+        ctx.specs = tuple((x.shape, x.dtype) for x in (q, k, v, out, lse))
         if any(ctx.needs_input_grad):
             reads = passes.backward.program.reads_own
             v = _without_others(v, q, k) if Kind.KV in reads else v
@@ -131,7 +131,7 @@ class AttentionFunction(torch.autograd.Function):
         (grad_out,) = grads
         sink, *saved = ctx.saved_tensors
         # Tensors that backward does not read have only a shape.
-        q, k, v, out, lse = (grad_out.new_empty((), dtype=dtype).expand(shape) for shape, dtype in ctx.like)
+        q, k, v, out, lse = (grad_out.new_empty((), dtype=dtype).expand(shape) for shape, dtype in ctx.specs)
         queries, keys, kept_sizes = ctx.saved
         if queries:
             q, out, lse, *saved = saved

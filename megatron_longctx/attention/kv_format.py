@@ -19,7 +19,7 @@ from ..kernels.batched_copy import Pair
 from ..kernels.quantize_kv import SCALE_BYTES, pack_kv, unpack_kv
 
 
-class Like(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor's shape, dtype and device."""
 
     shape: tuple[int, ...]
@@ -37,11 +37,11 @@ class KVFormat(ABC):
     @property
     def row_bytes(self) -> int:
         """The bytes of one token and head."""
-        row = self.like(1, 1, 1, torch.device("cpu"))
+        row = self.spec(1, 1, 1, torch.device("cpu"))
         return math.prod(row.shape) * row.dtype.itemsize
 
     @abstractmethod
-    def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
+    def spec(self, tokens: int, batch: int, heads: int, device: torch.device) -> TensorSpec:
         """Return shape and dtype of the rows of `tokens` tokens."""
 
     @abstractmethod
@@ -80,8 +80,8 @@ class StackedKV(KVFormat):
     head_dim: int
     dtype: torch.dtype
 
-    def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
-        return Like((tokens, 2, batch, heads, self.head_dim), self.dtype, device)
+    def spec(self, tokens: int, batch: int, heads: int, device: torch.device) -> TensorSpec:
+        return TensorSpec((tokens, 2, batch, heads, self.head_dim), self.dtype, device)
 
     def pairs(self, into: Tensor, k: Tensor, v: Tensor) -> list[Pair]:
         return [(into[:, 0], k), (into[:, 1], v)]
@@ -99,8 +99,8 @@ class JoinedKV(KVFormat):
     value_dim: int
     dtype: torch.dtype
 
-    def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
-        return Like((tokens, batch, heads, self.head_dim + self.value_dim), self.dtype, device)
+    def spec(self, tokens: int, batch: int, heads: int, device: torch.device) -> TensorSpec:
+        return TensorSpec((tokens, batch, heads, self.head_dim + self.value_dim), self.dtype, device)
 
     def pairs(self, into: Tensor, k: Tensor, v: Tensor) -> list[Pair]:
         keys, values = self.split(into)
@@ -118,8 +118,8 @@ class LatentKV(KVFormat):
     value_dim: int
     dtype: torch.dtype
 
-    def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
-        return Like((tokens, batch, heads, self.head_dim), self.dtype, device)
+    def spec(self, tokens: int, batch: int, heads: int, device: torch.device) -> TensorSpec:
+        return TensorSpec((tokens, batch, heads, self.head_dim), self.dtype, device)
 
     def pairs(self, into: Tensor, k: Tensor, v: Tensor) -> list[Pair]:
         return [(into, k)]
@@ -138,8 +138,8 @@ class Int8KV(KVFormat):
     head_dim: int
     dtype: torch.dtype
 
-    def like(self, tokens: int, batch: int, heads: int, device: torch.device) -> Like:
-        return Like((tokens, 2, batch, heads, self.head_dim + SCALE_BYTES), torch.uint8, device)
+    def spec(self, tokens: int, batch: int, heads: int, device: torch.device) -> TensorSpec:
+        return TensorSpec((tokens, 2, batch, heads, self.head_dim + SCALE_BYTES), torch.uint8, device)
 
     def pairs(self, into: Tensor, k: Tensor, v: Tensor) -> list[Pair]:
         pack_kv(k, v, into)

@@ -15,7 +15,7 @@ from ..schedules import Kind
 from ..schedules.plan import NUM_FIELDS
 from ..schedules.program import Acquire, Compute, Copy, Mark, Merge, Part, Release, Rows, Send, Space, Wait
 from .bind import Bound, Fields, first_field
-from .kv_format import Like
+from .kv_format import TensorSpec
 
 
 class Run:
@@ -152,13 +152,13 @@ class Run:
                 fields = self._kept[rows.number]
         return tuple(shapes.cut(each, rows) for each in fields)
 
-    def _allocated(self, known: list[Fields | None], specs: Sequence[Rows], rows: Rows, dtype: torch.dtype) -> Fields:
+    def _allocated(self, known: list[Fields | None], wholes: Sequence[Rows], rows: Rows, dtype: torch.dtype) -> Fields:
         """Return rows of a result or total, which is allocated on first use."""
         fields = known[rows.number]
         if fields is None:
-            whole = specs[rows.number]
-            likes = self._shapes.parts(whole.kind, whole.tokens, whole.heads, dtype)
-            fields = known[rows.number] = tuple(_empty_lse(x) if len(x.shape) == 3 else x.empty() for x in likes)
+            whole = wholes[rows.number]
+            specs = self._shapes.result_specs(whole.kind, whole.tokens, whole.heads, dtype)
+            fields = known[rows.number] = tuple(_empty_lse(x) if len(x.shape) == 3 else x.empty() for x in specs)
         return tuple(self._shapes.cut(each, rows) for each in fields)
 
     def _separate(self, rows: Rows) -> Fields:
@@ -189,10 +189,10 @@ class Run:
         return Partial(part.start, head, fields[number])
 
 
-def _empty_lse(like: Like) -> Tensor:
+def _empty_lse(spec: TensorSpec) -> Tensor:
     """Return an lse `[s, b, h]` with heads before tokens in memory, the order that kernels want."""
-    s, b, h = like.shape
-    return torch.empty((b, h, s), dtype=like.dtype, device=like.device).permute(2, 0, 1)
+    s, b, h = spec.shape
+    return torch.empty((b, h, s), dtype=spec.dtype, device=spec.device).permute(2, 0, 1)
 
 
 _HANDLERS: dict[type, Any] = {

@@ -160,9 +160,9 @@ class CachedAttention:
         self._num_new = 0
         self._rows: Rows | None = None
         self.nowhere = slots  # a slot more than there are, which nobody reads
-        like = shape.kv.like(slots + 1, 1, shape.num_kv_heads, device)
+        spec = shape.kv.spec(slots + 1, 1, shape.num_kv_heads, device)
         try:
-            self._storage = [torch.zeros(like.shape, dtype=like.dtype, device=device) for _ in range(shape.num_layers)]
+            self._storage = [torch.zeros(spec.shape, dtype=spec.dtype, device=device) for _ in range(shape.num_layers)]
         except (RuntimeError, MemoryError) as error:  # out of memory has no type of its own on CPU
             gib = slots * shape.token_bytes / GIB
             raise refuse(
@@ -293,7 +293,7 @@ class CachedAttention:
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
         storage, kv = self._storage[layer], self.shape.kv
         in_place = isinstance(self._place, slice)
-        new = storage[self._place] if in_place else kv.like(self._num_new, 1, k.shape[2], self.device).empty()
+        new = storage[self._place] if in_place else kv.spec(self._num_new, 1, k.shape[2], self.device).empty()
         for into, source in kv.pairs(new, k, v):
             into.copy_(source)
         if not in_place:
