@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from ..kernels import AttentionKernel
 from ..kernels.batched_copy import BatchedCopy
 from ..kernels.interface import sum_dtype
 from ..schedules import Heads, Kind, Lowering, Workload
-from ..schedules.plan import FIELDS, NUM_FIELDS, Block
+from ..schedules.plan import FIELDS
 from ..schedules.program import Program, Rows
 from .kv_format import KVFormat, TensorSpec
 
@@ -152,7 +151,12 @@ class Bound:
         fields = self._known.get(step)
         if fields is None:
             receives = self.program.receives[step]
-            fields = [x for each in receives for x in self._target(each.into, each.block, buffers)]
+            fields = []
+            for block, _, into, _ in receives:
+                if into is None:
+                    fields += self.shapes.specs(block.kind, block.tokens, block.heads)
+                else:
+                    fields += self.buffer_rows(into, buffers)
             if all(each.into is None or not self.program.buffers[each.into.number].kept for each in receives):
                 self._known[step] = fields
         return fields
@@ -166,11 +170,6 @@ class Bound:
             if not self.program.buffers[rows.number].kept:
                 self._known[rows] = fields
         return fields
-
-    def _target(self, into: Rows | None, block: Block, buffers: Sequence[Fields]) -> Sequence[Any]:
-        if into is None:
-            return self.shapes.specs(block.kind, block.tokens, block.heads)
-        return self.buffer_rows(into, buffers)
 
     def _buffer_specs(self, number: int) -> tuple[TensorSpec, ...]:
         kind, tokens, parts, _ = self.program.buffers[number]
@@ -191,15 +190,7 @@ def bind(lowering: Lowering, rank: int, shapes: Shapes, engine: Engine) -> Bound
     program = lowering.program(rank)
     channel = None
     if engine.transport is not None:
-        pool = engine.pool
-
-        def memory(num_bytes: int) -> Tensor:
-            return pool.get("sent", (num_bytes,), torch.uint8)
-
-        channel = engine.transport.channel(program, lowering.send_bytes(), memory)
+        channel = engine.transport.channel(
+            program, lowering.send_bytes(), lambda num_bytes: engine.pool.get("sent", (num_bytes,), torch.uint8)
+        )
     return Bound(program, shapes, engine, channel)
-
-
-def first_field(program: Program, step: int) -> list[int]:
-    """Return, for each receive of a step, the index of its first field among the fields of all; last, their number."""
-    return list(accumulate((NUM_FIELDS[each.block.kind] for each in program.receives[step]), initial=0))

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -43,8 +42,8 @@ logger = logging.getLogger(__name__)
 _MAX_BOUND = 64
 """The number of kinds of calls that stay bound, least recently used first out. Each packed batch is a new kind."""
 
-_Kind = tuple[KernelRequest, Shapes, bool]
-"""A kind of call whatever its mask: the request without what the mask adds, the shapes, and whether it keeps blocks."""
+_Kind = tuple[Shapes, bool]
+"""A kind of call, whatever its mask: its shapes, and whether it keeps received blocks."""
 
 
 class ContextParallelAttention:
@@ -235,17 +234,8 @@ class ContextParallelAttention:
         mask = masks.causal(mask) if isinstance(mask, int) else mask
         self._check(q, k, v, mask)
         keep = may_keep and self.keeps_received(mask.length, q.shape[1])
-        request = KernelRequest(
-            device_type=q.device.type,
-            dtype=q.dtype,
-            head_dim=q.shape[3],
-            num_heads=q.shape[2],
-            num_kv_heads=k.shape[2],
-            deterministic=self.deterministic,
-            v_head_dim=v.shape[3],
-        )
         shapes = shapes_of(q, k, v, kv_format and kv_format(q.shape[3], v.shape[3], q.dtype))
-        kind, (expected, varied) = (request, shapes, keep), self._expected
+        kind, (expected, varied) = (shapes, keep), self._expected
         if expected and kind not in self._compiled:
             self._compiled.add(kind)
             compile_kinds((self._bind(each, kind) for each in expected), varied)
@@ -258,9 +248,8 @@ class ContextParallelAttention:
             if known is not None:
                 self._bound.move_to_end(key)
                 return known
-        request, shapes, keep = kind
-        request = replace(request, windows=mask.has_windows, packed=len(mask.slices) > 1)
-        engine = self._engine(request, shapes.device)
+        shapes, keep = kind
+        engine = self._engine(mask, shapes)
         plan = summing_in_nodes(self.plan(mask), self._devices[shapes.device].summed)
         hosts = None if engine.transport is None else engine.transport.hosts
         target = Target(shapes.workload, engine.kernel.takes, hosts)
@@ -285,7 +274,12 @@ class ContextParallelAttention:
         check_tensors(q, k, v)
         self.check_heads(q.shape[2], k.shape[2])
 
-    def _engine(self, request: KernelRequest, device: torch.device) -> Engine:
+    def _engine(self, mask: Mask, shapes: Shapes) -> Engine:
+        work, device = shapes.workload, shapes.device
+        request = KernelRequest(
+            device.type, shapes.dtype, work.head_dim, work.num_heads, work.num_kv_heads, self.deterministic,
+            work.v_head_dim, windows=mask.has_windows, packed=len(mask.slices) > 1,
+        )  # fmt: skip
         if request not in self._engines:
             kernel = choose(self._kernel, request)
             if device not in self._devices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from ..kernels.batched_copy import Pair
 from ..schedules import Kind
 from ..schedules.plan import NUM_FIELDS
 from ..schedules.program import Acquire, Compute, Copy, Mark, Merge, Part, Release, Rows, Send, Space, Wait
-from .bind import Bound, Fields, first_field
+from .bind import Bound, Fields
 from .kv_format import TensorSpec
 
 
@@ -35,7 +36,7 @@ class Run:
         self._results: list[Fields | None] = [None] * len(self._program.results)
         self._marks: dict[int, Any] = {}
         self._acquired: list[Tensor] = []
-        self._fields_of: list[int] = []
+        self._first_fields: list[int] = []
         self._exchange: Exchange | None = None
 
     def __call__(self) -> None:
@@ -98,7 +99,8 @@ class Run:
         channel = cast(SymmetricExchange, self._bound.channel)
         with measured(self._bound.engine.waits):
             self._acquired = channel.acquire(op.step, self._bound.received(op.step, self._buffers))
-        self._fields_of = first_field(self._program, op.step)
+        sizes = (NUM_FIELDS[each.block.kind] for each in self._program.receives[op.step])
+        self._first_fields = list(accumulate(sizes, initial=0))
 
     def _release(self, op: Release, _: int) -> None:
         cast(SymmetricExchange, self._bound.channel).release(op.step)
@@ -136,7 +138,7 @@ class Run:
             case Space.SENT:
                 return bound.sent(rows, self._parity)
             case Space.PEER:
-                first = self._fields_of[rows.number]
+                first = self._first_fields[rows.number]
                 return tuple(self._acquired[first : first + NUM_FIELDS[rows.kind]])
             case Space.TOTAL:
                 return self._allocated(self._totals, program.totals, rows, shapes.sum_dtype)
