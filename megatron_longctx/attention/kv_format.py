@@ -111,24 +111,6 @@ class JoinedKV(KVFormat):
 
 
 @dataclass(frozen=True)
-class LatentKV(KVFormat):
-    """One latent vector per token: all of it is the key, its first `value_dim` elements the value (MLA, absorbed)."""
-
-    head_dim: int
-    value_dim: int
-    dtype: torch.dtype
-
-    def spec(self, tokens: int, batch: int, heads: int, device: torch.device) -> TensorSpec:
-        return TensorSpec((tokens, batch, heads, self.head_dim), self.dtype, device)
-
-    def pairs(self, into: Tensor, k: Tensor, v: Tensor) -> list[Pair]:
-        return [(into, k)]
-
-    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return rows, rows[..., : self.value_dim]
-
-
-@dataclass(frozen=True)
 class Int8KV(KVFormat):
     """8-bit integers with a scale for every token and head (`kernels.quantize_kv`); forward only.
 

@@ -1,4 +1,4 @@
-"""Formats of keys and values: 8-bit integers and latents."""
+"""The 8-bit format of keys and values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_longctx.attention import ContextParallelAttention
-from megatron_longctx.attention.kv_format import Int8KV, KVFormat, LatentKV, int8_kv
+from megatron_longctx.attention.kv_format import Int8KV, KVFormat, int8_kv
 from megatron_longctx.kernels import KernelRequest, choose
 from megatron_longctx.kernels.quantize_kv import pack_kv, packed_shape, unpack_kv
 from megatron_longctx.schedules import MODES, ModeOptions, build_plan
@@ -54,16 +54,6 @@ def test_every_mode_attends_to_the_8_bit_values(schedule: str, kind: str) -> Non
         out = output(schedule, 4, mask, (q, k, v), Int8KV(64, torch.float32), peers)
         assert relative_error(out, dense((q, *rounded), doc_args)) < 1e-5
         assert 1e-4 < relative_error(out, dense((q, k, v), doc_args)) < 0.02, "not the exact values"
-
-
-@pytest.mark.parametrize("schedule", [name for name in MODES if not MODES[name].splits_heads])
-def test_latents_are_keys_and_values_at_once(schedule: str) -> None:
-    mask, doc_args = MASKS["causal"]
-    q, latent, _, _ = random_qkv(LENGTH, 2, 4, 1, 12, torch.float64)
-    tensors = q, latent, latent[..., :8].contiguous()
-    for peers in (False, True):
-        out = output(schedule, 4 + 2 * peers, mask, tensors, LatentKV(12, 8, torch.float64), peers)
-        assert relative_error(out, dense(tensors, doc_args)) < 1e-12
 
 
 def test_one_rank_alone_stays_exact() -> None:
