@@ -276,26 +276,14 @@ def _run(number: int, n: int) -> dict[str, Any]:
     return found
 
 
-@functools.cache
-def _attempt(n: int) -> list[dict[str, Any]] | Exception:
-    try:
-        return run_distributed(_run, n, n)
-    except Exception as error:
-        return error
-
-
 @pytest.fixture(params=WORLDS, ids=lambda n: f"{n} ranks", scope="module")
 def n(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ranks(n: int) -> list[dict[str, Any]]:
-    """Return the results of every rank, from one run even if it fails."""
-    found = _attempt(n)
-    if isinstance(found, Exception):
-        raise found
-    return found
+    return run_distributed(_run, n, n)
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -98,25 +97,14 @@ def _run(number: int, node: int) -> dict[str, Any]:
     return {**found, "logged elsewhere": rank.logged}
 
 
-@functools.cache
-def _attempt(node: int) -> list[dict[str, Any]] | Exception:
-    try:
-        return run_distributed(_run, 2 * node, node)
-    except Exception as error:
-        return error
-
-
 @pytest.fixture(params=PER_NODE, ids=lambda node: f"2 nodes of {node}", scope="module")
 def node(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ranks(node: int) -> list[dict[str, Any]]:
-    found = _attempt(node)
-    if isinstance(found, Exception):
-        raise found
-    return found
+    return run_distributed(_run, 2 * node, node)
 
 
 def test_sums_are_the_gradients_of_dense_attention(node: int, ranks: list[dict[str, Any]]) -> None:

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_longctx.kernels import batched_copy
 from megatron_longctx.kernels.batched_copy import MAX_BASES, BatchedCopy, Launch, Pair, copy, entry, launches
 from tests.kernels.interpreter import run_interpreted
 
@@ -201,25 +200,14 @@ def test_a_plan_is_reused_for_the_same_strides_alignment_and_distances() -> None
     ]
     assert copier._plan("pack", shifted) is not first, "another alignment"
     assert copier._plan("pack", one) is first
+    projection, into = torch.randn(6, 1, 12, 16), [torch.zeros(6, 1, 4, 16) for _ in range(3)]
+    parts = list(zip(into, projection.split(4, dim=2), strict=True))
+    apart = [(x, torch.randn(6, 1, 12, 16)[:, :, :4]) for x in into]
+    assert copier._plan("parts", parts) is copier._plan("parts", parts) is not copier._plan("parts", apart)
     for gap in range(20):
         source = torch.zeros(4, 8 + gap)[:, :8]
         copier._plan("many", [(torch.zeros(4, 8), source), (torch.zeros(4, 8), source)])
     assert len(copier._plans["many"]) == 8, "the newest ones"
-
-
-def test_distances_within_a_memory_are_checked() -> None:
-    """q, k and v of one projection have other distances than three tensors of the same strides."""
-    projection = torch.randn(6, 1, 12, 16)
-    into = [torch.zeros(6, 1, 4, 16) for _ in range(3)]
-    parts = [projection[:, :, 4 * i : 4 * i + 4] for i in range(3)]
-    apart = [torch.randn(6, 1, 12, 16)[:, :, :4] for _ in range(3)]
-    (launch,), _ = launches(list(zip(into, parts, strict=True)))
-    plan = batched_copy._Plan((), (), ((launch, torch.zeros(1)),), ())
-
-    def pointers(sources: list[Tensor]) -> list[int]:
-        return [x.data_ptr() for pair in zip(into, sources, strict=True) for x in pair]
-
-    assert batched_copy._has_distances(plan, pointers(parts)) and not batched_copy._has_distances(plan, pointers(apart))
 
 
 def copy_in_the_interpreter() -> None:
