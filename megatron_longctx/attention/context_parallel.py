@@ -188,8 +188,7 @@ class ContextParallelAttention:
             remedy = "Call under torch.no_grad(), or leave the format out (attention.kv_int8=false)."
             raise refuse("kv_format", "given", "none in a call with gradients", remedy)
         # A given result was computed without a graph, and kept nothing.
-        passes = self._passes(q, k, v, mask, may_keep=differentiated and result is None, kv_format=kv_format)
-        _check_sink(sink, q)
+        passes = self._passes(q, k, v, mask, sink, may_keep=differentiated and result is None, kv_format=kv_format)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if kv_format is not None:
             return forward_pass(passes, q, k, v, scale, sink)[0]
@@ -208,8 +207,7 @@ class ContextParallelAttention:
         sink: Tensor | None = None,
     ) -> AttentionResult:
         """Compute a call without a graph, for a later call with its `result`. Arguments and errors as for a call."""
-        passes = self._passes(q, k, v, mask)
-        _check_sink(sink, q)
+        passes = self._passes(q, k, v, mask, sink)
         out, lse, *_ = forward_pass(passes, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, sink)
         return AttentionResult(out, lse)
 
@@ -227,12 +225,14 @@ class ContextParallelAttention:
         k: Tensor,
         v: Tensor,
         mask: Mask | int,
+        sink: Tensor | None,
         *,
         may_keep: bool = False,
         kv_format: MakeFormat | None = None,
     ) -> Passes:
         mask = masks.causal(mask) if isinstance(mask, int) else mask
         self._check(q, k, v, mask)
+        _check_sink(sink, q)
         keep = may_keep and self.keeps_received(mask.length, q.shape[1])
         shapes = shapes_of(q, k, v, kv_format and kv_format(q.shape[3], v.shape[3], q.dtype))
         kind, (expected, varied) = (shapes, keep), self._expected

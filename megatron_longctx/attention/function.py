@@ -96,8 +96,8 @@ def forward_pass(
 class AttentionFunction(torch.autograd.Function):
     """The forward and backward passes of a rank.
 
-    It saves q, k, v, out and lse. Backward fetches other ranks' blocks again, unless the program keeps them; then only
-    those of this rank's tensors are saved that backward reads.
+    It saves those of q, k, v, out and lse that backward reads. Backward fetches other ranks' blocks again unless the
+    program keeps them.
     """
 
     @staticmethod
@@ -193,8 +193,18 @@ def compile_kinds(every: Iterable[Passes], varied: bool) -> None:
     for passes in every:
         for each in call_kinds(passes, varied) if passes.engine.kernel.compiles else ():
             examples.setdefault(each, passes)
-    for each, passes in examples.items():
-        _call(each, passes)
+    for (backward, kind, (h, g)), passes in examples.items():
+        shapes, kernel, call = passes.shapes, passes.engine.kernel, kind.example
+        d, e, (_, rows) = shapes.workload.head_dim, shapes.workload.value_dim, call.q_span
+        q, k, v, out = (
+            torch.zeros(rows, 1, heads, size, dtype=shapes.dtype, device=shapes.device)
+            for heads, size in ((h, d), (g, d), (g, e), (h, e))
+        )
+        if backward:
+            lse = torch.zeros(rows, 1, h, device=shapes.device)
+            kernel.backward(out, q, k, v, out, lse, call, scale=d**-0.5)
+        else:
+            kernel.forward(q, k, v, call, scale=d**-0.5)
 
 
 def call_kinds(passes: Passes, varied: bool) -> set[_KernelKind]:
@@ -210,20 +220,3 @@ def call_kinds(passes: Passes, varied: bool) -> set[_KernelKind]:
             own = CallKind.of(op.call, (op.queries.tokens, op.keys.tokens))
             found |= {_KernelKind(plan.backward, kind, (heads[0], heads[1])) for kind in (own, *others)}
     return found
-
-
-def _call(each: _KernelKind, passes: Passes) -> None:
-    shapes, call = passes.shapes, each.kind.example
-    (_, rows), heads = call.q_span, each.heads
-
-    def zeros(count: int, channels: int) -> Tensor:
-        return torch.zeros(rows, 1, count, channels, dtype=shapes.dtype, device=shapes.device)
-
-    d, e = shapes.workload.head_dim, shapes.workload.value_dim
-    q, k, v = zeros(heads[0], d), zeros(heads[1], d), zeros(heads[1], e)
-    kernel, scale = passes.engine.kernel, d**-0.5
-    if each.backward:
-        out, lse = zeros(heads[0], e), torch.zeros(rows, 1, heads[0], device=shapes.device)
-        kernel.backward(out, q, k, v, out, lse, call, scale=scale)
-    else:
-        kernel.forward(q, k, v, call, scale=scale)

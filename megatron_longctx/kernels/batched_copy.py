@@ -61,10 +61,7 @@ class Launch(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The launches for tensors of these strides and alignments, with their tables on the device.
-
-    left: indices of pairs that the kernel cannot copy.
-    """
+    """The launches and tables for tensors of these strides and alignments. left: pairs that the kernel cannot copy."""
 
     strides: tuple[tuple[int, ...], ...]
     aligned: tuple[int, ...]

@@ -1,7 +1,4 @@
-"""Helpers for functions that have a plain PyTorch and a fused Triton implementation.
-
-They find the Triton module, describe tensors to its kernels, and launch kernels again with little host work.
-"""
+"""Helpers for functions with a plain PyTorch and a fused Triton implementation."""
 
 from __future__ import annotations
 
@@ -34,10 +31,9 @@ def load_fused(name: str, work: str) -> ModuleType | None:
 
 
 def row_strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of all dimensions but the last, with 0 for dimensions of size 1.
+    """Return the strides of all dimensions but the last, with 0 for dimensions of size 1, whose strides are arbitrary.
 
-    Triton compiles a new variant of a kernel if a stride begins or ceases to be 1 or a multiple of 16. A dimension of
-    size 1, whose only index is 0, may have any stride.
+    Triton compiles a new variant of a kernel if a stride begins or ceases to be 1 or a multiple of 16.
     """
     sizes, strides = x.shape, x.stride()
     return tuple([strides[i] if sizes[i] > 1 else 0 for i in range(len(strides) - 1)])
@@ -69,10 +65,8 @@ def launch(
 
 
 def specialization_of(argument: Tensor | int) -> Hashable:
-    """Return the properties by which Triton distinguishes an argument.
-
-    It separates the integer 1, multiples of 16 and 64-bit values, and tensors by dtype and an address divisible by 16.
-    """
+    """Return the properties by which Triton selects a variant: of tensors the dtype and alignment, of integers being 1,
+    a multiple of 16, or 64-bit."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     return 1 if argument == 1 else 2 * (argument % 16 == 0) + 4 * (not -(2**31) <= argument < 2**31)

@@ -25,7 +25,7 @@ _MAX_PREPARED = 512
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """The properties of calls that a kernel must support, known before any tensor exists.
+    """The properties of calls that a kernel must support.
 
     v_head_dim: head dim of values and outputs; None for that of queries and keys. windows: whether some queries see
     only the nearest keys. packed: whether calls have several segments or shapes that do not recur (documents, prompts);
@@ -61,10 +61,7 @@ class KernelRequest:
 
 
 class BlockInputs(NamedTuple):
-    """The inputs that forward and backward of one call share: q `[s,b,h,d]`, k `[t,b,g,d]`, v `[t,b,g,e]`.
-
-    prepared: the result of `AttentionKernel.prepare` for the call.
-    """
+    """The inputs of one call: q `[s, b, h, d]`, k `[t, b, g, d]`, v `[t, b, g, e]`. prepared: by `prepare`."""
 
     q: Tensor
     k: Tensor

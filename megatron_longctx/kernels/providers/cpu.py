@@ -16,10 +16,8 @@ from megatron_longctx.schedules.kernel_calls import Takes
 
 
 class CpuKernel(AttentionKernel):
-    """`aten._scaled_dot_product_flash_attention_for_cpu` and its backward.
-
-    Bands other than full and causal squares get a mask of queries times keys.
-    """
+    """`aten._scaled_dot_product_flash_attention_for_cpu` and its backward, with a mask for bands other than full and
+    causal squares."""
 
     name: ClassVar[str] = "cpu"
     speed: ClassVar[dict[str, int]] = {"cpu": 20}
