@@ -209,7 +209,7 @@ def compile_kinds(every: Iterable[Passes], varied: bool) -> None:
 
 def call_kinds(passes: Passes, varied: bool) -> set[_KernelKind]:
     """Return the kinds of a rank's calls; if varied, also those of other documents, with or without windows."""
-    workload, found = passes.shapes.workload, set()
+    workload, kinds = passes.shapes.workload, set()
     # One rank alone has no whole blocks, unless long causal segments are cut.
     whole = passes.plan.n > 1 or passes.target.takes.longest_causal != FAR
     windows, rights = passes.plan.mask.has_windows, {True, not whole}
@@ -218,5 +218,5 @@ def call_kinds(passes: Passes, varied: bool) -> set[_KernelKind]:
         for op in Lowering(plan, passes.target).program(passes.rank).calls:
             heads = [len(workload.head_range(rows.kind, rows.heads)) for rows in (op.queries, op.keys)]
             own = CallKind.of(op.call, (op.queries.tokens, op.keys.tokens))
-            found |= {_KernelKind(plan.backward, kind, (heads[0], heads[1])) for kind in (own, *others)}
-    return found
+            kinds |= {_KernelKind(plan.backward, kind, (heads[0], heads[1])) for kind in (own, *others)}
+    return kinds

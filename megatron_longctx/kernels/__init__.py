@@ -14,7 +14,7 @@ To add a provider, add one file to `providers/` with a subclass of `AttentionKer
 `why_not`, `_forward`, `_backward`, and a `speed` if `auto` may choose it).
 """
 
-from megatron_longctx.kernels import providers
-from megatron_longctx.kernels.interface import PROVIDERS, AttentionKernel, CallKind, KernelRequest, dense_call
-from megatron_longctx.kernels.partials import Partial, merge_partials, sum_partials
-from megatron_longctx.kernels.selection import auto_order, available, choose
+from . import providers
+from .interface import PROVIDERS, AttentionKernel, CallKind, KernelRequest, dense_call
+from .partials import Partial, merge_partials, sum_partials
+from .selection import auto_order, available, choose

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import load_fused
-from megatron_longctx.kernels.no_grad import no_grad
+from .fused import load_fused
+from .no_grad import no_grad
 
 _fused = partial(load_fused, __name__, "attention's copies, one by one,")
 
@@ -148,7 +148,7 @@ def entry(into: Tensor, source: Tensor) -> Entry | None:
 
 def launches(pairs: Sequence[Pair]) -> tuple[list[Launch], list[int]]:
     """Distribute copies over launches; also return the indices of pairs that the kernel cannot copy."""
-    found: list[Launch] = []
+    result: list[Launch] = []
     left: list[int] = []
     entries: dict[int, Entry] = {}
     anchors: dict[int, int] = {}
@@ -160,13 +160,13 @@ def launches(pairs: Sequence[Pair]) -> tuple[list[Launch], list[int]]:
             continue
         storages = {x.untyped_storage().data_ptr(): 2 * number + side for side, x in ((1, source), (0, into))}
         if len(anchors.keys() | storages.keys()) > MAX_BASES:
-            found.append(_launch(pairs, entries, anchors))
+            result.append(_launch(pairs, entries, anchors))
             entries, anchors = {}, {}
         anchors = storages | anchors
         entries[number] = each
     if entries:
-        found.append(_launch(pairs, entries, anchors))
-    return found, left
+        result.append(_launch(pairs, entries, anchors))
+    return result, left
 
 
 def _launch(pairs: Sequence[Pair], entries: dict[int, Entry], anchors: dict[int, int]) -> Launch:

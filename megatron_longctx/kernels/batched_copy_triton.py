@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_longctx.kernels import fused
-from megatron_longctx.kernels.batched_copy import MAX_BASES, Launch
+from . import fused
+from .batched_copy import MAX_BASES, Launch
 
 # The number of words, of 8 or 4 bytes, that a program moves at a time.
 _TILE = 2048

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.no_grad import no_grad
-from megatron_longctx.schedules.kernel_calls import KernelCall, Segment, Takes
-from megatron_longctx.schedules.mask import FAR
+from ..schedules.kernel_calls import KernelCall, Segment, Takes
+from ..schedules.mask import FAR
+from .no_grad import no_grad
 
 PROVIDERS: dict[str, type["AttentionKernel"]] = {}
 """The providers, keyed by name."""

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, dense_call
-from megatron_longctx.schedules.kernel_calls import KernelCall, Segment, Takes
-from megatron_longctx.schedules.mask import FAR
+from ..schedules.kernel_calls import KernelCall, Segment, Takes
+from ..schedules.mask import FAR
+from .interface import AttentionKernel, BlockInputs, dense_call
 
 
 class Segments(NamedTuple):

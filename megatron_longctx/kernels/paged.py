@@ -16,10 +16,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import load_fused
-from megatron_longctx.kernels.interface import sum_dtype
-from megatron_longctx.kernels.no_grad import no_grad
-from megatron_longctx.kernels.quantize_kv import SCALE_BYTES, unpack_kv
+from .fused import load_fused
+from .interface import sum_dtype
+from .no_grad import no_grad
+from .quantize_kv import SCALE_BYTES, unpack_kv
 
 _fused = partial(load_fused, __name__, "decoding")
 
@@ -119,17 +119,17 @@ def attend_splits(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> Packe
 
 
 @no_grad
-def merge_ranks(found: PackedPartials, out: Tensor, lse: Tensor | None = None) -> Tensor:
+def merge_ranks(partials: PackedPartials, out: Tensor, lse: Tensor | None = None) -> Tensor:
     """Merge results over disjoint keys, of ranks or splits, in their order: bit-identical wherever it is computed.
 
     Args:
-        found: of shapes `[n, B, h, d]` and `[n, B, h]`.
+        partials: of shapes `[n, B, h, d]` and `[n, B, h]`.
         out: `[B, h, d]` contiguous, any float dtype: is written and returned. 0 where there are no keys.
         lse: `[B, h]` contiguous, is written too; None to leave it out.
     """
-    impl = _fused() if out.is_cuda and found.flat.dtype == torch.float32 else None
+    impl = _fused() if out.is_cuda and partials.flat.dtype == torch.float32 else None
     if out.numel():
-        (impl.merge_ranks_triton if impl else merge_ranks_torch)(found, out, lse)
+        (impl.merge_ranks_triton if impl else merge_ranks_torch)(partials, out, lse)
     return out
 
 
@@ -167,13 +167,13 @@ def _tokens(cache: Tensor, pages: list[int], page_tokens: int) -> Tensor:
     return spans[0] if len(spans) == 1 else torch.cat(spans)
 
 
-def merge_ranks_torch(found: PackedPartials, out: Tensor, lse: Tensor | None = None) -> None:
+def merge_ranks_torch(partials: PackedPartials, out: Tensor, lse: Tensor | None = None) -> None:
     """Run `merge_ranks` in plain PyTorch."""
-    most = found.lse.amax(0)
+    most = partials.lse.amax(0)
     base = torch.where(most == -torch.inf, 0.0, most)
-    weights = (found.lse - base).exp()
-    total = torch.zeros_like(found.out[0])
-    for weight, part in zip(weights, found.out, strict=True):
+    weights = (partials.lse - base).exp()
+    total = torch.zeros_like(partials.out[0])
+    for weight, part in zip(weights, partials.out, strict=True):
         total += weight[..., None] * part
     sums = weights.sum(0)
     out.copy_(total / torch.where(sums == 0, 1.0, sums)[..., None])
@@ -205,8 +205,8 @@ def compile_decode(q: Tensor, cache: Tensor, page_tokens: int, windows: Collecti
         counts = torch.zeros(rows, dtype=torch.int64, device=cache.device)
         for window in windows:
             pages = Pages(table, counts, page_tokens, in_tile, counts if window else None)
-            found = attend_pages(queries, cache, pages, 1.0).flat
-        merge_ranks(PackedPartials(torch.stack((found, found)), *queries.shape), torch.empty_like(queries))
+            flat = attend_pages(queries, cache, pages, 1.0).flat
+        merge_ranks(PackedPartials(torch.stack((flat, flat)), *queries.shape), torch.empty_like(queries))
 
 
 def _check(q: Tensor, cache: Tensor, pages: Pages) -> None:

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import row_strides
-from megatron_longctx.kernels.paged import PackedPartials, Pages
+from .fused import row_strides
+from .paged import PackedPartials, Pages
 
 _MIN_ROWS = 16
 """The smallest size of a matrix product on tensor cores; missing rows and columns are padded."""

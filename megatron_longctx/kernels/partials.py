@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_longctx.kernels.fused import load_fused
-from megatron_longctx.kernels.no_grad import no_grad
-from megatron_longctx.schedules.totals import MOST_PARTIALS
+from ..schedules.totals import MOST_PARTIALS
+from .fused import load_fused
+from .no_grad import no_grad
 
 _fused = partial(load_fused, __name__, "merging attention")
 

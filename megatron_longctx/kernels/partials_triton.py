@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import launch, row_strides, specialization_of
-from megatron_longctx.kernels.partials import Partial
+from .fused import launch, row_strides, specialization_of
+from .partials import Partial
 
 # The number of elements of the result that one program handles.
 _TILE = 2048

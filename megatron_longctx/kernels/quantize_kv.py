@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import load_fused
-from megatron_longctx.kernels.no_grad import no_grad
+from .fused import load_fused
+from .no_grad import no_grad
 
 _fused = partial(load_fused, __name__, "packing keys and values")
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import row_strides
+from .fused import row_strides
 
 _TILE = 4096
 # Arguments without specialized variants, since they change with length and batch: numbers that need not be multiples of

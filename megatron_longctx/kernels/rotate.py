@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import load_fused
+from .fused import load_fused
 
 _fused = partial(load_fused, __name__, "RoPE")
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_longctx.kernels.fused import row_strides
+from .fused import row_strides
 
 # The number of heads of one token that one program rotates.
 _HEADS = 16

@@ -8,7 +8,7 @@ import logging
 
 import torch
 
-from megatron_longctx.kernels.interface import PROVIDERS, AttentionKernel, KernelRequest
+from .interface import PROVIDERS, AttentionKernel, KernelRequest
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,8 @@ def wrong_gpu(request: KernelRequest, *, least: tuple[int, int]) -> str | None:
     reason = wrong_device(request, "cuda")
     if reason is None and torch.version.hip is not None:  # its ops of the same names have other limits and layouts
         reason = f"torch is a ROCm build ({torch.version.hip}), only CUDA is supported"
-    if reason is None and (found := torch.cuda.get_device_capability()) < least:
-        reason = f"compute capability {found[0]}.{found[1]} is not supported, only {least[0]}.{least[1]} and later"
+    if reason is None and (actual := torch.cuda.get_device_capability()) < least:
+        reason = f"compute capability {actual[0]}.{actual[1]} is not supported, only {least[0]}.{least[1]} and later"
     return reason or wrong_dtype(request, torch.bfloat16, torch.float16)
 
 

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, token_first
-from megatron_longctx.kernels.providers.reference import ReferenceKernel, hidden_keys
-from megatron_longctx.kernels.selection import wrong_device, wrong_dtype, wrong_value_dim
-from megatron_longctx.schedules.kernel_calls import Takes
+from ...schedules.kernel_calls import Takes
+from ..interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, token_first
+from ..selection import wrong_device, wrong_dtype, wrong_value_dim
+from .reference import ReferenceKernel, hidden_keys
 
 
 class CpuKernel(AttentionKernel):

@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import BlockInputs, CallKind, KernelRequest
-from megatron_longctx.kernels.packed import PackedKernel, Segments, window_arguments
-from megatron_longctx.kernels.selection import wrong_gpu
-from megatron_longctx.schedules.calibration import cache_folder
-from megatron_longctx.schedules.kernel_calls import of_gpus
-from megatron_longctx.schedules.mask import FAR
+from ...schedules.calibration import cache_folder
+from ...schedules.kernel_calls import of_gpus
+from ...schedules.mask import FAR
+from ..interface import BlockInputs, CallKind, KernelRequest
+from ..packed import PackedKernel, Segments, window_arguments
+from ..selection import wrong_gpu
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import BlockInputs, KernelRequest
-from megatron_longctx.kernels.packed import PackedKernel, Segments, window_arguments
-from megatron_longctx.kernels.selection import wrong_gpu, wrong_head_dim, wrong_value_dim
-from megatron_longctx.schedules.kernel_calls import KernelCall
-from megatron_longctx.schedules.mask import FAR
+from ...schedules.kernel_calls import KernelCall
+from ...schedules.mask import FAR
+from ..interface import BlockInputs, KernelRequest
+from ..packed import PackedKernel, Segments, window_arguments
+from ..selection import wrong_gpu, wrong_head_dim, wrong_value_dim
 
 
 class FlashKernel(PackedKernel):
@@ -98,7 +98,7 @@ def _backward_gap(request: KernelRequest) -> str | None:
     """Refuse head dims in (192, 224] on GPUs whose shared memory is too small for FlashAttention-2's backward."""
     if not 192 < request.head_dim <= 224:
         return None
-    found = torch.cuda.get_device_capability()
-    if not ((8, 6) <= found <= (8, 9) or found >= (12, 0)):
+    actual = torch.cuda.get_device_capability()
+    if not ((8, 6) <= actual <= (8, 9) or actual >= (12, 0)):
         return None
-    return f"head_dim={request.head_dim} has no backward on compute capability {found[0]}.{found[1]}, only up to 192"
+    return f"head_dim={request.head_dim} has no backward on compute capability {actual[0]}.{actual[1]}, only up to 192"

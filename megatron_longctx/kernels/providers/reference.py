@@ -9,17 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatron_longctx.kernels.interface import (
-    AttentionKernel,
-    BlockInputs,
-    KernelRequest,
-    heads_first,
-    sum_dtype,
-    token_first,
-)
-from megatron_longctx.kernels.selection import wrong_device, wrong_dtype
-from megatron_longctx.schedules.kernel_calls import Takes
-from megatron_longctx.schedules.mask import FAR
+from ...schedules.kernel_calls import Takes
+from ...schedules.mask import FAR
+from ..interface import AttentionKernel, BlockInputs, KernelRequest, heads_first, sum_dtype, token_first
+from ..selection import wrong_device, wrong_dtype
 
 # Elements of one chunk's score matrix: 64 MiB in fp32, so long blocks stream instead of allocating s*t scores.
 _CHUNK_ELEMENTS = 1 << 24
