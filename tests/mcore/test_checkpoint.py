@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.optimizer import DistributedOptimizer
 
-from megatron_longctx.mcore import checkpoint, checkpoint_digests, checkpoint_optimizer
+from megatron_longctx.mcore import checkpoint, checkpoint_folder, checkpoint_optimizer
 from megatron_longctx.mcore import optimizer as optim
-from megatron_longctx.mcore.checkpoint_shards import boxes
+from megatron_longctx.mcore.checkpoint_optimizer import boxes
 from megatron_longctx.mcore.checkpoint_writer import HostCopies, copy_through
 from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.tiny_gpt import BATCH, Layout, Trainer
@@ -225,7 +225,7 @@ def _failures(rank: int, root: Path) -> dict[str, str]:
     messages["extra"] = _message(lambda: checkpoint.save(root, 6, state, {"path": Path("x")}))
     messages["keep"] = _message(lambda: checkpoint.Kept(last=0))
     if rank == 0:
-        (root / "iter_0000003" / checkpoint_digests.DIGESTS).unlink()  # as earlier versions saved
+        (root / "iter_0000003" / checkpoint_folder.DIGESTS).unlink()  # as earlier versions saved
     for name, pattern in (("cut", "*.distcp"), ("common", "common.pt"), ("metadata", ".metadata")):
         if rank == 0:
             file = max((root / "iter_0000003").glob(pattern), key=lambda path: path.stat().st_size)

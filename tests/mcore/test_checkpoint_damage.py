@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_longctx.mcore import checkpoint, checkpoint_digests
+from megatron_longctx.mcore import checkpoint, checkpoint_folder
 from megatron_longctx.mcore.checkpoint_folder import iteration_directory
 from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.tiny_gpt import FINGERPRINT, Layout, Trainer
@@ -74,7 +74,7 @@ def _refusals(rank: int, root: Path) -> tuple[Said, Said, list[str]]:
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron_longctx").addHandler(handler)
     if rank == 0:
-        (latest / checkpoint_digests.DIGESTS).unlink()
+        (latest / checkpoint_folder.DIGESTS).unlink()
     dist.barrier()
     assert checkpoint.load(root, state).iteration == 3
     trainer.close()

@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_longctx.mcore import checkpoint, checkpoint_digests, checkpoint_reader
+from megatron_longctx.mcore import checkpoint, checkpoint_folder, checkpoint_reader
 from megatron_longctx.testing.distributed import run_distributed
 from tests.mcore.tiny_gpt import FINGERPRINT, Layout, Trainer
 
@@ -61,7 +61,7 @@ PLANTS: dict[str, Callable[[Path, Planted], object]] = {
     "common": lambda path, evil: (path / "common.pt").write_bytes(_archive({"extra": evil})),
     "common, a plain pickle": lambda path, evil: (path / "common.pt").write_bytes(pickle.dumps(evil)),
     "backend": lambda path, evil: (path / "metadata.json").write_bytes(pickle.dumps(evil)),
-    "digests": lambda path, evil: (path / checkpoint_digests.DIGESTS).write_bytes(pickle.dumps(evil)),
+    "digests": lambda path, evil: (path / checkpoint_folder.DIGESTS).write_bytes(pickle.dumps(evil)),
     "tracker": lambda path, evil: (path.parent / checkpoint.TRACKER).write_bytes(pickle.dumps(evil)),
     "object": lambda path, evil: _replace_part(path, RANDOM_STATE, _archive([evil])),
     "object, a plain pickle": lambda path, evil: _replace_part(path, RANDOM_STATE, pickle.dumps(evil)),
@@ -91,7 +91,7 @@ def _refusals(rank: int, root: Path) -> dict[str, list[str | None]]:
         directory = root / name
         path = directory / whole.name
         shutil.copytree(root / "whole", directory)
-        (path / checkpoint_digests.DIGESTS).unlink()  # whoever plants can write these as well
+        (path / checkpoint_folder.DIGESTS).unlink()  # whoever plants can write these as well
         plant(path, Planted(root / f"{name} ran"))
         sharded = checkpoint.sharded_state_dict(state, is_loading=True, with_rng=True)
         said[name] = [

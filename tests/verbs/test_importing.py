@@ -308,10 +308,10 @@ def test_an_import_that_was_killed_goes_on(
     contents = [{f.relative_to(each): f.read_bytes() for f in each.rglob("*") if f.is_file()} for each in (out, whole)]
     assert contents[0] == contents[1]
     if taken is None:
-        assert f"{left} is of another source or other settings, or under way: beginning afresh" in caplog.text
+        assert f"{left} has another source or other settings, or is still being written: not used" in caplog.text
         assert left.is_dir()
     else:
-        assert f"going on where another import was killed: {taken} of {tensors - 1} parameters are there" in caplog.text
+        assert f"continuing a killed import: {taken} of {tensors - 1} parameters are written" in caplog.text
         assert not left.exists()
 
 
@@ -351,7 +351,7 @@ def test_no_more_than_a_few_tensors_are_in_memory_at_once(tmp_path: Path, monkey
     reads = _alive(monkeypatch, HuggingFaceFolder, "read")
     import_model(str(tmp_path / "source"), [f"out={tmp_path / 'run'}"])
     assert sum(reads) > 0 and max(reads) <= 2 * largest < whole / 8
-    reads = _alive(monkeypatch, checkpoint_reader, "tensor_of")
+    reads = _alive(monkeypatch, checkpoint_reader, "read_tensor")
     export_model([f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'back'}"])
     assert sum(reads) > 0 and max(reads) <= 2 * largest
     assert same(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "source"))
