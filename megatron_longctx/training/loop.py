@@ -19,8 +19,8 @@ from .. import names
 from ..comm import on_rank_0
 from ..config import Config
 from ..mcore import checkpoint, groups, model, optimizer
+from ..mcore.corpus import identity
 from ..mcore.data import Batch, TrainingData, shares
-from ..mcore.identity import identity
 from ..mcore.sequence import build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
 from ..mcore.tokenizer import build_tokenizer

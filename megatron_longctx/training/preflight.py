@@ -15,9 +15,8 @@ from ..errors import refuse
 from ..gpus import gpu_ranks, ranks_per_gpu
 from ..kernels import KernelRequest, auto_order, available
 from ..mcore import checkpoint
-from ..mcore.corpus import check_corpus, check_tokenizer
+from ..mcore.corpus import check_corpus, check_tokenizer, identity
 from ..mcore.data import check_packs, check_samples
-from ..mcore.identity import identity
 from ..mcore.model import RETRAINABLE, fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer

@@ -9,7 +9,7 @@ from ..config import Config
 from ..errors import refuse
 from ..mcore import checkpoint
 from ..mcore.checkpoint import Saved
-from ..mcore.identity import Identity, refusal, tokenizer_identity
+from ..mcore.corpus import Identity, refusal, tokenizer_identity
 from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 

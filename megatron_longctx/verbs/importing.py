@@ -24,7 +24,7 @@ from ..config import Config
 from ..errors import refuse
 from ..mcore import checkpoint_weights
 from ..mcore.checkpoint_weights import Journal, Parameter
-from ..mcore.identity import tokenizer_identity
+from ..mcore.corpus import tokenizer_identity
 from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 from ..models import Dims, Weight, family_of_source

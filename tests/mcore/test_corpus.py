@@ -17,11 +17,11 @@ from megatron_longctx.mcore.corpus import (
     Corpus,
     check_corpus,
     check_tokenizer,
+    dataset_digest,
     write_corpus,
     write_documents,
 )
-from megatron_longctx.mcore.identity import dataset_digest, tokenizer_digest
-from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
+from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer, tokenizer_digest
 from tests.shared.training import tiny_corpus
 
 TOKENIZER = build_tokenizer("byte-level")
@@ -132,7 +132,7 @@ def test_another_tokenizer_of_the_same_library_is_refused(tmp_path: Path, caplog
     # Of an earlier version: nothing is known of its files.
     _written_by_another(tmp_path / "corpus", tokenizer_sha256=None)
     check_tokenizer(data, TOKENIZER)
-    assert len(caplog.messages) == 1 and "only their number of tokens was compared" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "only the number of tokens was compared" in caplog.messages[0]
     _written_by_another(tmp_path / "corpus", vocab_size=511)
     with pytest.raises(ValueError, match=r"was written with \(511 tokens, .* this one has 512 tokens"):
         check_tokenizer(data, TOKENIZER)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_longctx.config import Config, DataConfig, TrainConfig
-from megatron_longctx.mcore.corpus import write_corpus
-from megatron_longctx.mcore.identity import dataset_digest, identity, refusal, tokenizer_digest
-from megatron_longctx.mcore.tokenizer import build_tokenizer
+from megatron_longctx.mcore.corpus import dataset_digest, identity, refusal, write_corpus
+from megatron_longctx.mcore.tokenizer import build_tokenizer, tokenizer_digest
 
 TOKENIZER = build_tokenizer("byte-level")
 

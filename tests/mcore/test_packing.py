@@ -13,8 +13,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_longctx.mcore.corpus import write_documents
-from megatron_longctx.mcore.data import read
-from megatron_longctx.mcore.packing import Blend, Order, Packs, Stream, best_fit
+from megatron_longctx.mcore.data import read_tokens
+from megatron_longctx.mcore.packing import Blend, Packs, SampleOrder, Stream, best_fit
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
@@ -22,13 +22,13 @@ ORDERS = (Stream, Packs)
 quick = settings(derandomize=True, database=None, max_examples=60, deadline=None)
 
 
-def _order(kind: type, lengths: list[int], seq_length: int, seed: int = 3) -> Order:
-    order: Order = kind(numpy.array(lengths, dtype=numpy.int32), seq_length, seed)
+def _order(kind: type, lengths: list[int], seq_length: int, seed: int = 3) -> SampleOrder:
+    order: SampleOrder = kind(numpy.array(lengths, dtype=numpy.int32), seq_length, seed)
     return order
 
 
-def _spans(order: Order, samples: range) -> list[list[tuple[int, int, int]]]:
-    return [list(zip(*(x.tolist() for x in order.pieces(i)), strict=True)) for i in samples]
+def _spans(order: SampleOrder, samples: range) -> list[list[tuple[int, int, int]]]:
+    return [list(zip(*(x.tolist() for x in order.spans(i)), strict=True)) for i in samples]
 
 
 @pytest.mark.parametrize("seed", [1, 1234])
@@ -48,7 +48,7 @@ def test_the_stream_is_megatrons(tmp_path: Path, seed: int) -> None:
             theirs, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [None] * 3, lambda: True, config).build()
             assert len(theirs) == order.size
             for index in range(order.size):
-                ours = read(dataset, order.pieces(number * order.size + index))
+                ours = read_tokens(dataset, order.spans(number * order.size + index))
                 assert ours[:-1].tolist() == theirs[index]["tokens"].tolist()
                 assert ours[1:].tolist() == theirs[index]["labels"].tolist()
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_longctx.mcore.identity import tokenizer_digest
-from megatron_longctx.mcore.tokenizer import beginning, build_tokenizer, text_of
+from megatron_longctx.mcore.tokenizer import beginning, build_tokenizer, text_of, tokenizer_digest
 from megatron_longctx.models.chat import special_tokens, template_of
 from tests.shared.published import CHAT, TEXTS, write_tokenizer
 
