@@ -68,7 +68,7 @@ class Saved:
 
     Attributes:
         iteration: the checkpoint's iteration.
-        extra: the dictionary that was given to ``save``.
+        extra: the dictionary that was given to ``begin``.
         optimizer: the kind of the optimizer's state; None without an optimizer.
         fingerprint: the fingerprint of its model.
         rng_restored: whether `load` has restored the random states. It keeps the new ones if the parallel sizes differ.
@@ -87,8 +87,7 @@ def begin(
     state: TrainingState,
     extra: Mapping[str, Any],
     kept: Kept = Kept(),  # noqa: B008 - frozen
-    *,
-    copies: HostCopies | None,
+    copies: HostCopies | None = None,
 ) -> Saving:
     """Begin to write a checkpoint. Collective over the world; one at a time.
 
@@ -129,17 +128,6 @@ def begin(
         delete(partial)
         raise
     return Saving(request, partial, final, kept, copies)
-
-
-def save(
-    directory: Path,
-    iteration: int,
-    state: TrainingState,
-    extra: Mapping[str, Any],
-    kept: Kept = Kept(),  # noqa: B008
-) -> Path:
-    """Write a checkpoint with little host memory, and wait for it. See `begin` and `Saving.finish`."""
-    return begin(directory, iteration, state, extra, kept, copies=None).finish()
 
 
 def load(directory: Path, state: TrainingState, *, iteration: int | None = None, free: tuple[str, ...] = ()) -> Saved:

@@ -164,7 +164,7 @@ def write(
 
     Args:
         parameters: made one at a time; each is freed before the next one is made.
-        fingerprint, extra: as in ``checkpoint.save``.
+        fingerprint, extra: as in ``checkpoint.begin``.
 
     Raises:
         OSError: the checkpoint cannot be written.

@@ -58,7 +58,6 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self.num_bytes = 0
         self._free: dict[int, list[torch.Tensor]] = {}
         self._taken: list[torch.Tensor] = []
 
@@ -67,7 +66,6 @@ class HostCopies:
         size = tensor.numel() * tensor.element_size()
         if not (free := self._free.setdefault(size, [])):
             free.append(torch.empty(size, dtype=torch.uint8))
-            self.num_bytes += size
         self._taken.append(free.pop())
         copy = self._taken[-1].view(tensor.dtype).view(tensor.shape)
         if not tensor.is_cuda:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import queue
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -15,11 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.optimizer import DistributedOptimizer
 
+from megatron_longctx.config import TrainConfig
 from megatron_longctx.mcore import checkpoint, checkpoint_folder, checkpoint_optimizer
+from megatron_longctx.mcore import checkpoint_writer as writer
 from megatron_longctx.mcore import optimizer as optim
 from megatron_longctx.mcore.checkpoint_optimizer import boxes
-from megatron_longctx.mcore.checkpoint_writer import HostCopies, copy_through
+from megatron_longctx.mcore.checkpoint_writer import HostCopies, Saving, copy_through
 from megatron_longctx.testing.distributed import run_distributed
+from megatron_longctx.training.saver import Saver
 from tests.mcore.tiny_gpt import BATCH, Layout, Trainer
 
 SINGLE, DATA2, TENSOR2, PIPELINE2 = Layout(), Layout(overlap=True), Layout(tensor=2), Layout(pipeline=2)
@@ -30,7 +36,9 @@ Curve = list[float]
 
 
 def _save(trainer: Trainer, directory: Path, iteration: int, kept: checkpoint.Kept = checkpoint.Kept()) -> Path:  # noqa: B008
-    return checkpoint.save(directory, iteration, trainer.state(), {"consumed_samples": iteration * BATCH}, kept)
+    return checkpoint.begin(
+        directory, iteration, trainer.state(), {"consumed_samples": iteration * BATCH}, kept
+    ).finish()
 
 
 def _load(trainer: Trainer, directory: Path) -> None:
@@ -222,7 +230,7 @@ def _failures(rank: int, root: Path) -> dict[str, str]:
     messages["model"] = _message(lambda: checkpoint.load(root, trainer.state(hidden_size=48, experts=8)))
     plain = checkpoint.TrainingState(trainer.models, None, None, state.fingerprint)
     assert checkpoint.load(root, plain).iteration == 3
-    messages["extra"] = _message(lambda: checkpoint.save(root, 6, state, {"path": Path("x")}))
+    messages["extra"] = _message(lambda: checkpoint.begin(root, 6, state, {"path": Path("x")}))
     messages["keep"] = _message(lambda: checkpoint.Kept(last=0))
     if rank == 0:
         (root / "iter_0000003" / checkpoint_folder.DIGESTS).unlink()  # as earlier versions saved
@@ -291,6 +299,54 @@ def test_latest_without_ranks(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
     (tmp_path / checkpoint.TRACKER).write_text("120\n")
     assert checkpoint.latest(tmp_path) == 120
-    (tmp_path / checkpoint.TRACKER).write_text("release")
-    with pytest.raises(ValueError, match="'release', expected an iteration number"):
-        checkpoint.latest(tmp_path)
+
+
+LARGE = writer._SMALL_BYTES // 4 + 1  # fp32 elements
+
+
+def test_tensors_may_change_when_they_are_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors may change immediately: a forward pass changes no larger ones."""
+    go, written = threading.Event(), {}
+
+    class LateCopies(HostCopies):
+        def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+            assert go.wait(600)
+            return super().copy(tensor)
+
+    def write(bucket: Any) -> None:
+        written.update(bucket[2][1])
+
+    monkeypatch.setattr(writer, "_write_file", write)
+    monkeypatch.setattr(writer.checkpoint_folder, "digests_of", lambda *_: {})
+    tensors = {"small": torch.zeros(LARGE - 1), "large": torch.zeros(LARGE)}
+    bucket = tmp_path, "file", ([], list(tensors.items()))
+    request: Any = SimpleNamespace(
+        async_fn=object(), async_fn_args=(None, [bucket], queue.SimpleQueue()), finalize_fns=()
+    )
+    saver = Saver(tmp_path, TrainConfig(), 0)
+    saver._saving = Saving(request, tmp_path, tmp_path, checkpoint.Kept(), LateCopies())
+    tensors["small"] += 1
+    staged = threading.Event()
+    waiting = threading.Thread(target=lambda: (saver.wait_staged(), staged.set()))
+    waiting.start()
+    assert not staged.wait(0.2), "training continues only when everything is copied"
+    go.set()
+    waiting.join(600)
+    tensors["large"] += 1
+    saver._saving._thread.join()
+    assert {name: x.sum().item() for name, x in written.items()} == {"small": 0, "large": 0}
+    assert saver.stall_s >= 0.2
+
+
+def test_later_copies_reuse_the_memory_of_the_first() -> None:
+    copies, states = HostCopies(), [torch.arange(6.0).view(2, 3), torch.ones(2, 3), torch.tensor(7), torch.empty(0)]
+    addresses = []
+    for _ in range(3):
+        copied = [copies.copy(state) for state in states]
+        addresses.append({copy.data_ptr() for copy in copied})
+        for state, copy in zip(states, copied, strict=True):
+            assert torch.equal(state, copy) and state.dtype == copy.dtype
+            state += 1
+            assert state.numel() == 0 or not torch.equal(state, copy)
+        copies.release()
+    assert len(addresses[0]) == 4 and addresses[1:] == addresses[:1] * 2
