@@ -1,4 +1,4 @@
-"""Training curves are the same at every parallel size, and go on unchanged through a checkpoint of any other."""
+"""Training curves do not depend on parallel sizes, and continue unchanged from a checkpoint of any other sizes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ Curve = list[float]
 
 
 def _save(trainer: Trainer, directory: Path, iteration: int, kept: checkpoint.Kept = checkpoint.Kept()) -> Path:  # noqa: B008
-    return checkpoint.begin(
-        directory, iteration, trainer.state(), {"consumed_samples": iteration * BATCH}, kept
-    ).finish()
+    extra = {"consumed_samples": iteration * BATCH}
+    return checkpoint.begin(directory, iteration, trainer.state(), extra, kept).finish()
 
 
 def _load(trainer: Trainer, directory: Path) -> None:
@@ -50,7 +49,7 @@ def _load(trainer: Trainer, directory: Path) -> None:
 def _segment(
     layout: Layout, start: Path | None, steps: range, save_at: int | None = None, to: Path | None = None
 ) -> Curve:
-    """Load, train, and save in the middle; the loss, then the gradient norm, of each step."""
+    """Load, train, and save in the middle; return the loss of each step, then the gradient norm of each step."""
     trainer = Trainer(layout)
     if start is not None:
         _load(trainer, start)
@@ -65,7 +64,7 @@ def _segment(
 
 
 def _convert(layout: Layout, start: Path, iteration: int, to: Path) -> None:
-    """Load and save at once: for layouts whose forward pass needs more than these tests have."""
+    """Load and save without training, for a layout that the test's dense attention cannot compute."""
     trainer = Trainer(layout)
     _load(trainer, start)
     _save(trainer, to, iteration)
@@ -95,7 +94,7 @@ def _two_ranks(rank: int, root: Path) -> tuple[dict[str, Curve], Curve, float]:
     }
     tied = _segment(Layout(pipeline=2, tied=True), root / "tied", range(2, STEPS), 4, root / "tied_pipeline")
     _convert(CONTEXT2, root / "data", 3, root / "context")
-    # Saved in the middle of an overlapped gather of parameters.
+    # This checkpoint was saved in the middle of an overlapped gather of parameters.
     return curves, tied, _first_loss_from_weights(SINGLE, root / "data", 3)
 
 
@@ -123,7 +122,7 @@ def _tail(curve: Curve, count: int) -> Curve:
 
 def test_curves_and_resharding(tmp_path: Path) -> None:
     [(reference, tied_reference)] = run_distributed(_single_reference, 1, tmp_path)
-    assert reference[STEPS - 1] < reference[0] - 0.5, "the model must learn, or equal losses say little"
+    assert reference[STEPS - 1] < reference[0] - 0.5, "the model must learn, or equal losses prove little"
     of_two, other = run_distributed(_two_ranks, 2, tmp_path)
     assert of_two == other
     of_four = run_distributed(_four_ranks, 4, tmp_path)
@@ -158,7 +157,7 @@ def _resume_exactly(rank: int, root: Path, layouts: list[Layout]) -> list[tuple[
         assert checkpoint.latest(directory) is None
         saving.finish()
         if index == 0:
-            # A used optimizer and schedule take the checkpoint's place, too.
+            # A checkpoint also replaces the state of an optimizer and schedule that have stepped.
             checkpoint.load(directory / "zero", trainer.state())
             trainer.train(range(2))
             assert trainer.train(range(2, 5)) == expected
@@ -175,7 +174,7 @@ def _resume_exactly(rank: int, root: Path, layouts: list[Layout]) -> list[tuple[
 
 
 def _save_as_megatron(trainer: Trainer, directory: Path) -> None:
-    """With the optimizer's state gathered by Megatron, as earlier versions saved it."""
+    """Save the optimizer's state as Megatron gathers it, and as earlier versions did."""
     with pytest.MonkeyPatch.context() as patch:
         gathered = DistributedOptimizer.sharded_param_state_fully_reshardable
         patch.setattr(checkpoint_optimizer, "state_shards", gathered)
@@ -209,7 +208,7 @@ def _failures(rank: int, root: Path) -> dict[str, str]:
         _save(trainer, root, iteration, checkpoint.Kept(last=2))
     if rank == 0:
         assert sorted(path.name for path in root.iterdir()) == ["iter_0000002", "iter_0000003", checkpoint.TRACKER]
-        # An interrupted save: files without the tracker.
+        # Interrupted saves leave files that the tracker does not name.
         shutil.copytree(root / "iter_0000003", root / "iter_0000004")
         (root / "iter_0000005.partial").mkdir()
     dist.barrier()
@@ -270,15 +269,15 @@ def test_failures_are_explained_on_every_rank(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_boxes_are_a_run_of_values_in_order(shape: list[int], data: st.DataObject) -> None:
+def test_boxes_cover_a_range_of_values_in_order(shape: list[int], data: st.DataObject) -> None:
     count = math.prod(shape)
     begin = data.draw(st.integers(0, count))
     end = data.draw(st.integers(begin, count))
     values = numpy.arange(count).reshape(shape)
-    found = list(boxes(tuple(shape), begin, end))
-    slices = [tuple(map(slice, offsets, numpy.add(offsets, sizes))) for offsets, sizes in found]
+    covered = list(boxes(tuple(shape), begin, end))
+    slices = [tuple(map(slice, offsets, numpy.add(offsets, sizes))) for offsets, sizes in covered]
     assert [value for where in slices for value in values[where].ravel()] == [*range(begin, end)]
-    assert len(found) <= 2 * len(shape)
+    assert len(covered) <= 2 * len(shape)
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (0,)])
