@@ -64,9 +64,7 @@ def test_a_tokenizer_that_ends_no_text_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "folder")
     (tmp_path / "alone").mkdir()
     shutil.copy(tmp_path / "folder/tokenizer.json", tmp_path / "alone")
-    with pytest.raises(
-        ValueError, match=r"alone: expected a tokenizer with a token that ends a text\. Name it: eos_to"
-    ):
+    with pytest.raises(ValueError, match=r"alone: expected a tokenizer with a token that ends a text\. Name it: eos"):
         build_tokenizer("huggingface", str(tmp_path / "alone"))
 
 
@@ -91,13 +89,10 @@ def test_tiktoken(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(json.dumps(ranks))
     tokenizer = build_tokenizer("tiktoken", str(tmp_path / "vocab.json"))
     ids = tokenizer.tokenize(TEXT)
-    assert (
-        text_of(tokenizer, ids) == TEXT and len(ids) < len(TEXT.encode()) and tokenizer.vocab_size == 1000 + len(pieces)
-    )
+    assert text_of(tokenizer, ids) == TEXT and len(ids) < len(TEXT.encode())
+    assert tokenizer.vocab_size == 1000 + len(pieces)
     (tmp_path / "ranks.tiktoken").write_text("dGg= 0\n")
-    with pytest.raises(
-        ValueError, match=r"ranks\.tiktoken: cannot be read by tiktoken \(expected a JSON list of rank,"
-    ):
+    with pytest.raises(ValueError, match=r"ranks\.tiktoken: cannot be read by tiktoken \(expected a JSON list of "):
         build_tokenizer("tiktoken", str(tmp_path / "ranks.tiktoken"))
 
 

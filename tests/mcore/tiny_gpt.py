@@ -26,7 +26,7 @@ FINGERPRINT = {"num_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY}
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes and precision; what remains of the world is data parallel."""
+    """Parallel sizes and precision; the remaining ranks are data parallel."""
 
     tensor: int = 1
     context: int = 1
@@ -108,7 +108,7 @@ def _stage_specs(config: TransformerConfig, spec: Any, collection: ProcessGroupC
 
 
 class Trainer:
-    """Groups, model, optimizer and schedule for one layout, and the step that Megatron's loop would take."""
+    """Groups, model, optimizer and schedule of one layout, and a training step like that of Megatron's loop."""
 
     def __init__(self, layout: Layout, **config_overrides: Any) -> None:
         self.groups = groups.initialize(tensor=layout.tensor, context=layout.context, pipeline=layout.pipeline, seed=7)
@@ -132,7 +132,7 @@ class Trainer:
         return checkpoint.TrainingState(self.models, self.optimizer, self.scheduler, FINGERPRINT | fingerprint)
 
     def train(self, steps: range) -> list[float]:
-        """The mean loss of each step's batch, equal on every rank."""
+        """Return the mean loss of each step's batch, equal on every rank."""
         return [self.step(step) for step in steps]
 
     def step(self, step: int) -> float:
@@ -165,7 +165,7 @@ class Trainer:
 
 def _sample(step: int, index: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + index)
-    # Few of the words, each again four places later: learnable in a few steps, so that the loss moves.
+    # The same four of few tokens repeat: the loss falls within a few steps.
     head = torch.randint(8, (4,), generator=generator)
     return head.repeat(SEQUENCE // 4 + 1)[: SEQUENCE + 1][None]
 
