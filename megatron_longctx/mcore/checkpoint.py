@@ -48,7 +48,7 @@ class TrainingState:
     """What a checkpoint is saved from and loaded into.
 
     Attributes:
-        models: the model chunks of this rank, wrapped in DDP or not.
+        models: the model of this rank, wrapped in DDP or not, in a list, as Megatron passes it.
         optimizer: None leaves the optimizer out. To train from weights alone, load with None and then call
             ``optimizer.reload_model_params()``.
         scheduler: None leaves the schedule out.
@@ -156,15 +156,13 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
     _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer), free)
     with_rng = content["layout"] == _layout()
     sharded = sharded_state_dict(state, is_loading=True, with_rng=with_rng)
-    layer_state: dict[str, dict[str, None]] = {name: {} for name, _ in _named_models(state.models)}
+    layer_state: dict[str, None] = {}
     if not content["layout"]:  # weights alone, without the state that some layers have
-        for name in layer_state:
-            layer_state[name] = {key: None for key, x in sharded[name].items() if isinstance(x, ShardedObject)}
-            for key in layer_state[name]:
-                del sharded[name][key]
+        layer_state = {key: None for key, value in sharded["model"].items() if isinstance(value, ShardedObject)}
+        for key in layer_state:
+            del sharded["model"][key]
     loaded = _load_together(sharded, path)
-    for name, model in _named_models(state.models):
-        model.load_state_dict(loaded[name] | layer_state[name])
+    _model(state).load_state_dict(loaded["model"] | layer_state)
     if state.optimizer is not None:
         checkpoint_optimizer.load(state.optimizer, loaded["optimizer"])
     if state.scheduler is not None:
@@ -249,11 +247,10 @@ def sharded_state_dict(state: TrainingState, *, is_loading: bool, with_rng: bool
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    models = {name: model.sharded_state_dict(metadata=metadata) for name, model in _named_models(state.models)}
-    sharded: dict[str, Any] = dict(models)
+    model_part = _model(state).sharded_state_dict(metadata=metadata)
+    sharded: dict[str, Any] = {"model": model_part}
     if state.optimizer is not None:
         # The optimizer finds each parameter's sharding by the parameter object inside the model's dictionary.
-        model_part: dict[str, Any] = models["model"] if len(models) == 1 else models
         checkpoint_optimizer.prepare(state.optimizer)
         sharded["optimizer"] = state.optimizer.sharded_state_dict(model_part, is_loading=is_loading, metadata=metadata)
     if state.scheduler is not None:
@@ -264,10 +261,9 @@ def sharded_state_dict(state: TrainingState, *, is_loading: bool, with_rng: bool
     return sharded
 
 
-def _named_models(models: Sequence[torch.nn.Module]) -> list[tuple[str, Any]]:
-    """Return models with Megatron-LM's names: ``model`` for one chunk, ``model0``, ``model1`` for several."""
-    bare = unwrap_model(list(models))
-    return [("model" if len(bare) == 1 else f"model{index}", model) for index, model in enumerate(bare)]
+def _model(state: TrainingState) -> Any:
+    (model,) = unwrap_model(list(state.models))
+    return model
 
 
 def _layout() -> dict[str, Any]:

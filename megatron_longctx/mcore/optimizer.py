@@ -24,53 +24,44 @@ _LAYERS = "decoder.layers."
 
 
 def wrap_ddp(
-    model_chunks: Sequence[MegatronModule],
+    models: Sequence[MegatronModule],
     config: TransformerConfig,
     groups: ProcessGroupCollection,
     *,
     distributed: bool,
     overlap_grad_reduce: bool = False,
     overlap_param_gather: bool = False,
-    bucket_size: int | None = None,
 ) -> list[DistributedDataParallel]:
-    """Move model chunks to this rank's device, to bf16 if ``config.bf16`` is set, and into Megatron's DDP.
+    """Move models to this rank's device, to bf16 if ``config.bf16`` is set, and into Megatron's DDP.
 
     Gradients are accumulated and reduced in fp32.
 
     Args:
-        model_chunks: one model per virtual pipeline stage of this rank.
         distributed: shard the optimizer's state over the data- and context-parallel ranks.
         overlap_grad_reduce: reduce gradients during the backward pass.
         overlap_param_gather: gather parameters during the next forward pass; requires the other two.
-        bucket_size: the number of parameters that an overlapped reduction or gather takes together; None: Megatron's.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         use_distributed_optimizer=distributed,
-        bucket_size=bucket_size,
     )
-    wrapped = []
-    for index, chunk in enumerate(model_chunks):
-        if torch.cuda.is_available():
-            chunk = chunk.cuda(torch.cuda.current_device())
-        if config.bf16:
-            chunk = Float16Module(config, chunk)
-        # Buckets serve overlap. Later chunks need none: the first chunk's communication already fills the time.
-        ddp = DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=groups)
-        wrapped.append(ddp)
-    return wrapped
+    if torch.cuda.is_available():
+        models = [model.cuda(torch.cuda.current_device()) for model in models]
+    if config.bf16:
+        models = [Float16Module(config, model) for model in models]
+    return [DistributedDataParallel(config, ddp_config, model, pg_collection=groups) for model in models]
 
 
 def build_optimizer(
-    model_chunks: Sequence[DistributedDataParallel], optim: OptimConfig, groups: ProcessGroupCollection
+    models: Sequence[DistributedDataParallel], optim: OptimConfig, groups: ProcessGroupCollection
 ) -> MegatronOptimizer:
     """Return Megatron's optimizer: fused Adam of TransformerEngine or Apex if installed, else torch's.
 
     Biases and norm weights have no weight decay; bf16 parameters have fp32 main parameters. Collective over the world.
     """
-    wrapped, bf16 = model_chunks[0].ddp_config, model_chunks[0].config.bf16
+    wrapped, bf16 = models[0].ddp_config, models[0].config.bf16
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -85,7 +76,7 @@ def build_optimizer(
         use_distributed_optimizer=wrapped.use_distributed_optimizer,
         overlap_param_gather=wrapped.overlap_param_gather,
     )
-    optimizer = get_megatron_optimizer(config, list(model_chunks), use_gloo_process_groups=False, pg_collection=groups)
+    optimizer = get_megatron_optimizer(config, list(models), use_gloo_process_groups=False, pg_collection=groups)
     if optim.states_on_host:
         keep_on_host(optimizer)
     return optimizer
@@ -124,20 +115,18 @@ def build_scheduler(
     )
 
 
-def connect(
-    config: TransformerConfig, model_chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
-) -> None:
+def connect(config: TransformerConfig, models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Set the hooks on ``config`` with which Megatron's schedules reduce gradients and scale the loss.
 
     Call this once, before the first ``forward_backward_func``. A training step then calls ``zero_grad_buffer()`` of
-    every chunk, ``optimizer.zero_grad()``, ``forward_backward_func(...)``, ``optimizer.step()`` and
+    every model, ``optimizer.zero_grad()``, ``forward_backward_func(...)``, ``optimizer.step()`` and
     ``scheduler.step(...)``.
     """
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    if model_chunks[0].ddp_config.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in model_chunks]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    (model,) = models
+    if model.ddp_config.overlap_grad_reduce:
+        config.no_sync_func = model.no_sync
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:

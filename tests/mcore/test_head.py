@@ -9,7 +9,7 @@ import torch
 from megatron.core import tensor_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_longctx.mcore import groups, optimizer
+from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.head import ChunkedHeadGPT, Head, chunked_cross_entropy
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.recorded import relative_error
@@ -114,11 +114,10 @@ def test_it_is_as_good_as_megatrons_and_logits_never_exist() -> None:
 
 def _trained(rank: int) -> dict[bool, list[float]]:
     """By whether communication is overlapped, losses of steps whose buckets of parameters are one parameter each."""
-    optimizer.DistributedDataParallelConfig = partial(optimizer.DistributedDataParallelConfig, bucket_size=1)
     tiny_gpt.GPTModel = partial(ChunkedHeadGPT, chunk_tokens=5)
     losses = {}
     for overlap in (False, True):
-        trainer = tiny_gpt.Trainer(tiny_gpt.Layout(overlap=overlap))
+        trainer = tiny_gpt.Trainer(tiny_gpt.Layout(overlap=overlap, bucket_size=1))
         losses[overlap] = trainer.train(range(4))
         trainer.close()
     return losses

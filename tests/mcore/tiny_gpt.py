@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -114,15 +116,16 @@ class Trainer:
         self.groups = groups.initialize(tensor=layout.tensor, context=layout.context, pipeline=layout.pipeline, seed=7)
         self.config = model_config(layout, **config_overrides)
         settings = OptimConfig(lr=2e-2, min_lr=1e-3, warmup_steps=1, decay_steps=10, clip_grad=layout.clip_grad)
-        self.models = optim.wrap_ddp(
-            [build_model(self.config, self.groups, tied=layout.tied)],
-            self.config,
-            self.groups,
-            distributed=layout.distributed,
-            overlap_grad_reduce=layout.overlap,
-            overlap_param_gather=layout.overlap and layout.distributed,
-            bucket_size=layout.bucket_size,
-        )
+        ddp_config = partial(optim.DistributedDataParallelConfig, bucket_size=layout.bucket_size)
+        with patch.object(optim, "DistributedDataParallelConfig", ddp_config):
+            self.models = optim.wrap_ddp(
+                [build_model(self.config, self.groups, tied=layout.tied)],
+                self.config,
+                self.groups,
+                distributed=layout.distributed,
+                overlap_grad_reduce=layout.overlap,
+                overlap_param_gather=layout.overlap and layout.distributed,
+            )
         self.optimizer = optim.build_optimizer(self.models, settings, self.groups)
         self.scheduler = optim.build_scheduler(self.optimizer, settings, 10, BATCH)
         self.gradient_norms: list[float] = []
