@@ -89,9 +89,8 @@ def write_documents(
                 learned += sum(mask or ())
             count, tokens = count + 1, tokens + len(ids)
         if not count:
-            raise ValueError(
-                f"no text for {prefix}: expected at least one document that is not empty. Check the source."
-            )
+            expected = "at least one document that is not empty"
+            raise ValueError(f"no text for {prefix}: expected {expected}. Check the source.")
         for kind, builder in builders.items():
             builder.finalize(f"{partial}{kind}.idx")
         for stale in (".json", ".mask.bin", ".mask.idx"):
@@ -151,12 +150,8 @@ def _check_dataset(data: DataConfig, prefix: str) -> int:
     tokens, trained = int(lengths.sum()), int(lengths[split_part(data, 0, len(lengths))].sum())
     least = data.seq_length + 1 if data.packing != "best_fit" else 2
     if tokens < least:
-        raise refuse(
-            "data.seq_length",
-            data.seq_length,
-            f"at most {tokens - 1}: {prefix} has {tokens} tokens",
-            "Lower data.seq_length or use more text.",
-        )
+        most = f"at most {tokens - 1}: {prefix} has {tokens} tokens"
+        raise refuse("data.seq_length", data.seq_length, most, "Lower data.seq_length or use more text.")
     if trained < least:
         part = f"a training part of at least {least} tokens; it has {trained} of {tokens}"
         raise refuse("data.split", data.split, part, "Give the first part of data.split more weight.")
@@ -210,12 +205,9 @@ def check_tokenizer(data: DataConfig, tokenizer: MegatronTokenizerText) -> None:
         written = (note.get("vocab_size", now[0]), note.get("tokenizer_sha256", now[1]))
         if written != now:
             theirs, ours = (f"{size} tokens, SHA-256 {str(digest)[:12]}…" for size, digest in (written, now))
-            raise refuse(
-                "data.tokenizer_path",
-                data.tokenizer_path,
-                f"the tokenizer that {prefix} was written with ({theirs}); this one has {ours}",
-                "Use that one, write it with this one (`megatron-longctx data`), or set train.check_data=false.",
-            )
+            expected = f"the tokenizer that {prefix} was written with ({theirs}); this one has {ours}"
+            remedy = "Use that one, write it with this one (`megatron-longctx data`), or set train.check_data=false."
+            raise refuse("data.tokenizer_path", data.tokenizer_path, expected, remedy)
         if "tokenizer_sha256" not in note:
             logger.warning("%s.json has no digest of its tokenizer: only the number of tokens was compared", prefix)
 

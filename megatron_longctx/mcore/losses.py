@@ -30,10 +30,8 @@ def for_losses(config: Config) -> Config:
     par, recompute = config.parallelism, config.recompute
     check_sizes(par)
     if config.model.latent and par.tensor_parallel_size > 1:
-        expected = f"1 with model.kv_lora_rank={config.model.kv_lora_rank}"
-        raise refuse(
-            "parallelism.tensor_parallel_size", par.tensor_parallel_size, expected, "Take context parallelism."
-        )
+        key, expected = "parallelism.tensor_parallel_size", f"1 with model.kv_lora_rank={config.model.kv_lora_rank}"
+        raise refuse(key, par.tensor_parallel_size, expected, "Take context parallelism.")
     return replace(
         config,
         parallelism=replace(
