@@ -157,15 +157,15 @@ def examine(directory: Path, iteration: int, *, collective: bool) -> tuple[Path,
         The checkpoint's folder and its content besides tensors.
 
     Raises:
-        DamagedCheckpoint: the message names the file, and the newest older checkpoint whose files, all of them, are as
-            they were saved.
+        DamagedCheckpoint: the message names the file, and the newest older checkpoint that is undamaged.
         ValueError: the checkpoint is not this project's.
     """
     try:
         return _examine(directory, iteration, collective, tensor_files=collective)
     except DamagedCheckpoint as error:
         remedy = f"No checkpoint before it is whole: {REMEDY}"
-        for older in _once(collective)(lambda: [each for each in iterations(directory) if each < iteration][::-1]):
+        once: Any = on_rank_0 if collective else operator.call
+        for older in once(lambda: [each for each in iterations(directory) if each < iteration][::-1]):
             try:
                 path, _ = _examine(directory, older, collective, tensor_files=True)
             except ValueError:
@@ -174,11 +174,6 @@ def examine(directory: Path, iteration: int, *, collective: bool) -> tuple[Path,
             remedy += str(directory / TRACKER)
             break
         raise DamagedCheckpoint(f"{error}. {remedy}") from error
-
-
-def _once(collective: bool) -> Any:
-    """Return what calls a function once for all ranks, or once in this process."""
-    return on_rank_0 if collective else operator.call
 
 
 def _examine(directory: Path, iteration: int, collective: bool, tensor_files: bool) -> tuple[Path, dict[str, Any]]:
@@ -190,8 +185,7 @@ def _examine(directory: Path, iteration: int, collective: bool, tensor_files: bo
         damage = _damage(path, 0, 1, tensor_files)
     if damage:
         raise DamagedCheckpoint(damage)
-    common: dict[str, Any] = _once(collective)(lambda: _read(path))
-    return path, common
+    return path, on_rank_0(lambda: _read(path)) if collective else _read(path)
 
 
 def _damage(path: Path, part: int, parts: int, tensor_files: bool) -> str | None:

@@ -34,7 +34,7 @@ _HYPERPARAMETERS = ("max_lr", "min_lr", "betas", "eps")
 
 
 def kind(optimizer: MegatronOptimizer | None) -> str | None:
-    """Return the name of the optimizer's state layout, None without an optimizer. A checkpoint loads into its own."""
+    """Return the name of the optimizer's state layout. A checkpoint loads only into the same layout."""
     if optimizer is None:
         return None
     parts = parts_of(optimizer)
@@ -92,22 +92,14 @@ def state_shards(
     sharded, _ = extract_sharded_tensors_and_factories(model_part)
     by_parameter = {id(entry.data): entry for entry in nested_values(sharded)}
     on_host = host_states(optimizer)
-    return {
-        number: {
-            key: list(
-                _shards(
-                    key,
-                    flat if on_host is None else on_host.values(flat),
-                    *(span.start, span.end),
-                    by_parameter[id(parameter)],
-                    parameter,
-                )
-            )
-            for key, flat in state.items()
-            if key != "step"  # steps are in the parameter groups
-        }
-        for number, (parameter, span, state) in enumerate(_own_state(optimizer))
-    }
+    shards: dict[int, dict[str, list[ShardedTensor]]] = {}
+    for number, (parameter, span, state) in enumerate(_own_state(optimizer)):
+        shards[number] = {}
+        for key, flat in state.items():
+            if key != "step":  # steps are in the parameter groups
+                values = flat if on_host is None else on_host.values(flat)
+                shards[number][key] = list(_shards(key, values, span, by_parameter[id(parameter)], parameter))
+    return shards
 
 
 def _own_state(optimizer: DistributedOptimizer) -> list[tuple[torch.nn.Parameter, Any, dict[str, torch.Tensor]]]:
@@ -122,17 +114,17 @@ def _own_state(optimizer: DistributedOptimizer) -> list[tuple[torch.nn.Parameter
 
 
 def _shards(
-    name: str, flat: torch.Tensor, begin: int, end: int, sharding: Any, parameter: torch.Tensor
+    name: str, flat: torch.Tensor, span: Any, sharding: Any, parameter: torch.Tensor
 ) -> Iterator[ShardedTensor]:
-    """Yield the shards of values `begin` to `end` of this rank's parameter."""
+    """Yield the shards of a span of the values of this rank's parameter."""
     parts = sharding.build() if isinstance(sharding, ShardedTensorFactory) else [sharding]
     for part in nested_values(parts):
         assert part.data.is_contiguous() and part.flattened_range is None, part
         start = part.data.storage_offset() - parameter.storage_offset()
         size, prepended = part.data.numel(), part.prepend_axis_num
-        done = max(begin, start)
-        for offsets, sizes in boxes(part.local_shape, done - start, min(end, start + size) - start):
-            values = flat[done - begin : done - begin + math.prod(sizes)]
+        done = max(span.start, start)
+        for offsets, sizes in boxes(part.local_shape, done - start, min(span.end, start + size) - start):
+            values = flat[done - span.start : done - span.start + math.prod(sizes)]
             done += math.prod(sizes)
             inside = zip(part.global_offset[prepended:], offsets, strict=True)
             shape = (*(1 for _ in range(prepended)), *sizes)
