@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ..comm import from_all, on_rank_0
 from . import checkpoint_folder, checkpoint_optimizer, checkpoint_reader
-from .checkpoint_folder import REMEDY, TRACKER, Kept, examine, iteration_directory, latest
+from .checkpoint_folder import REMEDY, TRACKER, Retention, examine, iteration_directory, latest
 from .checkpoint_reader import first_line
 from .checkpoint_writer import HostCopies, SaveStrategy, Saving, delete
 from .version import SAVE_ARGUMENTS
@@ -86,7 +86,7 @@ def begin(
     iteration: int,
     state: TrainingState,
     extra: Mapping[str, Any],
-    kept: Kept = Kept(),  # noqa: B008 - frozen
+    retention: Retention = Retention(),  # noqa: B008 - frozen
     copies: HostCopies | None = None,
 ) -> Saving:
     """Begin to write a checkpoint. Collective over the world; one at a time.
@@ -98,7 +98,7 @@ def begin(
         iteration: the number of optimizer steps done.
         state: what to save. It may not change until ``wait_staged`` returns.
         extra: JSON-able values, equal on every rank, such as the number of consumed samples.
-        kept: which checkpoints stay afterwards.
+        retention: which checkpoints stay afterwards.
         copies: host memory that everything is copied to first, so that training can continue soon. With the distributed
             optimizer it has 12 bytes per parameter, and the weights, divided by the data- and context-parallel ranks.
             None: one tensor at a time is copied.
@@ -127,7 +127,7 @@ def begin(
     except BaseException:
         delete(partial)
         raise
-    return Saving(request, partial, final, kept, copies)
+    return Saving(request, partial, final, retention, copies)
 
 
 def load(directory: Path, state: TrainingState, *, iteration: int | None = None, free: tuple[str, ...] = ()) -> Saved:

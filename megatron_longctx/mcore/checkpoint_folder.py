@@ -74,7 +74,7 @@ def latest(directory: Path) -> int | None:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Retention:
     """Which checkpoints stay: the newest `last` of them (None: all), and those of every multiple of `every`.
 
     Raises:
@@ -89,7 +89,7 @@ class Kept:
             if number is not None and number < 1:
                 raise ValueError(f"{name} is {number}, expected at least 1: give a number, or None")
 
-    def leaves(self, iterations: list[int]) -> list[int]:
+    def expired(self, iterations: list[int]) -> list[int]:
         """Return those of `iterations`, which are in ascending order, that are to be deleted."""
         old = iterations[: -self.last] if self.last is not None else []
         return [number for number in old if self.every is None or number % self.every]
@@ -102,7 +102,7 @@ def start(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def publish(partial: Path, final: Path, digests: Digests, kept: Kept) -> None:
+def publish(partial: Path, final: Path, digests: Digests, retention: Retention) -> None:
     """Give a complete checkpoint its final name, make it the latest, and delete the expired ones.
 
     Args:
@@ -120,7 +120,7 @@ def publish(partial: Path, final: Path, digests: Digests, kept: Kept) -> None:
     iteration = int(final.name.removeprefix("iter_"))
     files.write_text(final.parent / TRACKER, str(iteration))
     # Iterations after this one belong to an abandoned branch of the run; the user decides about them.
-    for old in kept.leaves([number for number in iterations(final.parent) if number <= iteration]):
+    for old in retention.expired([number for number in iterations(final.parent) if number <= iteration]):
         shutil.rmtree(iteration_directory(final.parent, old))
 
 

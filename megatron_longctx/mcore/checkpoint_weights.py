@@ -179,7 +179,7 @@ def write(
     common = {"iteration": 0, "extra": dict(extra), "content_metadata": content}
     torch.save(common, partial / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig("torch_dist", 1), str(partial))
-    checkpoint_folder.publish(partial, final, {}, checkpoint_folder.Kept())
+    checkpoint_folder.publish(partial, final, {}, checkpoint_folder.Retention())
 
 
 def _write_tensors(

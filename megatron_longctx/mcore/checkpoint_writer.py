@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _Storag
 
 from ..comm import from_all, on_rank_0
 from . import checkpoint_folder
-from .checkpoint_folder import Digests, Kept
+from .checkpoint_folder import Digests, Retention
 from .checkpoint_reader import first_line
 from .version import take_common
 
@@ -89,16 +89,16 @@ class Saving:
         request: Megatron's request, made by `SaveStrategy`.
         partial: the folder that the files are written to.
         final: the folder's name when the checkpoint is complete.
-        kept: which checkpoints stay afterwards.
+        retention: which checkpoints stay afterwards.
         copies: where tensors are copied first, so that they may change while the copies are written. None: they are
             not copied.
     """
 
     def __init__(
-        self, request: AsyncRequest, partial: Path, final: Path, kept: Kept, copies: HostCopies | None
+        self, request: AsyncRequest, partial: Path, final: Path, retention: Retention, copies: HostCopies | None
     ) -> None:
         self._request, self._copies = request, copies
-        self._partial, self._final, self._kept = partial, final, kept
+        self._partial, self._final, self._retention = partial, final, retention
         self._staged = threading.Event()
         self._digests: Digests = {}
         self._buckets: list[Any] = request.async_fn_args[1] if request.async_fn is not None else []
@@ -137,7 +137,7 @@ class Saving:
             digests: Digests = {}
             for of_rank in from_all(dist.group.WORLD, self._digests):
                 digests |= of_rank
-            on_rank_0(lambda: checkpoint_folder.publish(self._partial, self._final, digests, self._kept))
+            on_rank_0(lambda: checkpoint_folder.publish(self._partial, self._final, digests, self._retention))
         except BaseException:
             delete(self._partial)
             raise

@@ -27,7 +27,7 @@ class Saver:
         self.stall_s, self.latest = 0.0, step
         self._directory = directory
         self._copies = checkpoint.HostCopies() if train.async_save else None
-        self._kept = checkpoint.Kept(train.keep_checkpoints, train.keep_every)
+        self._retention = checkpoint.Retention(train.keep_checkpoints, train.keep_every)
         self._saving: checkpoint.Saving | None = None
         self._began = 0.0
 
@@ -36,7 +36,7 @@ class Saver:
         assert self._saving is None, "finish the checkpoint before"
         with self._stalling():
             self._began, self.latest = time.perf_counter(), step
-            self._saving = checkpoint.begin(self._directory, step, state, extra, self._kept, copies=self._copies)
+            self._saving = checkpoint.begin(self._directory, step, state, extra, self._retention, copies=self._copies)
 
     def wait_staged(self) -> None:
         """Before anything that is saved may change."""

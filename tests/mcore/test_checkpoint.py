@@ -35,9 +35,9 @@ STEPS = 7
 Curve = list[float]
 
 
-def _save(trainer: Trainer, directory: Path, iteration: int, kept: checkpoint.Kept = checkpoint.Kept()) -> Path:  # noqa: B008
+def _save(trainer: Trainer, directory: Path, iteration: int, last: int | None = None) -> Path:
     extra = {"consumed_samples": iteration * BATCH}
-    return checkpoint.begin(directory, iteration, trainer.state(), extra, kept).finish()
+    return checkpoint.begin(directory, iteration, trainer.state(), extra, checkpoint.Retention(last)).finish()
 
 
 def _load(trainer: Trainer, directory: Path) -> None:
@@ -205,7 +205,7 @@ def _failures(rank: int, root: Path) -> dict[str, str]:
     messages = {"empty": _message(lambda: checkpoint.load(root, state))}
 
     for iteration in (1, 2, 3):
-        _save(trainer, root, iteration, checkpoint.Kept(last=2))
+        _save(trainer, root, iteration, last=2)
     if rank == 0:
         assert sorted(path.name for path in root.iterdir()) == ["iter_0000002", "iter_0000003", checkpoint.TRACKER]
         # Interrupted saves leave files that the tracker does not name.
@@ -230,7 +230,7 @@ def _failures(rank: int, root: Path) -> dict[str, str]:
     plain = checkpoint.TrainingState(trainer.models, None, None, state.fingerprint)
     assert checkpoint.load(root, plain).iteration == 3
     messages["extra"] = _message(lambda: checkpoint.begin(root, 6, state, {"path": Path("x")}))
-    messages["keep"] = _message(lambda: checkpoint.Kept(last=0))
+    messages["keep"] = _message(lambda: checkpoint.Retention(last=0))
     if rank == 0:
         (root / "iter_0000003" / checkpoint_folder.DIGESTS).unlink()  # as earlier versions saved
     for name, pattern in (("cut", "*.distcp"), ("common", "common.pt"), ("metadata", ".metadata")):
@@ -288,10 +288,10 @@ def test_copies_in_pieces_are_whole(shape: tuple[int, ...]) -> None:
 
 
 def test_which_checkpoints_are_kept() -> None:
-    assert checkpoint.Kept().leaves([1, 2, 3]) == []
-    assert checkpoint.Kept(last=2).leaves([1, 2, 3, 4]) == [1, 2]
-    assert checkpoint.Kept(last=1, every=4).leaves([2, 4, 6, 8, 10]) == [2, 6]
-    assert checkpoint.Kept(every=4).leaves([2, 4, 6]) == []
+    assert checkpoint.Retention().expired([1, 2, 3]) == []
+    assert checkpoint.Retention(last=2).expired([1, 2, 3, 4]) == [1, 2]
+    assert checkpoint.Retention(last=1, every=4).expired([2, 4, 6, 8, 10]) == [2, 6]
+    assert checkpoint.Retention(every=4).expired([2, 4, 6]) == []
 
 
 def test_latest_without_ranks(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_tensors_may_change_when_they_are_staged(tmp_path: Path, monkeypatch: py
         async_fn=object(), async_fn_args=(None, [bucket], queue.SimpleQueue()), finalize_fns=()
     )
     saver = Saver(tmp_path, TrainConfig(), 0)
-    saver._saving = Saving(request, tmp_path, tmp_path, checkpoint.Kept(), LateCopies())
+    saver._saving = Saving(request, tmp_path, tmp_path, checkpoint.Retention(), LateCopies())
     tensors["small"] += 1
     staged = threading.Event()
     waiting = threading.Thread(target=lambda: (saver.wait_staged(), staged.set()))
