@@ -37,7 +37,7 @@ from ..comm import from_all, on_rank_0
 from . import checkpoint_folder, checkpoint_optimizer, checkpoint_reader
 from .checkpoint_folder import REMEDY, TRACKER, Retention, examine, iteration_directory, latest
 from .checkpoint_reader import first_line
-from .checkpoint_writer import HostCopies, SaveStrategy, Saving, delete
+from .checkpoint_writer import HostCopies, PendingSave, SaveStrategy, delete
 from .version import SAVE_ARGUMENTS
 
 _logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def begin(
     extra: Mapping[str, Any],
     retention: Retention = Retention(),  # noqa: B008 - frozen
     copies: HostCopies | None = None,
-) -> Saving:
+) -> PendingSave:
     """Begin to write a checkpoint. Collective over the world; one at a time.
 
     Every rank writes what only it holds, and its share of what data-parallel ranks hold equally.
@@ -127,7 +127,7 @@ def begin(
     except BaseException:
         delete(partial)
         raise
-    return Saving(request, partial, final, retention, copies)
+    return PendingSave(request, partial, final, retention, copies)
 
 
 def load(directory: Path, state: TrainingState, *, iteration: int | None = None, free: tuple[str, ...] = ()) -> Saved:

@@ -38,7 +38,7 @@ _SMALL_BYTES = 2**16  # a tensor up to this size is copied immediately; a forwar
 
 
 class SaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's ``torch_dist`` strategy for saving, whose requests `Saving` executes."""
+    """Megatron's ``torch_dist`` strategy for saving, whose requests `PendingSave` executes."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=_FILES)
@@ -82,7 +82,7 @@ class HostCopies:
         self._taken = []
 
 
-class Saving:
+class PendingSave:
     """A checkpoint that a thread writes. Construction starts the thread.
 
     Args:

@@ -28,7 +28,7 @@ class Saver:
         self._directory = directory
         self._copies = checkpoint.HostCopies() if train.async_save else None
         self._retention = checkpoint.Retention(train.keep_checkpoints, train.keep_every)
-        self._saving: checkpoint.Saving | None = None
+        self._saving: checkpoint.PendingSave | None = None
         self._began = 0.0
 
     def begin(self, step: int, state: checkpoint.TrainingState, extra: Mapping[str, Any]) -> None:

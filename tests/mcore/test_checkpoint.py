@@ -23,7 +23,7 @@ from megatron_longctx.mcore import checkpoint, checkpoint_folder, checkpoint_opt
 from megatron_longctx.mcore import checkpoint_writer as writer
 from megatron_longctx.mcore import optimizer as optim
 from megatron_longctx.mcore.checkpoint_optimizer import boxes
-from megatron_longctx.mcore.checkpoint_writer import HostCopies, Saving, copy_through
+from megatron_longctx.mcore.checkpoint_writer import HostCopies, PendingSave, copy_through
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.saver import Saver
 from tests.mcore.tiny_gpt import BATCH, Layout, Trainer
@@ -323,7 +323,7 @@ def test_tensors_may_change_when_they_are_staged(tmp_path: Path, monkeypatch: py
         async_fn=object(), async_fn_args=(None, [bucket], queue.SimpleQueue()), finalize_fns=()
     )
     saver = Saver(tmp_path, TrainConfig(), 0)
-    saver._saving = Saving(request, tmp_path, tmp_path, checkpoint.Retention(), LateCopies())
+    saver._saving = PendingSave(request, tmp_path, tmp_path, checkpoint.Retention(), LateCopies())
     tensors["small"] += 1
     staged = threading.Event()
     waiting = threading.Thread(target=lambda: (saver.wait_staged(), staged.set()))
