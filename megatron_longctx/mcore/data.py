@@ -238,7 +238,7 @@ def read_tokens(dataset: IndexedDataset, spans: Spans) -> numpy.ndarray:
     return numpy.concatenate([dataset.get(*piece) for piece in pieces])
 
 
-def shares(config: Config, step: int, dp_rank: int, dp_size: int) -> Iterator[range]:
+def micro_batches(config: Config, step: int, dp_rank: int, dp_size: int) -> Iterator[range]:
     """Yield the samples of every micro-batch of a data-parallel rank from `step`, counted from 0, on."""
     train = config.train
     per_rank = train.global_batch_size // dp_size

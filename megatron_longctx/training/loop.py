@@ -20,7 +20,7 @@ from ..comm import on_rank_0
 from ..config import Config
 from ..mcore import checkpoint, groups, model, optimizer
 from ..mcore.corpus import identity
-from ..mcore.data import Batch, TrainingData, shares
+from ..mcore.data import Batch, TrainingData, micro_batches
 from ..mcore.sequence import build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
 from ..mcore.tokenizer import build_tokenizer
@@ -89,7 +89,7 @@ class Trainer:
         self.saver = Saver(self.folder.checkpoints, train, self.step)
         self.loader = Loader(
             self.data,
-            shares(config, self.step, self.groups.dp.rank(), dp_size),
+            micro_batches(config, self.step, self.groups.dp.rank(), dp_size),
             config.data.workers,
             local_device(),
             prepare=self._prepare,

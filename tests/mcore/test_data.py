@@ -17,7 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_longctx.config import Config
 from megatron_longctx.mcore.corpus import write_corpus, write_documents
-from megatron_longctx.mcore.data import Batch, TrainingData, check_packs, first_pack, shares
+from megatron_longctx.mcore.data import Batch, TrainingData, check_packs, first_pack, micro_batches
 from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, build_tokenizer
 from tests.shared.training import changed, tiny_config, tiny_corpus
 
@@ -77,7 +77,7 @@ def test_order_depends_on_the_seed_alone(root: Path, packing: str) -> None:
     def rows(ranks: int = 1, step: int = 0, **train: int) -> list[list[int]]:
         config = _config(root, {"data.packing": packing}, **train)
         data = _data(config)
-        taken = [iter(shares(config, step, rank, ranks)) for rank in range(ranks)]
+        taken = [iter(micro_batches(config, step, rank, ranks)) for rank in range(ranks)]
         per_rank = config.train.global_batch_size // ranks // config.train.micro_batch_size
         return [
             row
@@ -192,7 +192,7 @@ def test_first_pack_returns_the_documents_of_the_first_micro_batch(root: Path, p
     both = {"data.prefix": f"0.2 {root}/corpus 0.8 {root}/other"}
     for more in ({}, both, {"parallelism.tensor_parallel_size": 2} if packing == "best_fit" else {}):
         config = _config(root, {"data.packing": packing, **more})
-        assert first_pack(config) == _data(config)[next(shares(config, 0, 0, 1))[:1]].documents
+        assert first_pack(config) == _data(config)[next(micro_batches(config, 0, 0, 1))[:1]].documents
 
 
 def test_packs_too_short_for_the_ranks_are_refused(tmp_path: Path) -> None:
