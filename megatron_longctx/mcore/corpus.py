@@ -264,7 +264,7 @@ def tokenizer_identity(config: Config, tokenizer: MegatronTokenizerText) -> dict
     return {"value": name, "sha256": tokenizer_digest(tokenizer)}
 
 
-def refusal(earlier: Mapping[str, Any], now: Identity, run: Path) -> ValueError | None:
+def identity_error(earlier: Mapping[str, Any], now: Identity, run: Path) -> ValueError | None:
     """Return why `run` may not continue with data that differ from what it was trained with; None if it may.
 
     Keys that `earlier` lacks are not compared: an earlier version did not write them.

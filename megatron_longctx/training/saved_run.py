@@ -9,7 +9,7 @@ from ..config import Config
 from ..errors import refuse
 from ..mcore import checkpoint
 from ..mcore.checkpoint import Saved
-from ..mcore.corpus import Identity, refusal, tokenizer_identity
+from ..mcore.corpus import Identity, identity_error, tokenizer_identity
 from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 
@@ -30,7 +30,7 @@ def check(key: str, run: Path, config: Config, iteration: int | None = None, fre
     saved = checkpoint.check(run / "checkpoints", fingerprint(config, vocab_size), iteration, free)
     if saved is None:
         raise refuse(key, run, "a run with a checkpoint", "Train it with train.save=true first.")
-    error = refusal(saved.extra.get("data", {}), {"data.tokenizer": tokenizer_identity(config, tokenizer)}, run)
+    error = identity_error(saved.extra.get("data", {}), {"data.tokenizer": tokenizer_identity(config, tokenizer)}, run)
     if error is not None and config.train.check_data:
         raise error
     if (rows := saved.fingerprint["vocab_size"]) < tokenizer.vocab_size:
@@ -62,7 +62,7 @@ def check_resumed(config: Config, run: Path, saved: Saved, now: Identity) -> str
         )
     if "data" not in saved.extra:
         return f"step {saved.iteration} of {run} does not say what it was trained on: that was not compared"
-    error = refusal(saved.extra["data"], now, run)
+    error = identity_error(saved.extra["data"], now, run)
     if error is None or not config.train.check_data:
         return None if error is None else f"train.check_data=false lets the run go on from sample {samples}: {error}"
     raise error

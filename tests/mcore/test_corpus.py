@@ -21,7 +21,7 @@ from megatron_longctx.mcore.corpus import (
     check_tokenizer,
     dataset_digest,
     identity,
-    refusal,
+    identity_error,
     write_corpus,
     write_documents,
 )
@@ -237,13 +237,13 @@ def test_a_run_may_not_continue_with_other_data(
         fake: Any = SimpleNamespace(library="byte-level", path=None, vocab_size=512 + tokenizer)
         return identity(config, fake)
 
-    error = refusal(of(), of(**changes), Path("runs/first"))
+    error = identity_error(of(), of(**changes), Path("runs/first"))
     assert (error is None) == (words is None), error
     if words is not None:
         with pytest.raises(ValueError, match=words):
             raise error  # type: ignore[misc]
     # An earlier version wrote fewer keys.
-    assert refusal({}, of(**changes), Path("runs/first")) is None
+    assert identity_error({}, of(**changes), Path("runs/first")) is None
 
 
 def test_a_blend_is_identified_by_its_datasets_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
