@@ -83,7 +83,7 @@ def _tiktoken_options(path: str) -> dict[str, int]:
     return {"vocab_size": min(2**17, count + _TIKTOKEN_SPECIAL)}
 
 
-def beginning(tokenizer: MegatronTokenizerText) -> list[int]:
+def bos_tokens(tokenizer: MegatronTokenizerText) -> list[int]:
     """Return the special tokens (BOS) with which a Hugging Face tokenizer begins every text, if any.
 
     Megatron-Core's `tokenize` omits them, because in datasets one document follows another.

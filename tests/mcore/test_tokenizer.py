@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, beginning, build_tokenizer, text_of, tokenizer_digest
+from megatron_longctx.mcore.tokenizer import BYTE_LEVEL_EOD, bos_tokens, build_tokenizer, text_of, tokenizer_digest
 from megatron_longctx.models.chat import special_tokens, template_of
 from tests.shared.published import CHAT, TEXTS, write_tokenizer
 
@@ -55,9 +55,9 @@ def test_texts_begin_with_the_tokenizers_bos(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "without", tmp_path / "with")
     (tmp_path / "with/tokenizer.json").write_text(json.dumps(content))
     without, with_begin = (build_tokenizer("huggingface", str(tmp_path / name)) for name in ("without", "with"))
-    assert beginning(without) == [] and beginning(with_begin) == [0]
+    assert bos_tokens(without) == [] and bos_tokens(with_begin) == [0]
     assert without.tokenize(TEXT) == with_begin.tokenize(TEXT)
-    assert beginning(build_tokenizer("byte-level")) == []
+    assert bos_tokens(build_tokenizer("byte-level")) == []
 
 
 def test_a_tokenizer_that_ends_no_text_is_refused(tmp_path: Path) -> None:
