@@ -130,7 +130,7 @@ def begin(
     return PendingSave(request, partial, final, retention, copies)
 
 
-def load(directory: Path, state: TrainingState, *, iteration: int | None = None, free: tuple[str, ...] = ()) -> Saved:
+def load(directory: Path, state: TrainingState, *, iteration: int | None = None, ignore: tuple[str, ...] = ()) -> Saved:
     """Load a checkpoint into ``state``, whatever parallel sizes it was saved at. Collective over the world.
 
     Moments, steps and the schedule's position are loaded. The run's own learning rate, betas and schedule stay in
@@ -140,7 +140,7 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
         directory: the run's checkpoint directory.
         state: what to load into, built like the saved one.
         iteration: which checkpoint; None for the latest.
-        free: prefixes of the fingerprint's keys that may differ.
+        ignore: prefixes of the fingerprint's keys that may differ.
 
     Raises:
         ValueError: the checkpoint is missing, damaged, of another model or of another optimizer; raised on every rank.
@@ -153,7 +153,7 @@ def load(directory: Path, state: TrainingState, *, iteration: int | None = None,
     if dist.get_rank() == 0 and not checkpoint_folder.has_digests(path):
         _logger.warning("%s was saved without digests: damage to it may go unnoticed", path)
     content = common["content_metadata"]
-    _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer), free)
+    _check_content(path, content, fingerprint, checkpoint_optimizer.kind(state.optimizer), ignore)
     with_rng = content["layout"] == _layout()
     sharded = sharded_state_dict(state, is_loading=True, with_rng=with_rng)
     layer_state: dict[str, None] = {}
@@ -190,7 +190,7 @@ def _load_together(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def check(
-    directory: Path, fingerprint: Mapping[str, Any], iteration: int | None = None, free: tuple[str, ...] = ()
+    directory: Path, fingerprint: Mapping[str, Any], iteration: int | None = None, ignore: tuple[str, ...] = ()
 ) -> Saved | None:
     """Check, in one process and without loading it, that a checkpoint is complete and of this model.
 
@@ -198,7 +198,7 @@ def check(
 
     Args:
         iteration: which checkpoint; None for the latest.
-        free: prefixes of the fingerprint's keys that may differ.
+        ignore: prefixes of the fingerprint's keys that may differ.
 
     Returns:
         What the checkpoint holds besides tensors; None if there is no checkpoint.
@@ -211,12 +211,12 @@ def check(
         return None
     path, common = examine(directory, number, collective=False)
     content = common["content_metadata"]
-    _check_content(path, content, _jsonable("fingerprint", fingerprint), content["optimizer"], free)
+    _check_content(path, content, _jsonable("fingerprint", fingerprint), content["optimizer"], ignore)
     return Saved(number, common["extra"], content["optimizer"], content["fingerprint"])
 
 
 def _check_content(
-    path: Path, content: Mapping[str, Any], fingerprint: Mapping[str, Any], kind: str | None, free: tuple[str, ...]
+    path: Path, content: Mapping[str, Any], fingerprint: Mapping[str, Any], kind: str | None, ignore: tuple[str, ...]
 ) -> None:
     """Refuse another model or optimizer; all ranks have the same arguments, so all raise or none."""
     saved = content["fingerprint"]
@@ -224,7 +224,7 @@ def _check_content(
     differing = [
         f"{key}: checkpoint {saved.get(key, missing)!r}, model {fingerprint.get(key, missing)!r}"
         for key in sorted(saved.keys() | fingerprint.keys())
-        if not key.startswith(free) and saved.get(key, missing) != fingerprint.get(key, missing)
+        if not key.startswith(ignore) and saved.get(key, missing) != fingerprint.get(key, missing)
     ]
     if differing:
         raise ValueError(

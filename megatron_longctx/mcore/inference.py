@@ -271,7 +271,7 @@ def load_model(
     if checkpoints is not None:
         state = checkpoint.TrainingState([gpt], fingerprint=fingerprint(config, vocab_size))
         # RoPE may differ where the user says so: how a model is tried beyond its length before it is trained there.
-        checkpoint.load(checkpoints, state, iteration=iteration, free=RETRAINABLE)
+        checkpoint.load(checkpoints, state, iteration=iteration, ignore=RETRAINABLE)
     return gpt, tokenizer
 
 

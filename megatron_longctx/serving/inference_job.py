@@ -122,7 +122,7 @@ def job_of(
     whole = replace(loaded.parallelism, pipeline_parallel_size=1, data_parallel_size=None)
     ours = replace(loaded.attention, baseline=None)
     config = adapted(override_config(replace(loaded, parallelism=whole, attention=ours), settings))
-    saved_run.check("checkpoint", run, config, iteration, free=RETRAINABLE)
+    saved_run.check("checkpoint", run, config, iteration, ignore=RETRAINABLE)
     job = InferenceJob(config, run / "checkpoints", iteration, options)
     device = device_type(config)
     check_kernel(config, device)

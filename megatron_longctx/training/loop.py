@@ -296,7 +296,7 @@ class Trainer:
         if (run := self.config.train.init_from) is None:
             return
         weights = checkpoint.TrainingState(self.models, fingerprint=model.fingerprint(self.config, self.vocab_size))
-        loaded = checkpoint.load(Path(run, "checkpoints"), weights, free=model.RETRAINABLE)
+        loaded = checkpoint.load(Path(run, "checkpoints"), weights, ignore=model.RETRAINABLE)
         self.optimizer.reload_model_params()
         logger.info("begins with the weights of step %d of %s", loaded.iteration, run)
 

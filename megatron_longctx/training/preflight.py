@@ -110,7 +110,7 @@ def check(config: Config, world_size: int) -> int | None:
         raise folder.unusable(error, config.run.root) from error
     if resumed is None:
         if config.train.init_from is not None:
-            saved_run.check("train.init_from", Path(config.train.init_from), config, free=RETRAINABLE)
+            saved_run.check("train.init_from", Path(config.train.init_from), config, ignore=RETRAINABLE)
         return None
     if resumed.optimizer is None:
         remedy = f"Set another run.name, and train.init_from={folder.path}."

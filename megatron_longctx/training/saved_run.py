@@ -14,20 +14,20 @@ from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 
 
-def check(key: str, run: Path, config: Config, iteration: int | None = None, free: tuple[str, ...] = ()) -> Saved:
+def check(key: str, run: Path, config: Config, iteration: int | None = None, ignore: tuple[str, ...] = ()) -> Saved:
     """What a checkpoint of `run` says, if its weights are those of the configured model and tokenizer.
 
     Args:
         key: by which the run was given.
         iteration: which checkpoint; None for the latest.
-        free: how keys of the fingerprint begin that may differ.
+        ignore: prefixes of the fingerprint's keys that may differ.
 
     Raises:
         ValueError: it has none, or one that is damaged or of another model or tokenizer.
     """
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
     vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
-    saved = checkpoint.check(run / "checkpoints", fingerprint(config, vocab_size), iteration, free)
+    saved = checkpoint.check(run / "checkpoints", fingerprint(config, vocab_size), iteration, ignore)
     if saved is None:
         raise refuse(key, run, "a run with a checkpoint", "Train it with train.save=true first.")
     error = identity_error(saved.extra.get("data", {}), {"data.tokenizer": tokenizer_identity(config, tokenizer)}, run)
