@@ -119,7 +119,8 @@ def begin(
     sharded |= {"iteration": iteration, "extra": extra}
     content = {"fingerprint": fingerprint, "layout": _layout(), "optimizer": checkpoint_optimizer.kind(state.optimizer)}
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    strategy = FullyParallelSaveStrategyWrapper(SaveStrategy(), replicas)
+    strategy = SaveStrategy("torch_dist", 1, thread_count=2)  # two files per rank, which two threads write
+    strategy = FullyParallelSaveStrategyWrapper(strategy, replicas)
     try:
         request = dist_checkpointing.save(
             sharded, str(partial), strategy, async_sharded_save=True, content_metadata=content, **SAVE_ARGUMENTS

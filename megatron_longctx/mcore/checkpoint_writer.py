@@ -32,16 +32,12 @@ from .checkpoint_folder import Digests, Retention
 from .checkpoint_reader import first_line
 from .version import take_common
 
-_FILES = 2  # files per rank, one thread each
 _PINNED_BYTES = 2**26
 _SMALL_BYTES = 2**16  # a tensor up to this size is copied immediately; a forward pass changes no larger ones
 
 
 class SaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Megatron's ``torch_dist`` strategy for saving, whose requests `PendingSave` executes."""
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1, thread_count=_FILES)
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *args: Any) -> AsyncRequest:
         if (common := take_common(sharded_state_dict)) is not None:
@@ -150,7 +146,7 @@ class PendingSave:
                 if self._copies is not None:
                     self._buckets = [_map_tensors(bucket, self._copies.copy) for bucket in self._buckets]
                     self._staged.set()
-                with ThreadPoolExecutor(max_workers=_FILES) as pool:
+                with ThreadPoolExecutor() as pool:  # starts a thread per file
                     outcome = dict(enumerate(pool.map(_write_file, self._buckets)))
             if names := [bucket[1] for bucket in self._buckets]:
                 self._digests = checkpoint_folder.digests_of(self._partial, names)
