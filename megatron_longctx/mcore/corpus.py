@@ -209,7 +209,8 @@ def check_tokenizer(data: DataConfig, tokenizer: MegatronTokenizerText) -> None:
             remedy = "Use that one, write it with this one (`megatron-longctx data`), or set train.check_data=false."
             raise refuse("data.tokenizer_path", data.tokenizer_path, expected, remedy)
         if "tokenizer_sha256" not in note:
-            logger.warning("%s.json has no digest of its tokenizer: only the number of tokens was compared", prefix)
+            message = "%s.json does not say which files its tokenizer had: only the number of tokens was compared"
+            logger.warning(message, prefix)
 
 
 def _note(data: DataConfig, prefix: str) -> dict[str, Any]:
