@@ -129,7 +129,7 @@ def measure(rank: int, config: Config, ask: Ask, keep: Callable[[Found], object]
             seconds: dict[str, list[float]] = {name: [] for name in policies}
             for _ in range(1 + ask.iterations):
                 for name in order.sample(ask.reductions, len(ask.reductions)):
-                    model.follow(policies[name])
+                    model.set_reduction_policy(policies[name])
                     session = engine.open()
                     seconds[name].append(max(from_all(world(), seconds_to_first(engine, session, prompt))))
                     session.close()
@@ -137,7 +137,7 @@ def measure(rank: int, config: Config, ask: Ask, keep: Callable[[Found], object]
             if rank == 0:
                 keep(found)
         if "auto" in policies:
-            model.follow(policies["auto"])
+            model.set_reduction_policy(policies["auto"])
             for (operation, dtype), crossover in model.crossovers().items():
                 found.auto_from_bytes[f"{operation} of {str(dtype).split('.')[-1]}"] = crossover.from_bytes
         return found

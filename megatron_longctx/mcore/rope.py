@@ -1,7 +1,7 @@
 """RoPE for any layout, applied to queries and keys just before attention.
 
-Megatron's own application reads and writes them five times over without TransformerEngine, and rounds cosines to the
-model's dtype; here one fused pass computes in fp32 and rounds once.
+Without TransformerEngine, Megatron's own RoPE reads and writes them five times, and rounds cosines to the model's
+dtype. Here one fused pass computes in fp32 and rounds once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from .sequence import ShardedSequence
 class Rotation:
     """The rotation of one rank's tokens.
 
-    cos, sin: fp32 `[s, r / 2]`: of the angle of every token and pair of elements, times what scaling stretches them by;
-    r is at most the head dimension, and elements from r on stay as they are. interleaved: elements (2i, 2i + 1) make a
-    pair, otherwise (i, i + r / 2).
+    Attributes:
+        cos, sin: fp32 `[s, r / 2]`, of the angle of every token and pair of elements, times the scaling's stretch. r is
+            at most the head dimension; elements from r on are not rotated.
+        interleaved: whether elements (2i, 2i + 1) form a pair; otherwise (i, i + r / 2) do.
     """
 
     cos: Tensor
@@ -36,48 +37,48 @@ class Rotation:
     interleaved: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[s, b, h, d]` to the same, contiguous, in x's dtype; differentiable in x."""
+        """Rotate `[s, b, h, d]`, differentiably; return it contiguous, in x's dtype."""
         return _Rotate.apply(x, self.cos, self.sin, self.interleaved)  # type: ignore[no-any-return, no-untyped-call]
 
-    def of_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys in one go, without gradients: each `[s, ..., d]` to the same, contiguous, in its dtype."""
+    def rotate_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys `[s, ..., d]` in one launch, without gradients; return each contiguous."""
         q, k = rotate((q, k), self.cos, self.sin, self.interleaved)
         return q, k
 
 
 @dataclass(frozen=True)
 class Rotations:
-    """Of layers that see everything, and of those with a window, which may turn tokens otherwise."""
+    """The rotations of layers with full attention and of layers with a window, which may differ."""
 
-    everywhere: Rotation
+    full: Rotation
     windowed: Rotation
 
     def of(self, window: Window) -> Rotation:
-        return self.everywhere if window == UNBOUNDED else self.windowed
+        return self.full if window == UNBOUNDED else self.windowed
 
 
 class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
-    """Replaces `GPTModel.rotary_pos_emb`, which knows the zigzag layout of even lengths only.
+    """RoPE for any layout, in place of `GPTModel.rotary_pos_emb`, which supports only zigzag of even lengths.
 
-    It tells the sequence how tokens turn, whose core attention turns them; called by the model it returns None, so that
+    It gives the sequence its rotations, which core attention applies. When the model calls it, it returns None, so
     Megatron's layers rotate nothing themselves.
 
     Args:
-        original: what it replaces.
-        sequence: None: one that is told otherwise.
-        everywhere: how fast tokens turn; None: as `original` says.
-        windowed: the same in layers with a window; None: as in the others.
+        original: the embedding that it replaces.
+        sequence: the model's sequence; None if rotations do not depend on one.
+        full: frequencies of layers with full attention; None for those of `original`.
+        windowed: frequencies of layers with a window; None for those of the other layers.
 
     Raises:
-        ValueError: an embedding of another kind, whose angles or sizes its own methods say (YaRN, multimodal), or a
-            sequence that a model of other angles has.
+        ValueError: an embedding that overrides the computation of angles (YaRN, multimodal), or a sequence of a model
+            with other angles.
     """
 
     def __init__(
         self,
         original: RotaryEmbedding,
         sequence: ShardedSequence | None,
-        everywhere: Frequencies | None = None,
+        full: Frequencies | None = None,
         windowed: Frequencies | None = None,
     ) -> None:
         _refuse_other_kinds(original)
@@ -86,18 +87,19 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
         self.seq_len_interpolation_factor = original.seq_len_interpolation_factor
         self.inv_freq = original.inv_freq
         self.cp_group = original.cp_group
-        self._frequencies: tuple[Frequencies, ...]  # of layers that see everything, of those with a window
+        self._frequencies: tuple[Frequencies, ...]  # one, or two if layers with a window have others
         if isinstance(original, ShardedRotaryEmbedding):
             self._frequencies = original._frequencies
         else:
-            found = everywhere or Frequencies(original.inv_freq), *([windowed] if windowed is not None else [])
-            apart = len(found) > 1 and not found[0].equals(found[1])
-            self._frequencies = tuple(x.to(original.inv_freq.device) for x in found[: 1 + apart])
+            frequencies = [full or Frequencies(original.inv_freq)]
+            if windowed is not None and not frequencies[0].equals(windowed):
+                frequencies.append(windowed)
+            self._frequencies = tuple(x.to(original.inv_freq.device) for x in frequencies)
         if sequence is not None:
-            sequence.turn_by(self)
+            sequence.set_rope(self)
 
     def equals(self, other: Any) -> bool:
-        """Whether tokens turn alike by both."""
+        """Whether both rotate by the same angles."""
         return (
             isinstance(other, ShardedRotaryEmbedding)
             and len(other._frequencies) == len(self._frequencies)
@@ -106,32 +108,31 @@ class ShardedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
             and other.seq_len_interpolation_factor == self.seq_len_interpolation_factor
         )
 
-    def of_pack(self, pack: Pack) -> Rotations:
-        """Of this rank's tokens, by where they lie in their documents."""
+    def rotations_of(self, pack: Pack) -> Rotations:
+        """Return the rotations of this rank's tokens, at their positions inside their documents."""
         return self.rotations(pack.positions(self.inv_freq.device))
 
     def rotations(self, positions: Tensor) -> Rotations:
-        """Of tokens at these positions, int64 `[s]`."""
-        turns = [self._rotation(positions, found) for found in self._frequencies]
-        return Rotations(turns[0], turns[-1])
+        """Return the rotations of tokens at these positions, int64 `[s]`."""
+        rotations = [self._rotation(positions, frequencies) for frequencies in self._frequencies]
+        return Rotations(rotations[0], rotations[-1])
 
-    def _rotation(self, positions: Tensor, found: Frequencies) -> Rotation:
-        """Angles in fp64, as at a million tokens those in fp32 are off by 0.03 rad."""
-        exact = positions.double()
+    def _rotation(self, positions: Tensor, frequencies: Frequencies) -> Rotation:
+        exact = positions.double()  # at a million tokens, fp32 angles are off by 0.03 rad
         if self.seq_len_interpolation_factor is not None:
             exact = exact * (1 / self.seq_len_interpolation_factor)
-        angles = torch.outer(exact, found.inverse.double())
+        angles = torch.outer(exact, frequencies.inverse.double())
         cos, sin = angles.cos(), angles.sin()
-        if found.stretch != 1:
-            cos, sin = cos * found.stretch, sin * found.stretch
+        if frequencies.stretch != 1:
+            cos, sin = cos * frequencies.stretch, sin * frequencies.stretch
         return Rotation(cos.float(), sin.float(), self.rotary_interleaved)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> None:
-        """Nothing to turn by outside of core attention."""
+        """Return None: Megatron's layers rotate nothing."""
 
 
 def _refuse_other_kinds(original: torch.nn.Module) -> None:
-    """Subclasses may choose other frequencies; what is made of these is worked out here."""
+    """Refuse subclasses that may compute other angles than `ShardedRotaryEmbedding` does."""
     if not isinstance(original, ShardedRotaryEmbedding) and any(
         getattr(type(original), name, None) is not getattr(RotaryEmbedding, name)
         for name in ("forward", "get_emb", "get_freqs_non_repeated")
@@ -140,7 +141,7 @@ def _refuse_other_kinds(original: torch.nn.Module) -> None:
             "rotary_pos_emb",
             type(original).__name__,
             "Megatron's RotaryEmbedding (position_embedding_type=rope)",
-            "Multimodal positions are not served; YaRN is, as ShardedRotaryEmbedding's own frequencies "
+            "Multimodal positions are not supported. YaRN is, with ShardedRotaryEmbedding's own frequencies "
             "(model.rope_scaling), and so are rope_scaling and seq_len_interpolation_factor.",
         )
 

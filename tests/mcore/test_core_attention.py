@@ -203,7 +203,7 @@ def test_tokens_that_are_not_this_ranks_are_refused_before_they_are_turned(rows:
     sequence = sequence_of(rank=1, world=3, length=LENGTH)
     sequence.whole.rotations = SimpleNamespace(of=lambda window: lambda x: x[:0])  # of other tokens
     q, k, v = (x[:rows] for x in _inputs())
-    words = rf"query has {rows} tokens: expected 4, what rank 1 of 3 holds of 13\. Give .*shard_batch"
+    words = rf"query has {rows} tokens: expected 4, the share of rank 1 of 3 in 13\. Pass .*shard_batch"
     with pytest.raises(ValueError, match=words):
         _core(sequence)(q, k, v, None)
 

@@ -103,12 +103,12 @@ def _tracker(rank: int) -> None:
     assert not torch.equal(gathered[0][0], gathered[1][0]), "tensor-parallel ranks draw differently"
     assert torch.equal(gathered[0][1], gathered[1][1]), "and share the data-parallel stream"
 
-    with pytest.raises(ValueError, match=r"process groups exist already"):
+    with pytest.raises(ValueError, match="process groups=initialized: expected none"):
         groups.initialize(tensor=2)
     groups.destroy()
-    with pytest.raises(ValueError, match=r"tensor 3 x context 1 x pipeline 1 = 3, expected a divisor of the 2"):
+    with pytest.raises(ValueError, match=r"tensor x context x pipeline=3 x 1 x 1: expected a divisor of the 2"):
         groups.initialize(tensor=3)
-    with pytest.raises(ValueError, match=r"context is 0, expected at least 1"):
+    with pytest.raises(ValueError, match=r"context=0: expected at least 1"):
         groups.initialize(context=0)
     collection = groups.initialize(context=2)
     assert (collection.tp.size(), collection.cp.size(), collection.dp.size(), collection.dp_cp.size()) == (1, 2, 1, 2)

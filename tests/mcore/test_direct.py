@@ -116,7 +116,7 @@ def same_bits(rank: int, configs: list[Config]) -> list[bool]:
             model._gpt.config.bias_activation_fusion = fused
             for policy in policies:
                 if policy is not None:
-                    model.follow(policy)
+                    model.set_reduction_policy(policy)
                 ours, theirs = logits_of(engine), megatrons_logits_of(engine)
                 found.append(torch.equal(ours, theirs) and bool(ours.std() > 0.01))
         groups.destroy()
@@ -194,9 +194,9 @@ def what_is_left(rank: int, config: Config) -> list[bool]:
     layer = gpt.decoder.layers[0]
     layer.pre_mlp_layernorm.register_forward_pre_hook(lambda *_: gone.extend(ref() is None for ref in made))
     rotation = gpt.rotary_pos_emb
-    rotation._new.now = torch.arange(9)
+    rotation._new.positions = torch.arange(9)
     with torch.no_grad():
-        DirectLayer(layer)(torch.ones(9, 1, config.model.hidden_size), rotation.of_new().everywhere, attend)
+        DirectLayer(layer)(torch.ones(9, 1, config.model.hidden_size), rotation.new_rotations().full, attend)
     groups.destroy()
     return gone
 

@@ -126,7 +126,7 @@ def _refused(rank: int) -> None:
     layer = _gpt(_config(1, "rope"), sequence, collection).decoder.layers[0]
     with pytest.raises(ValueError, match="inference_context=given: expected None with MLA"):
         layer(torch.zeros(LENGTH, 1, 32), attention_mask=None, inference_context=object())
-    with pytest.raises(ValueError, match="sequence=of a model whose tokens turn otherwise"):
+    with pytest.raises(ValueError, match="sequence=of a model with other RoPE angles"):
         _gpt(_config(1, "rope", rotary_base=77.0), sequence, collection)
     groups.destroy()
 

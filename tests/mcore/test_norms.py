@@ -82,5 +82,5 @@ def test_parameters_are_marked(sequence_parallel: bool) -> None:
 def test_refusals() -> None:
     assert norms.norm_class("rmsnorm") is norms.RMSNorm
     assert norms.norm_class("LayerNorm") is norms.LayerNorm
-    with pytest.raises(ValueError, match="'L2Norm', expected rmsnorm or layernorm"):
+    with pytest.raises(ValueError, match="normalization=L2Norm: expected rmsnorm or layernorm"):
         norms.norm_class("L2Norm")

@@ -29,7 +29,7 @@ from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.recompute import RecomputedLayer, with_recompute
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.spec import block_spec
-from megatron_longctx.recompute import DeviceStore
+from megatron_longctx.recompute import Store
 from megatron_longctx.testing.distributed import run_distributed
 from tests.shared.sequences import sequence_of
 from tests.shared.training import tiny_config
@@ -199,7 +199,7 @@ def _config(**settings: Any) -> TransformerConfig:
 )  # fmt: skip
 def test_other_savings_of_activations_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        RecomputedLayer(_config(**settings), None, store=DeviceStore())
+        RecomputedLayer(_config(**settings), None, store=Store())
 
 
 @pytest.mark.parametrize("name", ["fp8", "cpu_offloading", "fine_grained_activation_offloading"])
@@ -207,13 +207,13 @@ def test_other_features_that_touch_activations_are_refused(name: str) -> None:
     config = copy.copy(_config())
     setattr(config, name, True)
     with pytest.raises(ValueError, match=f"{name}=True: expected .* with recompute.mode=attention_output"):
-        RecomputedLayer(config, None, store=DeviceStore())
+        RecomputedLayer(config, None, store=Store())
 
 
 def test_the_spec_is_a_copy_and_layers_share_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_longctx.mcore.spec.get_num_layers_to_build", lambda config: 2)
     original = get_gpt_layer_local_spec()
-    store = DeviceStore()
+    store = Store()
     spec = with_recompute(original, store)
     assert original.module is TransformerLayer and original.params == {}
     assert issubclass(spec.module, RecomputedLayer) and spec.params["store"] is store

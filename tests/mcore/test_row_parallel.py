@@ -92,7 +92,7 @@ def _one_layer(rank: int) -> list[str]:
                     if not all(torch.equal(a, b) for a, b in zip(gradients, expected[2:], strict=True)):
                         wrong.append(f"{name}, train={mode}: gradients")
             # Where `auto` quantizes nothing, the layer is Megatron's, in training too.
-            layers[1].follow(ReductionPolicy("auto", min_kib=1e6))
+            layers[1].set_policy(ReductionPolicy("auto", min_kib=1e6))
             out, _, *gradients = _step(layers[1].train(), x, weight_of_loss)
             if not all(torch.equal(a, b) for a, b in zip((out, *gradients), (expected[0], *expected[2:]), strict=True)):
                 wrong.append(f"sequence_parallel={sequence_parallel}, bias={bias}, skip={skip}: auto")
@@ -100,7 +100,7 @@ def _one_layer(rank: int) -> list[str]:
                 partial = torch.nn.functional.linear(x, theirs.weight).detach()
                 same = torch.equal(layers[0].eval()(x)[0], all_reduce(partial, collection.tp, bits=8, group_size=32))
                 wrong += [] if same else ["not the quantized all-reduce"]
-                layers[0].follow(ReductionPolicy("none"))
+                layers[0].set_policy(ReductionPolicy("none"))
                 wrong += (
                     [] if torch.equal(layers[0](x)[0], theirs(x)[0]) else ["without a reduction not Megatron's layer"]
                 )

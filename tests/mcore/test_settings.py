@@ -21,11 +21,10 @@ from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.core_attention import ContextParallelCoreAttention
+from megatron_longctx.mcore.core_attention import REFUSED, ContextParallelCoreAttention
 from megatron_longctx.mcore.inference import CachedCoreAttention, CachedGPT, NewTokens
 from megatron_longctx.mcore.rope import ShardedRotaryEmbedding
 from megatron_longctx.mcore.sequence import ShardedSequence
-from megatron_longctx.mcore.settings import REFUSED
 from megatron_longctx.mcore.spec import with_context_parallel
 from megatron_longctx.mcore.version import RELEASE
 from megatron_longctx.testing.distributed import run_distributed
@@ -166,7 +165,7 @@ def test_what_is_not_served_is_refused_where_the_layer_is_built(name: str) -> No
 
 
 def test_deterministic_mode_needs_deterministic_attention() -> None:
-    with pytest.raises(ValueError, match=r"deterministic_mode=True: .* Give ContextParallelAttention deterministic=T"):
+    with pytest.raises(ValueError, match=r"deterministic_mode=True: .* Set deterministic=T"):
         _core({"deterministic_mode": True})
     _core({"deterministic_mode": True}, deterministic=True)
 
@@ -187,7 +186,7 @@ def test_a_cache_of_other_windows_than_the_models_is_refused(of_model: int | Non
     core = _core({"window_size": None if of_model is None else (of_model, 0)})
     shape = CacheShape(1, 4, 2, 8, torch.float32, windows=(of_cache,))
     attention = CachedAttention(None, shape, 8, torch.device("cpu"))
-    with pytest.raises(ValueError, match=f"window={of_model}: expected {of_cache}, as the cache's layer 0 has it"):
+    with pytest.raises(ValueError, match=f"window={of_model}: expected {of_cache}, the window of the cache's layer 0"):
         CachedCoreAttention(core, attention, NewTokens())
 
 

@@ -101,7 +101,7 @@ def test_the_rotation_is_its_packs() -> None:
     turned = sequence.rotation(pack)
     assert sequence.rotation(sequence.whole) is first and sequence.rotation(pack) is turned, "made once"
     inside = torch.tensor([0, 1, 2, 0, 0, 1])[pack.tokens(torch.device("cpu"))]
-    assert torch.equal(turned.cos, rope.rotations(inside).everywhere.cos) and len(inside) == pack.num_local_tokens == 3
+    assert torch.equal(turned.cos, rope.rotations(inside).full.cos) and len(inside) == pack.num_local_tokens == 3
     assert torch.equal(pack.positions(torch.device("cpu")), inside)
 
 
@@ -121,7 +121,7 @@ def test_a_sequence_is_not_shared_by_models_of_other_angles() -> None:
     ShardedRotaryEmbedding(_megatron(), sequence)
     ShardedRotaryEmbedding(_megatron(), sequence)
     for other in VARIANTS[1:]:
-        with pytest.raises(ValueError, match="sequence=of a model whose tokens turn otherwise: expected one of this"):
+        with pytest.raises(ValueError, match="sequence=of a model with other RoPE angles: expected one of this"):
             ShardedRotaryEmbedding(_megatron(**other), sequence)  # type: ignore[arg-type]
 
 
@@ -140,7 +140,7 @@ def test_scaled_frequencies_and_those_of_windows() -> None:
             torch.testing.assert_close(rotation.sin.double(), angles.sin() * found.stretch, rtol=1e-7, atol=1e-7)
             assert again.rotations(positions).of(window).cos.equal(rotation.cos)
     for other in ((scaled, scaled), (Frequencies(scaled.inverse), local)):
-        with pytest.raises(ValueError, match="sequence=of a model whose tokens turn otherwise"):
+        with pytest.raises(ValueError, match="sequence=of a model with other RoPE angles"):
             ShardedRotaryEmbedding(_megatron(), sequence, *other)
 
 
@@ -158,7 +158,7 @@ def _both_and_each(made: Rotation, device: str) -> None:
     """Queries and keys as they lie in a product, group by group."""
     rotation = Rotation(made.cos.to(device), made.sin.to(device), made.interleaved)
     q, k, _ = torch.randn(len(made.cos), 1, 2, 5, 16, device=device).bfloat16().split((3, 1, 1), 3)
-    for both, x in zip(rotation.of_both(q, k), (q, k), strict=True):
+    for both, x in zip(rotation.rotate_both(q, k), (q, k), strict=True):
         assert both.is_contiguous() and both.shape == x.shape
         (alone,) = rotate_torch((x.flatten(2, 3),), rotation.cos, rotation.sin, rotation.interleaved, False)
         torch.testing.assert_close(both.flatten(2, 3), alone, rtol=0.01 * (device != "cpu"), atol=1e-6)

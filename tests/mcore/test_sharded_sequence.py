@@ -114,7 +114,7 @@ def test_packs_are_cut_by_their_own_layout() -> None:
         sequence.shard_batch({"tokens": text[:, :8]}, pack)
     with pytest.raises(ValueError, match=r"documents\[1\]=0: expected 1 token or more"):
         sequence.pack([5, 0])
-    with pytest.raises(ValueError, match=r"length=2: expected tokens for all 3 .* Give longer sequences or packs"):
+    with pytest.raises(ValueError, match=r"length=2: expected tokens for all 3 .* Pass longer sequences or packs"):
         sequence_of(rank=0, world=3, length=8).shard_batch({"tokens": text[:, :2]}, sequence_of(0, 3, 8).pack([1, 1]))
 
 

@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, transformer_config
+from megatron_longctx.mcore.recompute import TiledMLP, with_mlp_tiles
 from megatron_longctx.mcore.sequence import build_sequence
-from megatron_longctx.mcore.tiles import TiledMLP, with_mlp_tiles
 from megatron_longctx.mcore.version import mlp_of
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.recorded import relative_error
