@@ -53,7 +53,7 @@ def apply() -> bool:
 
 @functools.cache
 def _adjust() -> None:
-    stream = _CpuStream()
+    stream = _StreamOrEvent()
     _replace(
         torch.cuda,
         # models/common/embeddings/rotary_pos_embedding.py, transformer/attention.py, utils.py (GlobalMemoryBuffer),
@@ -68,8 +68,8 @@ def _adjust() -> None:
         set_device=lambda device: None,
         # transformer/moe/token_dispatcher.py (all-to-all dispatcher) copies sizes on a side stream;
         # inference/text_generation_controllers/text_generation_controller.py times with events.
-        Stream=_CpuStream,
-        Event=_CpuEvent,
+        Stream=_StreamOrEvent,
+        Event=_StreamOrEvent,
         current_stream=lambda device=None: stream,
         stream=contextlib.nullcontext,
     )
@@ -170,39 +170,31 @@ def _uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-class _Finished:
-    """CPU work, which has finished when the call that started it returns."""
+class _StreamOrEvent:
+    """A stream or an event of CPU work, which has finished when the call that started it returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._seconds = time.perf_counter()
+        self._recorded_s = time.perf_counter()
 
     def wait(self, other: Any = None) -> None:
         pass
 
-    synchronize = wait
+    synchronize = wait_stream = wait_event = wait
 
     def query(self) -> bool:
         return True
 
-
-class _CpuEvent(_Finished):
-    """An event that stores the wall-clock time of its recording."""
-
     def record(self, stream: Any = None) -> None:
-        self._seconds = time.perf_counter()
+        self._recorded_s = time.perf_counter()
 
-    def elapsed_time(self, end_event: _CpuEvent) -> float:
-        """Return the milliseconds from this event to `end_event`."""
-        return (end_event._seconds - self._seconds) * 1000.0
-
-
-class _CpuStream(_Finished):
-    wait_stream = wait_event = _Finished.wait
-
-    def record_event(self, event: _CpuEvent | None = None) -> _CpuEvent:
-        event = event or _CpuEvent()
+    def record_event(self, event: _StreamOrEvent | None = None) -> _StreamOrEvent:
+        event = event or _StreamOrEvent()
         event.record()
         return event
+
+    def elapsed_time(self, end_event: _StreamOrEvent) -> float:
+        """Return the milliseconds from this event's recording to that of `end_event`."""
+        return (end_event._recorded_s - self._recorded_s) * 1000.0
 
 
 def _replace(owner: Any, **values: Any) -> None:

@@ -22,15 +22,12 @@ from ..kernels.no_grad import first_order
 class Head:
     """How ranks and chunks divide the head.
 
-    Attributes:
-        group: the tensor-parallel group, over which the vocabulary is sharded.
-        sequence_parallel: whether its ranks hold different tokens of the hidden states.
-        chunk_tokens: the most tokens (times sequences) whose logits exist at the same time on a rank, but at least one
-            of every sequence and sequence-parallel rank.
+    `chunk_tokens` is the most tokens (times sequences) whose logits exist at the same time on a rank, but at least one
+    of every sequence and sequence-parallel rank.
     """
 
-    group: dist.ProcessGroup
-    sequence_parallel: bool
+    group: dist.ProcessGroup  # tensor-parallel: the vocabulary is sharded over it
+    sequence_parallel: bool  # whether its ranks hold different tokens of the hidden states
     chunk_tokens: int
 
     @property

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
@@ -33,7 +32,7 @@ from . import checkpoint
 from .core_attention import layer_window
 from .direct import AttentionFn, DirectLayer, why_not_direct
 from .model import RETRAINABLE, build_model, fingerprint, padded_vocab_size, transformer_config
-from .rope import Rotations, ShardedRotaryEmbedding
+from .rope import Rotations
 from .row_parallel import ReducedRowParallelLinear
 from .sequence import ShardedSequence, build_sequence
 from .step import local_device
@@ -42,18 +41,15 @@ from .tokenizer import build_tokenizer
 logger = logging.getLogger(__name__)
 
 
-class NewTokens:
-    """The positions of one forward pass's new tokens, int64 `[s]`, and their rotations, shared by all layers."""
-
-    def __init__(self) -> None:
-        self.positions = torch.empty(0, dtype=torch.int64)
-        self.rotations: Rotations | None = None
-
-
 class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
-    """Attention over the cache, in place of a built layer's core attention. `layer` counts from 0."""
+    """Attention over the cache, in place of a built layer's core attention.
 
-    def __init__(self, original: Any, attention: CachedAttention, new: NewTokens) -> None:
+    Attributes:
+        layer: the layer's number, from 0.
+        rotations: RoPE of the current pass's new tokens, or None.
+    """
+
+    def __init__(self, original: Any, attention: CachedAttention) -> None:
         super().__init__(config=original.config)
         self.layer = original.layer_number - 1
         window, expected = original.window[0], attention.shape.window(self.layer)
@@ -62,32 +58,17 @@ class CachedCoreAttention(MegatronModule):  # type: ignore[misc]
             raise refuse("window", window, f"{expected}, the window of the cache's layer {self.layer}", remedy)
         self.softmax_scale = original.softmax_scale
         self.softmax_offset = original.softmax_offset
+        self.rotations: Rotations | None = None
         self._rotates, self.window = original.rotates, original.window
         self._attention = attention
-        self._new = new
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return `[s, 1, h/tp * d]` of query `[s, 1, h/tp, d]` and key, value `[s, 1, g/tp, d]`; the plan masks."""
-        rotations = self._new.rotations
-        if rotations is not None and self._rotates and query.shape[0]:
-            rotation = rotations.of(self.window)
+        if self.rotations is not None and self._rotates and query.shape[0]:
+            rotation = self.rotations.of(self.window)
             query, key = rotation(query), rotation(key)
         sink = self.softmax_offset
         return self._attention(self.layer, query, key, value, self.softmax_scale, sink).flatten(2)
-
-
-class CachedRotaryEmbedding(ShardedRotaryEmbedding):
-    """RoPE that stores the rotations of the new tokens, whose positions differ in every forward pass, with them."""
-
-    def __init__(self, original: RotaryEmbedding, new: NewTokens) -> None:
-        super().__init__(original, None)
-        self._new = new
-
-    def new_rotations(self) -> Rotations:
-        return self.rotations(self._new.positions.to(self.inv_freq.device))
-
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> None:
-        self._new.rotations = self.new_rotations()
 
 
 class CachedGPT:
@@ -104,12 +85,10 @@ class CachedGPT:
         self.max_positions = max_positions
         self.attention = attention
         self._gpt = gpt
-        self._new = NewTokens()
         for layer in gpt.decoder.layers:
             inner = layer.self_attention
-            inner.core_attention = CachedCoreAttention(inner.core_attention, attention, self._new)
-        if gpt.position_embedding_type == "rope":
-            gpt.rotary_pos_emb = CachedRotaryEmbedding(gpt.rotary_pos_emb, self._new)
+            inner.core_attention = CachedCoreAttention(inner.core_attention, attention)
+        self._cores = [layer.self_attention.core_attention for layer in gpt.decoder.layers]
         gpt.post_process = False  # return hidden states: the logits of all tokens of a long prompt would not fit
         gpt.eval()
         self._layers = self._direct_layers(gpt)
@@ -120,12 +99,14 @@ class CachedGPT:
         if why is not None:
             logger.info("layers run as Megatron's own, which takes the host longer: %s", why)
             return None
-        cores = [layer.self_attention.core_attention for layer in gpt.decoder.layers]
-        attends = [
-            partial(self.attention, core.layer, scale=core.softmax_scale, sink=core.softmax_offset) for core in cores
+        return [
+            (
+                DirectLayer(layer),
+                core.window,
+                partial(self.attention, core.layer, scale=core.softmax_scale, sink=core.softmax_offset),
+            )
+            for layer, core in zip(gpt.decoder.layers, self._cores, strict=True)
         ]
-        windows = [core.window for core in cores]
-        return list(zip(map(DirectLayer, gpt.decoder.layers), windows, attends, strict=True))
 
     def set_reduction_policy(self, policy: ReductionPolicy) -> None:
         """Let every layer that was built with a reduction sum by this policy in later calls. All ranks call it."""
@@ -134,7 +115,7 @@ class CachedGPT:
 
     def crossovers(self) -> dict[tuple[str, torch.dtype], Crossover]:
         """Return the crossovers that a policy of `auto` has used so far, keyed by operation and dtype."""
-        return {case: found for module in self._reduced() for case, found in module.crossovers.items()}
+        return {case: found for module in self._reduced() for case, found in module.reducer.crossovers.items()}
 
     def _reduced(self) -> list[ReducedRowParallelLinear]:
         return [module for module in self._gpt.modules() if isinstance(module, ReducedRowParallelLinear)]
@@ -149,8 +130,7 @@ class CachedGPT:
         if not tokens.numel():
             self._attend_without_tokens()
             return torch.empty(0, self.vocab_size, device=tokens.device)
-        self._new.positions = positions
-        hidden = self._hidden(tokens[None], positions[None])
+        hidden = self._hidden(tokens, positions)
         weight = None
         if self._gpt.share_embeddings_and_output_weights:
             weight = self._gpt.shared_embedding_or_output_weight()
@@ -158,12 +138,15 @@ class CachedGPT:
         return logits[:, 0, : self.vocab_size]
 
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the normalized hidden states `[s, 1, h]` of tokens and positions `[1, s]`."""
-        gpt = self._gpt
+        """Return the normalized hidden states `[s, 1, h]` of tokens and positions `[s]`."""
+        gpt, rotations = self._gpt, None
+        if gpt.position_embedding_type == "rope":
+            rotations = gpt.rotary_pos_emb.rotations(positions.to(gpt.rotary_pos_emb.inv_freq.device))
         if self._layers is None:
-            return gpt(tokens, positions, None)  # type: ignore[no-any-return]
-        hidden = gpt.embedding(tokens, positions)
-        rotations = gpt.rotary_pos_emb.new_rotations() if gpt.position_embedding_type == "rope" else None
+            for core in self._cores:
+                core.rotations = rotations
+            return gpt(tokens[None], positions[None], None)  # type: ignore[no-any-return]
+        hidden = gpt.embedding(tokens[None], positions[None])
         for layer, window, attend in self._layers:
             hidden = layer(hidden, None if rotations is None else rotations.of(window), attend)
         return gpt.decoder.final_layernorm(hidden)  # type: ignore[no-any-return]
@@ -173,8 +156,7 @@ class CachedGPT:
         shape, device = self.attention.shape, self.attention.device
         q = torch.empty(0, 1, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
         kv = torch.empty(0, 1, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
-        for layer in self._gpt.decoder.layers:
-            core = layer.self_attention.core_attention
+        for core in self._cores:
             core(q, kv, kv)
 
 

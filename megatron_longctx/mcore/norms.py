@@ -15,7 +15,6 @@ from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerCon
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import refuse
 from .version import copied
 
 
@@ -68,16 +67,8 @@ class LayerNorm(_MegatronNorm, torch.nn.LayerNorm):
         return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-def norm_class(normalization: str) -> type[torch.nn.Module]:
-    """Return the class of "RMSNorm" or "LayerNorm", in Megatron's spelling or in lower case.
-
-    Raises:
-        ValueError: any other name.
-    """
-    norms: dict[str, type[torch.nn.Module]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
-    if normalization.lower() not in norms:
-        raise refuse("normalization", normalization, "rmsnorm or layernorm", "Set the model's normalization to one.")
-    return norms[normalization.lower()]
+NORMS: dict[str, type[torch.nn.Module]] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+"""Norms by Megatron's names."""
 
 
 class PostNormAdd(MegatronModule):  # type: ignore[misc]

@@ -19,7 +19,6 @@ from torch import Tensor
 from ..config import ReductionConfig
 from ..errors import refuse
 from ..kernels.no_grad import first_order
-from ..lowbit.crossover import Crossover
 from ..lowbit.reduction import Reducer, ReductionPolicy
 from .version import builder_of, copied, mlp_of
 
@@ -32,17 +31,11 @@ _OPERATIONS = {
 
 @dataclass
 class RowReductions:
-    """The policies of a model's row-parallel layers; layers of the same group and policy share a reducer.
+    """The policies of a model's row-parallel layers; layers of the same group and policy share a reducer."""
 
-    Attributes:
-        output_projection: policy of attention's output projection.
-        down_projection: policy of the down projection of dense MLPs.
-        in_training: whether policies also apply to modules in training mode.
-    """
-
-    output_projection: ReductionPolicy = field(default_factory=ReductionPolicy)
-    down_projection: ReductionPolicy = field(default_factory=ReductionPolicy)
-    in_training: bool = False
+    output_projection: ReductionPolicy = field(default_factory=ReductionPolicy)  # of attention
+    down_projection: ReductionPolicy = field(default_factory=ReductionPolicy)  # of dense MLPs
+    in_training: bool = False  # whether policies also apply to modules in training mode
     _reducers: dict[tuple[dist.ProcessGroup, ReductionPolicy], Reducer] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -118,19 +111,14 @@ class ReducedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
     def set_policy(self, policy: ReductionPolicy) -> None:
         """Sum by this policy in later calls; with `none` this is Megatron's own layer. All ranks call it."""
-        self._reducer = self._reductions.reducer(self.tp_group, policy)
-
-    @property
-    def crossovers(self) -> dict[tuple[str, torch.dtype], Crossover]:
-        """The crossovers of the current policy (see `Reducer`)."""
-        return self._reducer.crossovers
+        self.reducer = self._reductions.reducer(self.tp_group, policy)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return (output, bias or None) of `[s, b, input / n]`.
 
         The output is `[s, b, output]`, or `[s / n, b, output]` with sequence parallelism.
         """
-        if self._reducer.policy.mode == "none" or (self.training and not self._reductions.in_training):
+        if self.reducer.policy.mode == "none" or (self.training and not self._reductions.in_training):
             output, bias = super().forward(input_)
             return output, bias
         partial = self._forward_impl(
@@ -144,17 +132,17 @@ class ReducedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             grad_output_buffer=None,
         )
         name, exact = _OPERATIONS[self.sequence_parallel]
-        if self._reducer.bits(name, partial) is None:
+        if self.reducer.bits(name, partial) is None:
             output = exact(partial, group=self.tp_group)
         else:
-            output = _StraightThroughSum.apply(partial, self._reducer, self.sequence_parallel)  # type: ignore[no-untyped-call]
+            output = _StraightThroughSum.apply(partial, self.reducer, self.sequence_parallel)  # type: ignore[no-untyped-call]
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Return the sum of all ranks' products, without gradients, in `partial`'s memory if that saves a copy."""
-        return self._reducer.all_reduce(partial, overwrite=True)
+        return self.reducer.all_reduce(partial, overwrite=True)
 
 
 class _StraightThroughSum(torch.autograd.Function):

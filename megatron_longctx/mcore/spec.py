@@ -19,9 +19,9 @@ from ..models.rope import Frequencies
 from ..recompute import HostStore, Store
 from .core_attention import ContextParallelCoreAttention
 from .experts import experts_spec
-from .latent import LatentSelfAttention
-from .norms import norm_class, with_post_norms
+from .norms import NORMS, with_post_norms
 from .recompute import with_mlp_tiles, with_recompute
+from .rope import LatentSelfAttention
 from .row_parallel import RowReductions, with_reductions
 from .sequence import ShardedSequence
 from .version import copied
@@ -100,7 +100,7 @@ def block_spec(
         final_norm = TENorm
     else:
         layer = get_gpt_layer_local_spec(normalization=config.normalization, multi_latent_attention=latent)
-        final_norm = norm_class(config.normalization)
+        final_norm = NORMS[config.normalization]
         # Megatron's torch norms refuse sequence parallelism; these support it.
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = final_norm
         if config.qk_layernorm:

@@ -193,10 +193,9 @@ def what_is_left(rank: int, config: Config) -> list[bool]:
     gone: list[bool] = []
     layer = gpt.decoder.layers[0]
     layer.pre_mlp_layernorm.register_forward_pre_hook(lambda *_: gone.extend(ref() is None for ref in made))
-    rotation = gpt.rotary_pos_emb
-    rotation._new.positions = torch.arange(9)
+    rotation = gpt.rotary_pos_emb.rotations(torch.arange(9)).full
     with torch.no_grad():
-        DirectLayer(layer)(torch.ones(9, 1, config.model.hidden_size), rotation.new_rotations().full, attend)
+        DirectLayer(layer)(torch.ones(9, 1, config.model.hidden_size), rotation, attend)
     groups.destroy()
     return gone
 

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_longctx.mcore import norms
+from megatron_longctx.mcore.norms import NORMS
 
 HIDDEN = 96
+SETTINGS = {
+    "params_dtype": torch.float32,
+    "sequence_parallel": False,
+    "layernorm_zero_centered_gamma": False,
+    "use_cpu_initialization": True,
+}
 
 
-def _config(**overrides: Any) -> Any:
-    fields = dict(
-        params_dtype=torch.float32,
-        sequence_parallel=False,
-        layernorm_zero_centered_gamma=False,
-        use_cpu_initialization=True,
-    )
-    return SimpleNamespace(**(fields | overrides))
+def _norm(name: str, size: int = HIDDEN, eps: float = 1e-5, **settings: Any) -> Any:
+    return NORMS[name](config=SimpleNamespace(**(SETTINGS | settings)), hidden_size=size, eps=eps)
 
 
 def _reference(name: str, x: torch.Tensor, norm: Any) -> torch.Tensor:
@@ -31,12 +31,12 @@ def _reference(name: str, x: torch.Tensor, norm: Any) -> torch.Tensor:
     return y + norm.bias.double() if name == "LayerNorm" else y
 
 
-@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16])
 def test_value_and_dtype(name: str, parameters: torch.dtype, inputs: torch.dtype) -> None:
     torch.manual_seed(0)
-    norm: Any = norms.norm_class(name)(_config(params_dtype=parameters), HIDDEN, eps=1e-3)
+    norm = _norm(name, eps=1e-3, params_dtype=parameters)
     with torch.no_grad():
         for parameter in norm.parameters():
             parameter.copy_(torch.randn(HIDDEN))
@@ -49,38 +49,29 @@ def test_value_and_dtype(name: str, parameters: torch.dtype, inputs: torch.dtype
     torch.testing.assert_close(y.double(), _reference(name, x, norm), rtol=tolerance, atol=4 * tolerance)
 
 
-@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_kept_less_one(name: str, dtype: torch.dtype) -> None:
+def test_zero_centered_weights(name: str, dtype: torch.dtype) -> None:
     """1 + weight is not rounded to the model's dtype."""
-    norm: Any = norms.norm_class(name)(_config(params_dtype=dtype, layernorm_zero_centered_gamma=True), HIDDEN)
+    norm = _norm(name, params_dtype=dtype, layernorm_zero_centered_gamma=True)
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
-    plain: Any = norms.norm_class(name)(_config(), HIDDEN)
-    assert torch.equal(norm(x), plain(x.float()).to(dtype)), "fresh, all are 1"
+    plain = _norm(name)
+    assert torch.equal(norm(x), plain(x.float()).to(dtype)), "all weights are 1 at first"
     with torch.no_grad():
         norm.weight.fill_(2**-10)
         plain.weight.fill_(1 + 2**-10)
     assert torch.equal(norm(x), plain(x.float()).to(dtype)) and norm.weight.dtype == dtype
 
 
-@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("name", NORMS)
 def test_gradients(name: str) -> None:
     torch.manual_seed(0)
-    norm: Any = norms.norm_class(name)(_config(params_dtype=torch.float64), 6)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(norm, (x,))
+    assert torch.autograd.gradcheck(_norm(name, 6, params_dtype=torch.float64), (x,))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_parameters_are_marked(sequence_parallel: bool) -> None:
     for name, count in (("RMSNorm", 1), ("LayerNorm", 2)):
-        norm = norms.norm_class(name)(_config(sequence_parallel=sequence_parallel), HIDDEN)
-        marks = [parameter.sequence_parallel for parameter in norm.parameters()]  # type: ignore[attr-defined]
+        marks = [p.sequence_parallel for p in _norm(name, sequence_parallel=sequence_parallel).parameters()]
         assert marks == [sequence_parallel] * count
-
-
-def test_refusals() -> None:
-    assert norms.norm_class("rmsnorm") is norms.RMSNorm
-    assert norms.norm_class("LayerNorm") is norms.LayerNorm
-    with pytest.raises(ValueError, match="normalization=L2Norm: expected rmsnorm or layernorm"):
-        norms.norm_class("L2Norm")

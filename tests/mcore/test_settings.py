@@ -22,7 +22,7 @@ from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.core_attention import REFUSED, ContextParallelCoreAttention
-from megatron_longctx.mcore.inference import CachedCoreAttention, CachedGPT, NewTokens
+from megatron_longctx.mcore.inference import CachedCoreAttention, CachedGPT
 from megatron_longctx.mcore.rope import ShardedRotaryEmbedding
 from megatron_longctx.mcore.sequence import ShardedSequence
 from megatron_longctx.mcore.spec import with_context_parallel
@@ -177,8 +177,7 @@ def test_other_kinds_of_rope_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(ValueError, match=f"rotary_pos_emb={type(other).__name__}: expected Megatron's RotaryEmb"):
             ShardedRotaryEmbedding(other, sequence_of())
     other_frequencies = type("Other", (RotaryEmbedding,), {"__doc__": "of other frequencies"})
-    once = ShardedRotaryEmbedding(other_frequencies(16, 1.0, use_cpu_initialization=True), sequence_of())
-    ShardedRotaryEmbedding(once, sequence_of())  # as the cache's does
+    ShardedRotaryEmbedding(other_frequencies(16, 1.0, use_cpu_initialization=True), sequence_of())
 
 
 @pytest.mark.parametrize(("of_model", "of_cache"), [(4, None), (None, 4), (4, 3)])
@@ -187,7 +186,7 @@ def test_a_cache_of_other_windows_than_the_models_is_refused(of_model: int | Non
     shape = CacheShape(1, 4, 2, 8, torch.float32, windows=(of_cache,))
     attention = CachedAttention(None, shape, 8, torch.device("cpu"))
     with pytest.raises(ValueError, match=f"window={of_model}: expected {of_cache}, the window of the cache's layer 0"):
-        CachedCoreAttention(core, attention, NewTokens())
+        CachedCoreAttention(core, attention)
 
 
 def _gpt(config: TransformerConfig, sequence: ShardedSequence | None, **settings: Any) -> GPTModel:

@@ -126,19 +126,17 @@ def test_a_sequence_is_not_shared_by_models_of_other_angles() -> None:
 
 
 def test_scaled_frequencies_and_those_of_windows() -> None:
-    """In layers with a window, in those without, and again in the cache's embedding, which is made of this one."""
+    """In layers with a window, and in those without."""
     sequence = sequence_of(rank=1, world=2, length=10)
     scaled, local = Frequencies(torch.rand(8), stretch=1.5), Frequencies(torch.rand(8))
     rope = ShardedRotaryEmbedding(_megatron(), sequence, scaled, local)
     positions = sequence.whole.positions(torch.device("cpu"))
-    for again in (rope, ShardedRotaryEmbedding(rope, sequence)):
-        sequence.whole.rotations = None
-        for window, found in (((None, None), scaled), ((3, 0), local)):
-            rotation = sequence.rotation(sequence.whole, window)
-            angles = torch.outer(positions.double(), found.inverse.double())
-            torch.testing.assert_close(rotation.cos.double(), angles.cos() * found.stretch, rtol=1e-7, atol=1e-7)
-            torch.testing.assert_close(rotation.sin.double(), angles.sin() * found.stretch, rtol=1e-7, atol=1e-7)
-            assert again.rotations(positions).of(window).cos.equal(rotation.cos)
+    for window, found in (((None, None), scaled), ((3, 0), local)):
+        rotation = sequence.rotation(sequence.whole, window)
+        angles = torch.outer(positions.double(), found.inverse.double())
+        torch.testing.assert_close(rotation.cos.double(), angles.cos() * found.stretch, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(rotation.sin.double(), angles.sin() * found.stretch, rtol=1e-7, atol=1e-7)
+        assert rope.rotations(positions).of(window).cos.equal(rotation.cos)
     for other in ((scaled, scaled), (Frequencies(scaled.inverse), local)):
         with pytest.raises(ValueError, match="sequence=of a model with other RoPE angles"):
             ShardedRotaryEmbedding(_megatron(), sequence, *other)
