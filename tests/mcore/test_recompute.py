@@ -38,13 +38,8 @@ from tests.shared.sequences import sequence_of
 from tests.shared.training import GPT2, tiny_config
 
 LENGTH, BATCH, LAYERS, MICRO_BATCHES, VOCABULARY = 22, 2, 2, 2, 64
-CP, TP = "parallelism.context_parallel_size", "parallelism.tensor_parallel_size"
-SCHEDULE, PRECISION, TILE, MODE = (
-    "parallelism.schedule",
-    "train.precision",
-    "recompute.mlp_tile_tokens",
-    "recompute.mode",
-)
+CP, TP, SCHEDULE = (f"parallelism.{key}" for key in ("context_parallel_size", "tensor_parallel_size", "schedule"))
+PRECISION, TILE, MODE = "train.precision", "recompute.mlp_tile_tokens", "recompute.mode"
 WITHOUT_SP = {TP: 2, "parallelism.sequence_parallel": False}
 LEARNED = {"model.position_embedding": "learned", "model.bias": True, "model.tie_embeddings": True}
 
@@ -185,11 +180,8 @@ def _other_uses(root: Path) -> dict[str, Any]:
     with torch.no_grad():
         without = gpt(tokens, tokens, None).square().sum()
     groups.destroy()
-    return {
-        "twice": str(twice.value),
-        "eval": torch.equal(with_graph, trained),
-        "no grad": torch.equal(without, trained),
-    }
+    same = {"eval": torch.equal(with_graph, trained), "no grad": torch.equal(without, trained)}
+    return {"twice": str(twice.value), **same}
 
 
 def test_other_uses(root: Path) -> None:
