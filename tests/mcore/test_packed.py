@@ -1,7 +1,7 @@
-"""Packed documents train as each of them does alone, through Megatron's own attention and RoPE on one rank.
+"""Packed documents train as each document does alone, with Megatron's own attention and RoPE on one rank.
 
-Two steps of two packs that differ in everything, on the same weights: in pipelines, and where layers are recomputed in
-backward, the packs of both micro-batches are in flight.
+Two steps of two different packs each run on the same weights. In pipelines, and if layers are recomputed in backward,
+the packs of both micro-batches are in flight.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ VOCABULARY = 64
 CP, TP, PP = (f"parallelism.{axis}_parallel_size" for axis in ("context", "tensor", "pipeline"))
 SCHEDULE, RECOMPUTE = "parallelism.schedule", "recompute.mode"
 
-# By step, by micro-batch: documents. Lengths are even where sequence parallelism needs it, else as they come.
+# Documents, indexed by step and micro-batch. Sequence parallelism needs even total lengths.
 EVEN = (((17, 31, 11, 1), (40, 2, 8)), ((5, 9, 20), (1, 1, 47, 13)))
 ODD = (((17, 31, 11), (40, 2, 7)), ((5, 9, 21, 1, 1), (1, 23)))
 WINDOW = 6
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {"model.num_layers": 2, "model.activation": "gelu"},
-    # As gpt-oss has it: every second layer sees all, and all have sinks.
+    # As in gpt-oss: every second layer has full attention, and all have sinks.
     "windows": {"model.num_layers": 4, "model.activation": "gelu", "model.window": WINDOW, "model.window_pattern": 2,
                 "model.sinks": "learnable"},
     "off by one": {"model.num_layers": 2, "model.activation": "gelu", "model.window": WINDOW,
@@ -69,7 +69,7 @@ CASES: dict[int, dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]] = {
 
 
 def _batch(documents: tuple[int, ...]) -> Batch:
-    """Labels are the next tokens of the same document, whose last token counts nothing."""
+    """Labels are the next tokens of the same document; its last token is masked."""
     generator = torch.Generator().manual_seed(sum(documents))
     length = sum(documents)
     tokens = torch.randint(VOCABULARY, (1, length), generator=generator)
@@ -85,7 +85,7 @@ def _config(root: Path, model: str, settings: dict[str, Any]) -> Config:
 
 
 def _alone(rank: int, root: Path) -> None:
-    """Every document by itself, in Megatron's own layers: the loss and all gradients of each step, and the weights."""
+    """Save the weights, and the loss and gradients of each step, with every document alone in Megatron's own layers."""
     for model in MODELS:
         config = _config(root, model, {})
         collection = groups.initialize(seed=5)
@@ -116,7 +116,7 @@ def _alone_step(gpt: GPTModel, batches: list[Batch]) -> tuple[float, dict[str, T
 
 
 class Sharded:
-    """A model's parameters on this rank, and where they lie in the whole ones."""
+    """A model's parameters on this rank, as shards of the whole parameters."""
 
     def __init__(self, gpt: GPTModel, collection: Any) -> None:
         self._tp = collection.tp
@@ -127,7 +127,7 @@ class Sharded:
             parameter.data.copy_(self._part(weights[name], parameter))
 
     def errors(self, gradients: dict[str, Tensor]) -> dict[str, float]:
-        """How far this rank's are off, measured by the whole."""
+        """Return the errors of this rank's gradients, relative to the norms of the whole ones."""
         found = {}
         for name, parameter in self.parameters.items():
             difference = parameter.main_grad.double() - self._part(gradients[name], parameter).double()
@@ -141,14 +141,13 @@ class Sharded:
 
 
 def _packed(rank: int, root: Path, world: int) -> dict[str, list[Any]]:
-    """By case, by step: what the step said, the loss there should be, errors of gradients."""
+    """Return the result, the expected loss and the errors of gradients of every step, keyed by case."""
     found = {name: _steps(root, *case) for name, case in CASES[world].items()}
     return found | ({"thd": _in_thd(root)} if world == 3 else {})
 
 
 def _in_thd(root: Path) -> list[float]:
-    """Megatron's own parameters, with padding behind documents, beside a pack without: errors of the gradients, summed
-    over the ranks, that no token of the padding may touch."""
+    """Return errors of gradients with Megatron's parameters and padded documents, against a pack without padding."""
     config, collection = _config(root, "windows", {CP: 3}), groups.initialize(context=3, seed=9)
     sequence = build_sequence(config, collection.cp)
     gpt = build_model(config, transformer_config(config), collection, sequence, VOCABULARY)
@@ -205,34 +204,30 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _work(model: str, step: tuple[tuple[int, ...], ...]) -> Work:
-    """Counted pair by pair."""
-    layers = {
-        "plain": [None, None],
-        "windows": [WINDOW, None, WINDOW, None],
-        "off by one": [WINDOW, WINDOW],
-    }[model]
+    """Count the pairs of queries and keys one by one."""
+    layers = {"plain": [None, None], "windows": [WINDOW, None, WINDOW, None], "off by one": [WINDOW, WINDOW]}[model]
     pairs = sum(int(visible(each, window=(window, 0)).sum()) for each in step for window in layers)
     lengths = [sum(each) for each in step]
     return Work(sum(lengths), pairs, sum(length**2 for length in lengths))
 
 
 @pytest.mark.parametrize("world", CASES)
-def test_packs_train_as_their_documents_alone(world: int, root: Path) -> None:
+def test_packs_train_as_their_documents_do_alone(world: int, root: Path) -> None:
     for rank, seen in enumerate(results(world, root)):
         for name, (model, steps, _) in CASES[world].items():
             for number, (found, loss, errors, _) in enumerate(seen[name]):
                 where = f"{name}, step {number}, rank {rank}"
                 assert found.mean == pytest.approx(loss, rel=1e-5), where
                 assert max(errors.values()) < 1e-5, f"{where}: {errors}"
-                assert found.work == _work(model, steps[number]), f"{where}: padding, or pairs that are not seen"
+                assert found.work == _work(model, steps[number]), f"{where}: padding or masked pairs were counted"
 
 
-def test_offload_of_packs_in_pipelines_gives_the_bits_of_layer(root: Path) -> None:
+def test_offload_of_packs_in_pipelines_is_bit_identical_to_layer(root: Path) -> None:
     for seen in results(4, root):
         for layer, offload in zip(seen["pp2 cp2 layer"], seen["pp2 cp2 offload"], strict=True):
             assert len(layer[-1]) > 10 and all(map(torch.equal, layer[-1], offload[-1]))
 
 
-def test_megatrons_own_parameters_give_what_a_pack_gives(root: Path) -> None:
+def test_megatrons_own_parameters_train_as_a_pack_does(root: Path) -> None:
     for seen in results(3, root):
         assert len(seen["thd"]) > 20 and max(seen["thd"]) < 1e-5, seen["thd"]

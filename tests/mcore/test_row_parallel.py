@@ -1,4 +1,4 @@
-"""Row-parallel layers whose sums follow a policy: alone, in a GPT with TP=2, and in its layer spec."""
+"""Row-parallel layers with quantized sums: alone, in a GPT with TP=2, and in its layer spec."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _config(sequence_parallel: bool) -> TransformerConfig:
 
 
 def _step(layer: Any, x: torch.Tensor, weight_of_loss: torch.Tensor) -> tuple[torch.Tensor, Any, Any, Any]:
-    """Output, the bias that is left to add, and the gradients of input and weight."""
+    """Return the output, the bias that is left to add, and the gradients of input and weight."""
     layer.zero_grad()
     leaf = x.clone().requires_grad_()
     out, left = layer(leaf)
@@ -51,7 +51,7 @@ def _step(layer: Any, x: torch.Tensor, weight_of_loss: torch.Tensor) -> tuple[to
 
 
 def _one_layer(rank: int) -> list[str]:
-    """Against Megatron's own layer: the sum is quantized, gradients are those of the exact sum."""
+    """Return differences from Megatron's own layer, other than a quantized sum."""
     collection, wrong = groups.initialize(tensor=2, seed=5), []
     gen = torch.Generator().manual_seed(rank)
     for sequence_parallel in (False, True):
@@ -91,7 +91,7 @@ def _one_layer(rank: int) -> list[str]:
                         wrong.append(f"{name}, train={mode}: bias")
                     if not all(torch.equal(a, b) for a, b in zip(gradients, expected[2:], strict=True)):
                         wrong.append(f"{name}, train={mode}: gradients")
-            # Where `auto` quantizes nothing, the layer is Megatron's, in training too.
+            # If `auto` quantizes nothing, the layer equals Megatron's, in training too.
             layers[1].set_policy(ReductionPolicy("auto", min_kib=1e6))
             out, _, *gradients = _step(layers[1].train(), x, weight_of_loss)
             if not all(torch.equal(a, b) for a, b in zip((out, *gradients), (expected[0], *expected[2:]), strict=True)):
@@ -108,12 +108,12 @@ def _one_layer(rank: int) -> list[str]:
     return wrong
 
 
-def test_a_layer_quantizes_its_sum_alone() -> None:
+def test_a_layer_quantizes_its_sum_only() -> None:
     assert run_distributed(_one_layer, 2) == [[], []]
 
 
 def _gpt(rank: int, root: Path, sequence_parallel: bool) -> dict[str, Any]:
-    """Losses of one GPT under every policy, and whether ranks agree."""
+    """Return errors of one GPT under every policy, and whether ranks agree."""
     settings = {
         "parallelism.tensor_parallel_size": 2,
         "parallelism.sequence_parallel": sequence_parallel,
@@ -170,7 +170,7 @@ def test_a_gpt_under_every_policy(tmp_path: Path, sequence_parallel: bool) -> No
         assert found["kinds"] == ["ReducedRowParallelLinear", "RowParallelLinear"]
 
 
-def test_the_spec_changes_where_a_policy_asks() -> None:
+def test_the_spec_changes_where_a_policy_quantizes() -> None:
     original = get_gpt_layer_local_spec()
     reductions = RowReductions.of(ReductionConfig(output_projection="int4", down_projection="int8", group_size=64))
     layer = with_reductions(original, reductions)
