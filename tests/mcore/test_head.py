@@ -42,9 +42,7 @@ def _inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     hidden = torch.randn(LENGTH, BATCH, HIDDEN, generator=generator, dtype=torch.float64).bfloat16()
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64).bfloat16()
     labels = torch.randint(VOCABULARY, (LENGTH, BATCH), generator=generator)
-    grad = torch.rand(LENGTH, BATCH, generator=generator).round(
-        decimals=1
-    )  # masks some tokens, and weights others differently
+    grad = torch.rand(LENGTH, BATCH, generator=generator).round(decimals=1)  # some are 0
     return hidden.to(dtype), weight.to(dtype), labels, grad
 
 
@@ -104,9 +102,7 @@ def test_errors_are_megatrons_and_all_logits_never_exist() -> None:
             truth, theirs = _truth(rank % tp, tp, sequence_parallel), seen[tp, None, dtype, sequence_parallel]
             for name, exact in truth.items():
                 own = relative_error(theirs[name], exact)
-                assert 0 < own < (1e-5 if dtype is torch.float32 else 2e-2), (
-                    "Megatron's own error, which ours is compared with"
-                )
+                assert 0 < own < (1e-5 if dtype is torch.float32 else 2e-2), "Megatron's own error"
                 assert relative_error(found[name], exact) < 2 * own + 1e-7, f"{where}: {name}"
             width = VOCABULARY // tp
             parts = tp if sequence_parallel else 1
