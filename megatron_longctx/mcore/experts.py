@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from ..config import Config
-from .version import builder_of, spec_of
+from .version import as_builder, as_spec
 
 # The name of an expert's parameter: local layers number modules, TransformerEngine's grouped layers number parameters.
 _EXPERT = re.compile(r"local_experts\.(?P<module>\d+)\.(?P<rest>.+)$|(?P<linear>linear_fc[12]\.\D+)(?P<weight>\d+)$")
@@ -51,12 +51,12 @@ def experts_spec(num_experts: int, transformer_engine: bool) -> Any:
 
     With TransformerEngine, one grouped product computes all experts of a rank.
     """
-    spec = spec_of(get_moe_module_spec(transformer_engine, num_experts, moe_grouped_gemm=transformer_engine))
+    spec = as_spec(get_moe_module_spec(transformer_engine, num_experts, moe_grouped_gemm=transformer_engine))
     spec.submodules.router = SummedLossRouter
-    experts = spec_of(spec.submodules.experts)
+    experts = as_spec(spec.submodules.experts)
     experts.module = type(f"Seeded{experts.module.__name__}", (SeededExperts, experts.module), {})
-    spec.submodules.experts = builder_of(experts)
-    return builder_of(spec)
+    spec.submodules.experts = as_builder(experts)
+    return as_builder(spec)
 
 
 class SummedLossRouter(TopKRouter):  # type: ignore[misc]

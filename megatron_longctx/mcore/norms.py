@@ -15,7 +15,7 @@ from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerCon
 from torch import Tensor
 from torch.nn import functional
 
-from .version import copied
+from .version import copy_spec
 
 
 class _MegatronNorm(torch.nn.Module):
@@ -95,7 +95,7 @@ class PostNormAdd(MegatronModule):  # type: ignore[misc]
 
 def with_post_norms(layer: ModuleSpec, config: TransformerConfig, norm: type) -> ModuleSpec:
     """Return a copy of a transformer layer's spec with a norm behind attention and one behind the MLP."""
-    layer = copied(layer)
+    layer = copy_spec(layer)
     for name in ("self_attn_bda", "mlp_bda"):
         setattr(layer.submodules, name, ModuleSpec(module=PostNormAdd, params={"config": config, "norm": norm}))
     return layer

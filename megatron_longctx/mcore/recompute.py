@@ -25,7 +25,7 @@ from ..kernels.no_grad import first_order
 from ..recompute import AttentionTape, Store
 from .core_attention import ContextParallelCoreAttention
 from .norms import PostNormAdd
-from .version import builder_of, copied, mlp_of
+from .version import as_builder, copy_spec, mlp_spec
 
 _Run = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
@@ -108,7 +108,7 @@ def with_recompute(layer: ModuleSpec, store: Store) -> ModuleSpec:
     if not (isinstance(layer.module, type) and issubclass(layer.module, TransformerLayer)):
         remedy = f"This one is of {layer.module}: use recompute=layer or none with it."
         raise refuse("recompute.mode", "attention_output", "a spec of a TransformerLayer", remedy)
-    recomputed = copied(layer)
+    recomputed = copy_spec(layer)
     recomputed.module = type(f"Recomputed{layer.module.__name__}", (RecomputedLayer, layer.module), {})
     recomputed.params = {**layer.params, "store": store}
     return recomputed
@@ -173,14 +173,14 @@ def with_mlp_tiles(layer: ModuleSpec, tile_tokens: int) -> ModuleSpec:
     Raises:
         ValueError: a layer without Megatron's dense MLP.
     """
-    mlp = mlp_of(layer)
+    mlp = mlp_spec(layer)
     if not (isinstance(mlp, ModuleSpec) and isinstance(mlp.module, type) and issubclass(mlp.module, MLP)):
         expected = "null for layers without Megatron's dense MLP"
         remedy = f"This layer has {getattr(mlp, 'module', mlp)}: leave it null."
         raise refuse("recompute.mlp_tile_tokens", tile_tokens, expected, remedy)
     module = type(f"Tiled{mlp.module.__name__}", (TiledMLP, mlp.module), {"tile_tokens": tile_tokens})
-    tiled = copied(layer)
-    tiled.submodules.mlp = builder_of(ModuleSpec(module=module, params=mlp.params, submodules=mlp.submodules))
+    tiled = copy_spec(layer)
+    tiled.submodules.mlp = as_builder(ModuleSpec(module=module, params=mlp.params, submodules=mlp.submodules))
     return tiled
 
 

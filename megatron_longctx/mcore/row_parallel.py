@@ -20,7 +20,7 @@ from ..config import ReductionConfig
 from ..errors import refuse
 from ..kernels.no_grad import first_order
 from ..lowbit.reduction import Reducer, ReductionPolicy
-from .version import builder_of, copied, mlp_of
+from .version import as_builder, copy_spec, mlp_spec
 
 _OPERATIONS = {
     False: ("all_reduce", reduce_from_tensor_model_parallel_region),
@@ -63,21 +63,21 @@ def with_reductions(layer: ModuleSpec, reductions: RowReductions) -> ModuleSpec:
     Raises:
         ValueError: a spec without a projection that has a policy, such as the MLP of experts.
     """
-    layer = copied(layer)
+    layer = copy_spec(layer)
     for policy, name, part, linear in (
         (reductions.output_projection, "output_projection", "self_attention", "linear_proj"),
         (reductions.down_projection, "down_projection", "mlp", "linear_fc2"),
     ):
         if policy.mode == "none":
             continue
-        inner: Any = mlp_of(layer) if part == "mlp" else getattr(layer.submodules, part, None)
+        inner: Any = mlp_spec(layer) if part == "mlp" else getattr(layer.submodules, part, None)
         if getattr(getattr(inner, "submodules", None), linear, None) is None:
             expected = f"none for a layer of {layer.module} without {part}.{linear}"
             raise refuse(f"reduction.{name}", policy.mode, expected, "Set it to none.")
         params = {"reductions": reductions, "policy": policy}
-        inner = copied(inner)
+        inner = copy_spec(inner)
         setattr(inner.submodules, linear, ModuleSpec(module=ReducedRowParallelLinear, params=params))
-        setattr(layer.submodules, part, builder_of(inner) if part == "mlp" else inner)
+        setattr(layer.submodules, part, as_builder(inner) if part == "mlp" else inner)
     return layer
 
 

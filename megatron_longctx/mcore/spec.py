@@ -24,7 +24,7 @@ from .recompute import with_mlp_tiles, with_recompute
 from .rope import LatentSelfAttention
 from .row_parallel import RowReductions, with_reductions
 from .sequence import ShardedSequence
-from .version import copied
+from .version import copy_spec
 
 
 def with_context_parallel(
@@ -44,7 +44,7 @@ def with_context_parallel(
     attention = getattr(layer.submodules, "self_attention", None)
     if not isinstance(attention, ModuleSpec) or not hasattr(attention.submodules, "core_attention"):
         raise ValueError(f"layer spec of {layer.module}: expected a self_attention with a core_attention to replace.")
-    layer, attention = copied(layer), copied(attention)
+    layer, attention = copy_spec(layer), copy_spec(attention)
     layer.submodules.self_attention = attention
     if isinstance(attention.module, type) and issubclass(attention.module, MultiLatentAttention):
         if attention.module is not MLASelfAttention:
@@ -126,7 +126,7 @@ def block_spec(
 
 def _with_experts(layer: ModuleSpec, num_experts: int, norm: type, transformer_engine: bool) -> ModuleSpec:
     """Return a copy of a layer's spec whose MLP is a mixture of experts, with a separate norm before it."""
-    layer = copied(layer)
+    layer = copy_spec(layer)
     layer.submodules.mlp = experts_spec(num_experts, transformer_engine)
     layer.submodules.pre_mlp_layernorm = norm
     # In checkpoints of TransformerEngine's dense layers, that norm is part of the MLP's first product; here it is not.

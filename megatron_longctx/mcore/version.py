@@ -90,7 +90,7 @@ def groups_by_kind() -> Iterator[None]:
         optimizer.param_group_identifier_keys = distrib_optimizer.param_group_identifier_keys = original
 
 
-def spec_of(builder: Any) -> Any:
+def as_spec(builder: Any) -> Any:
     """Return the spec of the class that builds a part of a layer.
 
     In 0.19 the builder is a partial of the class or of one of its methods.
@@ -102,8 +102,8 @@ def spec_of(builder: Any) -> Any:
     return ModuleSpec(module=getattr(builder.func, "__self__", builder.func), params=params, submodules=submodules)
 
 
-def builder_of(spec: Any) -> Any:
-    """Return a spec as the builder that a layer calls: the reverse of `spec_of`.
+def as_builder(spec: Any) -> Any:
+    """Return a spec as the builder that a layer calls: the reverse of `as_spec`.
 
     0.19 calls the builder of an MLP with more arguments than the class has.
     """
@@ -113,7 +113,7 @@ def builder_of(spec: Any) -> Any:
     return functools.partial(build, submodules=spec.submodules, **spec.params)
 
 
-def copied(spec: Any) -> Any:
+def copy_spec(spec: Any) -> Any:
     """Return a copy of a spec whose submodules can be replaced.
 
     The submodules themselves are not copied: process groups cannot be copied, and some objects equal only themselves.
@@ -123,6 +123,6 @@ def copied(spec: Any) -> Any:
     return spec
 
 
-def mlp_of(layer: ModuleSpec) -> Any:
+def mlp_spec(layer: ModuleSpec) -> Any:
     """Return the spec of a layer's MLP, or None."""
-    return spec_of(getattr(layer.submodules, "mlp", None))
+    return as_spec(getattr(layer.submodules, "mlp", None))

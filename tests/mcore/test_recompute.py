@@ -30,7 +30,7 @@ from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.recompute import RecomputedLayer, TiledMLP, with_mlp_tiles, with_recompute
 from megatron_longctx.mcore.sequence import ShardedSequence, build_sequence
 from megatron_longctx.mcore.spec import block_spec
-from megatron_longctx.mcore.version import mlp_of
+from megatron_longctx.mcore.version import mlp_spec
 from megatron_longctx.recompute import Store
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.recorded import relative_error
@@ -313,11 +313,11 @@ def test_specs_are_copies_and_layers_share_the_store(monkeypatch: pytest.MonkeyP
         with_recompute(ModuleSpec(module=IdentityOp), store)
 
     tiled = with_mlp_tiles(original, 4)
-    assert mlp_of(original).module is MLP and issubclass(mlp_of(tiled).module, TiledMLP)
-    assert mlp_of(tiled).submodules is mlp_of(original).submodules
+    assert mlp_spec(original).module is MLP and issubclass(mlp_spec(tiled).module, TiledMLP)
+    assert mlp_spec(tiled).submodules is mlp_spec(original).submodules
 
     class SpecialMLP(MLP):
         pass
 
-    original.submodules.mlp = ModuleSpec(module=SpecialMLP, submodules=mlp_of(original).submodules)
-    assert mlp_of(with_mlp_tiles(original, 4)).module.__mro__[1:3] == (TiledMLP, SpecialMLP)
+    original.submodules.mlp = ModuleSpec(module=SpecialMLP, submodules=mlp_spec(original).submodules)
+    assert mlp_spec(with_mlp_tiles(original, 4)).module.__mro__[1:3] == (TiledMLP, SpecialMLP)

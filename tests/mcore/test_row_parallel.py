@@ -22,7 +22,7 @@ from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, transformer_config
 from megatron_longctx.mcore.row_parallel import ReducedRowParallelLinear, RowReductions, with_reductions
 from megatron_longctx.mcore.sequence import build_sequence
-from megatron_longctx.mcore.version import mlp_of
+from megatron_longctx.mcore.version import mlp_spec
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training.recorded import relative_error
 from tests.shared.training import tiny_config
@@ -160,7 +160,7 @@ def test_the_spec_changes_where_a_policy_quantizes() -> None:
     layer = with_reductions(original, reductions)
     for part, policy in (
         (layer.submodules.self_attention.submodules.linear_proj, ReductionPolicy("int4", 64)),
-        (mlp_of(layer).submodules.linear_fc2, ReductionPolicy("int8", 64)),
+        (mlp_spec(layer).submodules.linear_fc2, ReductionPolicy("int8", 64)),
     ):
         assert part.module is ReducedRowParallelLinear
         assert part.params["policy"] == policy and part.params["reductions"] is reductions
