@@ -8,8 +8,8 @@ functions, contexts, module calls and views. For few tokens, that host work take
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from types import FunctionType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,26 +30,19 @@ from .row_parallel import ReducedRowParallelLinear
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function of queries `[s, 1, h, d]`, and keys and values `[s, 1, g, d]`, that returns `[s, 1, h, d]`."""
 
-_PLAIN_SETTINGS: tuple[tuple[str, Any], ...] = (
-    ("fp32_residual_connection", False),
-    ("fp8", None),
-    ("fp4", None),
-    ("sequence_parallel", False),
-    ("attention_output_gate", False),
-    ("inference_fuse_tp_communication", False),
-    ("use_te_activation_func", False),
-    ("activation_func_clamp_value", None),
-    ("glu_linear_offset", 0.0),
-    ("no_rope_freq", None),
-    ("test_mode", False),
+_FALSE = (
+    *("fp32_residual_connection", "sequence_parallel", "attention_output_gate", "inference_fuse_tp_communication"),
+    *("use_te_activation_func", "test_mode"),
 )
+_NONE = ("fp8", "fp4", "activation_func_clamp_value", "no_rope_freq")
+_PLAIN_SETTINGS = dict.fromkeys(_FALSE, False) | dict.fromkeys(_NONE) | {"glu_linear_offset": 0.0}
 """Required settings: with other values a layer computes something else."""
 
 
 def why_not_direct(gpt: GPTModel) -> str | None:
     """Return None if `DirectLayer` supports every layer, else the reason in a few words."""
     config = gpt.config
-    for key, plain in _PLAIN_SETTINGS:
+    for key, plain in _PLAIN_SETTINGS.items():
         if getattr(config, key) != plain:
             return f"{key} is {getattr(config, key)}"
     if config.bias_activation_fusion and not (config.gated_linear_unit and config.activation_func == functional.silu):
@@ -70,9 +63,7 @@ def why_not_direct(gpt: GPTModel) -> str | None:
             ("mlp.linear_fc1", (ColumnParallelLinear,)),
             ("mlp.linear_fc2", (RowParallelLinear, ReducedRowParallelLinear)),
         ):
-            part = layer
-            for word in name.split(".") if name else ():
-                part = getattr(part, word)
+            part = attrgetter(name)(layer) if name else layer
             if type(part) not in kinds:
                 return f"layer {number}'s {name or 'class'} is {type(part).__name__}"
         if config.num_query_groups < layer.self_attention.world_size:

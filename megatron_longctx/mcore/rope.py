@@ -185,8 +185,9 @@ class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
         self._sequence = sequence
         original: Any = self.rotary_pos_emb
         del self.rotary_pos_emb  # a registered submodule can only be replaced by another module
-        self.rotary_pos_emb: Any = _LatentEmbedding(sequence, returns_stretch=self.config.rope_type != "rope")
-        sequence.set_rope(LatentRope((frequencies or _frequencies_of(original)).to(original.inv_freq.device)))
+        frequencies = (frequencies or _frequencies_of(original)).to(original.inv_freq.device)
+        self.rotary_pos_emb: Any = _LatentRope(sequence, frequencies, self.config.rope_type != "rope")
+        sequence.set_rope(self.rotary_pos_emb)
         if self.tp_group.size() > 1:
             if not self.config.sequence_parallel:
                 remedy = (
@@ -240,30 +241,23 @@ class _Angles:
         """Return None: core attention rotates nothing, because Megatron's layer does."""
 
 
-@dataclass(frozen=True)
-class LatentRope:
-    """The `ShardedSequence.rope` of a model with MLA."""
-
-    frequencies: Frequencies
-
-    def equals(self, other: Rope) -> bool:
-        return isinstance(other, LatentRope) and other.frequencies.equals(self.frequencies)
-
-    def rotations_of(self, pack: Pack) -> _Angles:
-        inverse = self.frequencies.inverse.double()  # at a million tokens, fp32 angles are off by 0.03 rad
-        angles = torch.outer(pack.positions(inverse.device).double(), inverse).remainder(2 * math.pi).float()
-        return _Angles(torch.cat((angles, angles), dim=-1), self.frequencies.stretch)
-
-
-class _LatentEmbedding:
-    """The rotary embedding of `LatentSelfAttention`, with the two calls that Megatron makes.
+class _LatentRope:
+    """RoPE of a model with MLA: its `ShardedSequence.rope`, and the `rotary_pos_emb` that Megatron's layers call.
 
     Args:
         returns_stretch: whether Megatron expects angles and their stretch.
     """
 
-    def __init__(self, sequence: ShardedSequence, returns_stretch: bool) -> None:
-        self._sequence, self._returns_stretch = sequence, returns_stretch
+    def __init__(self, sequence: ShardedSequence, frequencies: Frequencies, returns_stretch: bool) -> None:
+        self._sequence, self._frequencies, self._returns_stretch = sequence, frequencies, returns_stretch
+
+    def equals(self, other: Rope) -> bool:
+        return isinstance(other, _LatentRope) and other._frequencies.equals(self._frequencies)
+
+    def rotations_of(self, pack: Pack) -> _Angles:
+        inverse = self._frequencies.inverse.double()  # at a million tokens, fp32 angles are off by 0.03 rad
+        angles = torch.outer(pack.positions(inverse.device).double(), inverse).remainder(2 * math.pi).float()
+        return _Angles(torch.cat((angles, angles), dim=-1), self._frequencies.stretch)
 
     def get_rotary_seq_len(
         self, context: Any, transformer: Any, hidden: Tensor, config: Any, packed: PackedSeqParams | None
