@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _Storag
 
 from ..comm import on_rank_0
 from . import checkpoint_digests
-from .version import take_common
+from .version import pop_common_state
 
 _FILES = 2  # of a rank, each written by a thread
 _THROUGH = 2**26  # bytes of page-locked memory
@@ -55,7 +55,7 @@ class SharedSaveStrategy(FullyParallelSaveStrategyWrapper):  # type: ignore[misc
         super().__init__(PlannedSaveStrategy(), group)
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *args: Any) -> AsyncRequest:
-        if (common := take_common(sharded_state_dict)) is not None:
+        if (common := pop_common_state(sharded_state_dict)) is not None:
             on_rank_0(lambda: torch.save(common, Path(checkpoint_dir) / COMMON_STATE_FNAME))
         return super().async_save(sharded_state_dict, checkpoint_dir, *args)
 

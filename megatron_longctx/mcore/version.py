@@ -32,7 +32,7 @@ def common_loader() -> tuple[Any, str]:
     return (serialization, "load_common_state_dict") if _NEW else (common.TorchCommonLoadStrategy, "load_common")
 
 
-def take_common(sharded: dict[str, Any]) -> dict[str, Any] | None:
+def pop_common_state(sharded: dict[str, Any]) -> dict[str, Any] | None:
     """Remove and return the state that 0.19 would write as a sharded object.
 
     0.16 writes it into `common.pt`, which both releases read.
