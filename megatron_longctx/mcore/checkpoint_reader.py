@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .version import common_loader
+from .version import common_state_loader
 
 # What torch 2.11 to 2.13 and Megatron-Core 0.16 and 0.19 write into `.metadata`, besides dtypes.
 _METADATA = (
@@ -103,7 +103,7 @@ def load(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (torch_dist, "_get_filesystem_reader", lambda path, **_: _Reader(path)),
         (torch_dist, "MCoreLoadPlanner", _Planner),
-        (*common_loader(), lambda *args: read_common(Path(args[-1]))),
+        (*common_state_loader(), lambda *args: read_common(Path(args[-1]))),
     )
     with contextlib.ExitStack() as afterwards:
         for owner, name, ours in replaced:

@@ -21,7 +21,7 @@ SAVE_ARGUMENTS = {"async_strategy": "mcore"} if _NEW else {}
 """Arguments of `dist_checkpointing.save`. By default, 0.19 saves asynchronously with a package that may be missing."""
 
 
-def common_loader() -> tuple[Any, str]:
+def common_state_loader() -> tuple[Any, str]:
     """Return the object and the name of its function that reads `common.pt`; the folder is its last argument.
 
     In 0.16 it is a strategy's method.
