@@ -17,7 +17,7 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from .checkpoint_shards import own_state, state_shards
 from .optimizer_host import host_states, parts_of
-from .version import groups_by_kind
+from .version import match_groups_by_kind
 
 # Settings that live in the parameter groups and would otherwise be taken from the checkpoint.
 _KINDS, _OF_EXPERTS = ("wd_mult", "lr_mult", "is_decoupled_lr"), "is_expert_parallel"
@@ -76,7 +76,7 @@ def load(optimizer: MegatronOptimizer, loaded: Any) -> None:
     parts = parts_of(optimizer)
     own = [{key: group[key] for key in _HYPERPARAMETERS if key in group} for group in optimizer.param_groups]
     groups = _saved_groups(loaded)
-    with groups_by_kind():
+    with match_groups_by_kind():
         for index, part in enumerate(parts):
             _load_part(part, loaded if len(parts) == 1 else loaded.get(index, {}), groups)
     if isinstance(optimizer, ChainedOptimizer) and len(parts) > 1:

@@ -73,7 +73,7 @@ def norms_of_latents(config: Any, submodules: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def groups_by_kind() -> Iterator[None]:
+def match_groups_by_kind() -> Iterator[None]:
     """Let optimizers match the parameter groups of a checkpoint by kind only.
 
     0.19 also compares the learning rates, which a run may change.
