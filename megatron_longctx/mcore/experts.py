@@ -113,7 +113,7 @@ class SeededExperts(torch.nn.Module):
             first = pg_collection.ep.rank() * num_local_experts
             for name, weight in self.named_parameters():
                 if weight.ndim == 2:
-                    torch.manual_seed(seed + int(numbered(name, first).split(".")[1]) * 2 + ("linear_fc2" in name))
+                    torch.manual_seed(seed + int(expert_name(name, first).split(".")[1]) * 2 + ("linear_fc2" in name))
                     _init_shard(weight, name, config, pg_collection.expt_tp)
         if config.add_bias_linear:
             for module in self.modules():
@@ -135,7 +135,7 @@ def _init_shard(weight: Tensor, name: str, config: Any, group: Any) -> None:
     weight.data.copy_(torch.cat(parts, dim))
 
 
-def numbered(name: str, first: int) -> str:
+def expert_name(name: str, first: int) -> str:
     """Return a parameter's name, for an expert's as `…experts.NUMBER.…` with its number in the whole layer.
 
     Args:
