@@ -76,7 +76,7 @@ def initialize(
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def of_config(par: ParallelismConfig, seed: int = 1234) -> ProcessGroupCollection:
+def from_config(par: ParallelismConfig, seed: int = 1234) -> ProcessGroupCollection:
     """Call `initialize` with a configuration's sizes."""
     return initialize(
         tensor=par.tensor_parallel_size,

@@ -61,7 +61,7 @@ class Trainer:
         self.stop = stop
         self.stopped_by: signal.Signals | None = None
         train = config.train
-        self.groups = groups.of_config(config.parallelism, train.seed)
+        self.groups = groups.from_config(config.parallelism, train.seed)
         if config.attention.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
         tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)

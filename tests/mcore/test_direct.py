@@ -60,7 +60,7 @@ class Ops(TorchDispatchMode):
 
 def engine_of(config: Config) -> tuple[LongContextEngine, CachedGPT]:
     """Build an engine and its model, whose biases and norms are not left at their initial values."""
-    collection = groups.of_config(config.parallelism, seed=5)
+    collection = groups.from_config(config.parallelism, seed=5)
     engine, _ = build_engine(for_inference(config), collection, None)
     assert isinstance(engine.model, CachedGPT)
     gen = torch.Generator().manual_seed(7)

@@ -173,7 +173,7 @@ def _in_thd(root: Path) -> list[float]:
 
 def _steps(root: Path, model: str, steps: tuple[Any, ...], settings: dict[str, Any]) -> list[Any]:
     config = _config(root, model, settings)
-    collection = groups.of_config(config.parallelism, seed=9)
+    collection = groups.from_config(config.parallelism, seed=9)
     megatron, sequence = transformer_config(config), build_sequence(config, collection.cp)
     gpt = build_model(config, megatron, collection, sequence, VOCABULARY)
     models = optimizer.wrap_ddp([gpt], megatron, collection, distributed=False)

@@ -47,7 +47,7 @@ LEARNED = {"model.position_embedding": "learned", "model.bias": True, "model.tie
 def _build(root: Path, settings: dict[str, Any], dropout: float = 0.0) -> tuple[GPTModel, ShardedSequence]:
     """Ranks that the settings do not use are data parallel. The weights are numbers of bf16 in any precision."""
     config = tiny_config(root, "gpt", {"data.seq_length": LENGTH, **settings})
-    collection = groups.of_config(config.parallelism, seed=5)
+    collection = groups.from_config(config.parallelism, seed=5)
     megatron = transformer_config(config)
     megatron.hidden_dropout = dropout  # Megatron's, which no recipe sets
     sequence = build_sequence(config, collection.cp)
