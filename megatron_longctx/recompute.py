@@ -38,7 +38,7 @@ class StoredTensors:
         """
         tensors, self._on_device = self._on_device, None
         if tensors is None:
-            raise RuntimeError(f"what a layer stored {_TAKEN_TWICE}")
+            raise RuntimeError(f"the stored state of a layer {_TAKEN_TWICE}")
         return tensors
 
 

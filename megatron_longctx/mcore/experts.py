@@ -136,7 +136,7 @@ def _init_shard(weight: Tensor, name: str, config: Any, group: Any) -> None:
 
 
 def expert_name(name: str, first: int) -> str:
-    """Return a parameter's name, for an expert's as `…experts.NUMBER.…` with its number in the whole layer.
+    """Return a parameter's name; an expert's becomes `…experts.NUMBER.…` with its number in the whole layer.
 
     Args:
         first: the number of this rank's first expert.

@@ -114,7 +114,7 @@ class ShardedSequence:
         return parsed.pack
 
     def rotation(self, pack: Pack, window: Window = UNBOUNDED) -> Callable[[Tensor], Tensor] | None:
-        """Return what rotates queries and keys of this rank's tokens in layers with this window; None without RoPE.
+        """Return the function that rotates queries and keys in layers with this window; None without RoPE.
 
         It is computed once for a pack.
         """
