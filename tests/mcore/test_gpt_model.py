@@ -14,7 +14,7 @@ from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.model import build_model, fingerprint, padded_vocab_size, transformer_config
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.recorded import relative_error
+from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.training import GPT2, Job, RecordingTrainer, changed, tiny_config, tiny_corpus
 
 VOCABULARY = 96

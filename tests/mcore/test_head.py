@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_longctx.mcore import groups, optimizer
 from megatron_longctx.mcore.head import ChunkedHeadGPT, Head, chunked_cross_entropy
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.recorded import relative_error
+from megatron_longctx.testing.tolerances import relative_error
 from tests.mcore import tiny_gpt
 
 LENGTH, BATCH, HIDDEN, VOCABULARY = 22, 2, 16, 48

@@ -27,7 +27,7 @@ from megatron_longctx.mcore.rope import ShardedRotaryEmbedding
 from megatron_longctx.mcore.sequence import ShardedSequence
 from megatron_longctx.mcore.spec import with_context_parallel
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.recorded import relative_error
+from megatron_longctx.testing.tolerances import relative_error
 from tests.mcore.tiny_gpt import DenseAttention, Layout, model_config
 
 VOCABULARY, DOCUMENTS = 64, (9, 14)

@@ -30,7 +30,7 @@ from megatron_longctx.mcore.step import TrainStep
 from megatron_longctx.metrics.flops import Work
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import visible
-from megatron_longctx.training.recorded import relative_error
+from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.training import tiny_config
 
 VOCABULARY = 64

@@ -33,7 +33,7 @@ from megatron_longctx.mcore.spec import block_spec
 from megatron_longctx.mcore.version import mlp_spec
 from megatron_longctx.recompute import Store
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.recorded import relative_error
+from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.sequences import sequence_of
 from tests.shared.training import GPT2, tiny_config
 

@@ -24,7 +24,7 @@ from megatron_longctx.mcore.row_parallel import ReducedRowParallelLinear, RowRed
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.mcore.version import mlp_spec
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.recorded import relative_error
+from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.training import tiny_config
 
 VOCABULARY, LENGTH = 96, 24
