@@ -26,7 +26,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from .optimizer_host import host_states, parts_of
-from .version import groups_by_kind
+from .version import match_groups_by_kind
 
 _KINDS, _OF_EXPERTS = ("wd_mult", "lr_mult", "is_decoupled_lr"), "is_expert_parallel"
 # Settings in parameter groups that the run, and not the checkpoint, decides.
@@ -162,7 +162,7 @@ def load(optimizer: MegatronOptimizer, loaded: Any) -> None:
     parts = parts_of(optimizer)
     own = [{key: group[key] for key in _HYPERPARAMETERS if key in group} for group in optimizer.param_groups]
     groups = _saved_groups(loaded)
-    with groups_by_kind():
+    with match_groups_by_kind():
         for index, part in enumerate(parts):
             state = loaded if len(parts) == 1 else loaded.get(index, {})
             if isinstance(part, DistributedOptimizer):

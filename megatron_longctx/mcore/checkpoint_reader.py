@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .version import common_loader
+from .version import common_state_loader
 
 # The classes that torch 2.11 to 2.13 and Megatron-Core 0.16 and 0.19 write into `.metadata`, besides dtypes.
 _METADATA_CLASSES = (
@@ -103,7 +103,7 @@ def load(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
     with (  # Megatron has no parameters for its readers and planners
         patch.object(torch_dist, "_get_filesystem_reader", lambda path, **_: _Reader(path)),
         patch.object(torch_dist, "MCoreLoadPlanner", _Planner),
-        patch.object(*common_loader(), lambda *args: read_common(Path(args[-1]))),
+        patch.object(*common_state_loader(), lambda *args: read_common(Path(args[-1]))),
     ):
         strategy = torch_dist.TorchDistLoadShardedStrategy()
         loaded: dict[str, Any] = dist_checkpointing.load(sharded, str(path), strategy)

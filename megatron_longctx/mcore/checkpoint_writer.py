@@ -30,7 +30,7 @@ from ..comm import from_all, on_rank_0
 from . import checkpoint_folder
 from .checkpoint_folder import Digests, Retention
 from .checkpoint_reader import first_line
-from .version import take_common
+from .version import pop_common_state
 
 _PINNED_BYTES = 2**26
 _SMALL_BYTES = 2**16  # a tensor up to this size is copied immediately; a forward pass changes no larger ones
@@ -40,7 +40,7 @@ class SaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Megatron's ``torch_dist`` strategy for saving, whose requests `PendingSave` executes."""
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *args: Any) -> AsyncRequest:
-        if (common := take_common(sharded_state_dict)) is not None:
+        if (common := pop_common_state(sharded_state_dict)) is not None:
             on_rank_0(lambda: torch.save(common, Path(checkpoint_dir) / COMMON_STATE_FNAME))
         # Megatron's writer uses the module's queue; by default that belongs to a manager process that it would start.
         with patch.object(filesystem_async, "_results_queue", queue.Queue()):

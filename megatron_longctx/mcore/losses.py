@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ..config import Config, RecomputeConfig
 from ..errors import refuse
-from ..evaluation.positions import Losses, edges
+from ..evaluation.results import Losses, edges
 from .data import TrainingData
 from .inference import check_sizes, load_model
 from .model import padded_vocab_size

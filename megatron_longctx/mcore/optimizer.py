@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from ..config import OptimConfig
-from .experts import numbered
+from .experts import expert_name
 from .optimizer_host import keep_on_host
 
 _LAYERS = "decoder.layers."
@@ -145,7 +145,7 @@ def named_parameters(models: Sequence[DistributedDataParallel]) -> dict[str, Any
         if name.startswith(_LAYERS):
             number, _, rest = name.removeprefix(_LAYERS).partition(".")
             name = f"{_LAYERS}{before + int(number)}.{rest}"
-            name = numbered(name, getattr(gpt.decoder.layers[int(number)].mlp, "local_expert_indices", [0])[0])
+            name = expert_name(name, getattr(gpt.decoder.layers[int(number)].mlp, "local_expert_indices", [0])[0])
         parameters[name] = parameter
     return parameters
 

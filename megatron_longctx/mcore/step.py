@@ -22,10 +22,10 @@ from torch import Tensor
 from ..comm import Times
 from ..metrics.flops import Work
 from ..schedules.mask import Window
+from .core_attention import layer_window
 from .data import Batch
 from .pack import Pack
 from .sequence import ShardedSequence
-from .settings import layer_window
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from megatron_longctx.mcore.step import TrainStep
 from megatron_longctx.metrics.flops import Work
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import visible
-from megatron_longctx.training.recorded import relative_error
+from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.training import tiny_config
 
 VOCABULARY = 64
@@ -176,7 +176,7 @@ def _in_thd(root: Path) -> list[float]:
 
 def _steps(root: Path, model: str, steps: tuple[Any, ...], settings: dict[str, Any]) -> list[Any]:
     config = _config(root, model, settings)
-    collection = groups.of_config(config.parallelism, seed=9)
+    collection = groups.from_config(config.parallelism, seed=9)
     megatron, sequence = transformer_config(config), build_sequence(config, collection.cp)
     gpt = build_model(config, megatron, collection, sequence, VOCABULARY)
     models = optimizer.wrap_ddp([gpt], megatron, collection, distributed=False)

@@ -88,7 +88,7 @@ def model_config(layout: Layout, **overrides: Any) -> TransformerConfig:
 
 def build_model(config: TransformerConfig, collection: ProcessGroupCollection, *, tied: bool) -> GPTModel:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    norm = norms.norm_class("RMSNorm")
+    norm = norms.RMSNorm
     spec.submodules.input_layernorm = norm
     spec.submodules.pre_mlp_layernorm = norm
     spec.submodules.self_attention.submodules.core_attention = DenseAttention

@@ -171,11 +171,11 @@ class RecordingTrainer(RecordedTrainer):
         dist.barrier()
         self.job = job
         super().__init__(job.config, folder)
-        self.record = Record(self.step, losses=self.figures.losses, grad_norms=self.figures.grad_norms)
+        self.record = Record(self.step, losses=self.curves.losses, grad_norms=self.curves.grad_norms)
         self._exports: list[int] = []
         self._set_weights()
 
-    def observe(self) -> None:
+    def _before_optimizer_step(self) -> None:
         job = self.job
         if self.step in job.gradients_at:
             self._keep_gradients()
