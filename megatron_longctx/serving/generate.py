@@ -17,7 +17,7 @@ from ..config import Config
 from ..errors import refuse
 from ..inference.engine import LongContextEngine, Session
 from ..inference.sampling import Sampling
-from ..mcore.tokenizer import beginning, build_tokenizer, text_of
+from ..mcore.tokenizer import bos_tokens, build_tokenizer, text_of
 from ..models.chat import Chat, Message, chat_of
 from .inference_job import InferenceJob, job_of, refuse_unread, run, split_words
 from .text_stream import TextStream
@@ -39,7 +39,7 @@ def generate(words: Sequence[str], chat: bool = False) -> None:
     refuse_unread(settings)
     prompt = _prompt(own, chat)
     tokenizer = build_tokenizer(job.config.data.tokenizer, job.config.data.tokenizer_path)
-    length = 0 if prompt is None else len(beginning(tokenizer)) + len(tokenizer.tokenize(prompt))
+    length = 0 if prompt is None else len(bos_tokens(tokenizer)) + len(tokenizer.tokenize(prompt))
     if chat:
         chat_of(job.config.inference.chat_template, tokenizer)  # refused before any rank starts
     run(replace(job, config=_with_cache(job.config, length), options=prompt), _converse)
@@ -121,7 +121,7 @@ class _Talk:
     def _take(self, text: str) -> None:
         begin = time.perf_counter()
         if self.chat.template is None:
-            begin_of_text = [] if self.messages or self._session.tokens else beginning(self.tokenizer)
+            begin_of_text = [] if self.messages or self._session.tokens else bos_tokens(self.tokenizer)
             self._session.append([*begin_of_text, *self.tokenizer.tokenize(self._ended_answer() + text)])
         else:
             self._extend([*self.messages, {"role": "user", "content": text.rstrip("\n")}])

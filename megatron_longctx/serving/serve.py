@@ -25,7 +25,7 @@ from ..errors import refuse
 from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling
 from ..inference.scheduler import Limits, Request, Scheduler
-from ..mcore.tokenizer import beginning, build_tokenizer, text_of, token_chars
+from ..mcore.tokenizer import bos_tokens, build_tokenizer, text_of, token_chars
 from ..models.chat import chat_of
 from ..training.signals import handled
 from .http_api.access import Access, access_of
@@ -103,7 +103,7 @@ def _serve(job: InferenceJob, engine: LongContextEngine, tokenizer: Any) -> None
         default_tokens=job.config.inference.max_new_tokens,
         bounds=scheduler.bounds,
         token_chars=token_chars(tokenizer),
-        begin=tuple(beginning(tokenizer)),
+        begin=tuple(bos_tokens(tokenizer)),
     )
     with _serving(model, inbox, settings):
         _rounds(scheduler, inbox)
