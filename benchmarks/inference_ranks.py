@@ -27,7 +27,7 @@ from megatron_longctx.inference.session import NextToken, Session
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, pages_per_rank
 from megatron_longctx.schedules import Target
-from megatron_longctx.training.ranks import world
+from megatron_longctx.training.ranks import world_group
 
 REPLICATED = "replicated"
 """Short prompts as the engine computes them where no mode is named (`inference.decode`); nothing is chosen then."""
@@ -263,7 +263,7 @@ class _Rig:
         return found
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        return [max(of_ranks) for of_ranks in zip(*from_all(world(), seconds), strict=True)]
+        return [max(of_ranks) for of_ranks in zip(*from_all(world_group(), seconds), strict=True)]
 
     def _say(self, words: str) -> None:
         """A line for whoever waits for the tables."""

@@ -29,7 +29,7 @@ from megatron_longctx.mcore.inference import load_model
 from megatron_longctx.mcore.losses import for_losses
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.serving.inference_job import InferenceJob, build_job, start
-from megatron_longctx.verbs.importing import import_model
+from megatron_longctx.verbs.conversion import import_model
 
 from .rounding import Rounding, rounded
 

@@ -40,7 +40,7 @@ class PeerMerge:
         """Merge what decode does once: of few shares and of many, multiples of 16 numbers apart or not."""
         for rows, splits in product((1, 16), (1 << i for i in range(8))):
             out = torch.empty(rows, heads, head_dim, dtype=dtype, device=device)
-            shares = PackedPartials.like(out, (splits,))
+            shares = PackedPartials.empty(out, (splits,))
             shares.flat.zero_()
             self(shares, out)
 

@@ -12,17 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention.bind import Bound, Engine, bind
+from ..attention.bind import Bound, Engine, Shapes, bind
+from ..attention.function import add_sink_, merge_sink
 from ..attention.kv_format import Int8KV, KVFormat, StackedKV
 from ..attention.run import Run
-from ..attention.shapes import Shapes
-from ..attention.sinks import add_sink_, merge_sink
 from ..comm import BufferPool, PeerMemoryError, PeerMerge, PeerTransport, choose_transport, from_all, gather_over
 from ..errors import refuse
 from ..kernels import KernelRequest, choose
-from ..kernels.paged import DTYPES, PackedPartials, Pages, attend_pages, attend_shares, fused_kernels, merge_ranks
+from ..kernels.paged import (
+    FUSED_DTYPES,
+    PackedPartials,
+    Pages,
+    attend_pages,
+    attend_splits,
+    compile_decode,
+    has_fused_kernels,
+    merge_ranks,
+)
+from ..kernels.partials import compile_merges
 from ..kernels.quantize_kv import SCALE_BYTES
-from ..kernels.warm_up import compile_decode, compile_merges
 from ..schedules import Kind, Lowering, Target, Workload
 from ..topology.cluster import GIB
 from .batch import Batch
@@ -130,7 +138,7 @@ class CachedAttention:
         self._num_new = 0
         self._pages: Mapping[int | None, Pages] | None = None  # of replicated tokens
         self.unused_slot = slots  # one more than there are; nobody reads it
-        like = shape.kv.like(slots + 1, 1, shape.num_kv_heads, device)
+        like = shape.kv.spec(slots + 1, 1, shape.num_kv_heads, device)
         try:
             self._storage = [torch.zeros(like.shape, dtype=like.dtype, device=device) for _ in range(shape.num_layers)]
         except (RuntimeError, MemoryError) as error:  # CPUs have no error type for being out of memory
@@ -208,7 +216,7 @@ class CachedAttention:
         group, shape = self.group, self.shape
         if group is None or self._merge is not None or not isinstance(self._engine.transport, PeerTransport):
             return
-        if shape.dtype in DTYPES and all(from_all(group, fused_kernels())):
+        if shape.dtype in FUSED_DTYPES and all(from_all(group, has_fused_kernels())):
             try:
                 self._merge = PeerMerge.of(group, self.device, most, shape.num_heads, shape.head_dim)
             except PeerMemoryError as error:  # on all ranks alike
@@ -272,7 +280,7 @@ class CachedAttention:
     def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
         storage, kv = self._storage[layer], self.shape.kv
         in_place = isinstance(self._new_slots, slice)
-        new = storage[self._new_slots] if in_place else kv.like(self._num_new, 1, k.shape[2], self.device).empty()
+        new = storage[self._new_slots] if in_place else kv.spec(self._num_new, 1, k.shape[2], self.device).empty()
         for into, source in kv.pairs(new, k, v):
             into.copy_(source)
         if not in_place:
@@ -282,7 +290,7 @@ class CachedAttention:
         """Attend to this rank's keys, on rank 0 also to the sink, and merge the results of all ranks in rank order."""
         q, cache = q[:, 0], self._storage[layer][:, :, 0]
         merge = self._merge if self._merge is not None and self._merge.fits(*q.shape) else None
-        partial = (attend_pages if merge is None else attend_shares)(q, cache, pages, scale)
+        partial = (attend_pages if merge is None else attend_splits)(q, cache, pages, scale)
         if sink is not None and self.rank == 0:
             add_sink_(partial.out.view(-1, *q.shape)[0], partial.lse.view(-1, *q.shape[:2])[0], sink)
         if self.world == 1:

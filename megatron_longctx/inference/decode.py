@@ -24,7 +24,7 @@ from torch import Tensor
 from ..comm import from_all, from_first
 from ..config import InferenceConfig
 from ..errors import refuse
-from ..kernels.paged import DTYPES, Pages, fused_kernels, most_together
+from ..kernels.paged import FUSED_DTYPES, Pages, has_fused_kernels, max_queries_per_tile
 from .cache_manager import CacheManager, ScheduledChunk
 from .cached_attention import CachedAttention, CachedModel
 from .session import NOT_FINITE, NextToken
@@ -69,7 +69,7 @@ class Decoder:
         if self._max_sequences:
             self._attention.allocate_merge(max(MAX_ROWS, self.max_prompt))
         shape = self._attention.shape
-        self._tile = most_together(shape.num_heads, shape.num_kv_heads)
+        self._tile = max_queries_per_tile(shape.num_heads, shape.num_kv_heads)
         self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         tiles = max(MAX_ROWS, self.max_prompt // self._tile) if self._max_sequences else 0
         self._windows = tuple(window for window in shape.distinct_windows if window is not None)
@@ -174,7 +174,7 @@ class Decoder:
         whole = Pages(self._inputs.pages[:tiles], fields[_COUNT], self._cache_manager.page_tokens, tile)
         pages: dict[int | None, Pages] = {None: whole}
         for window, skipped in zip(self._windows, fields[_SKIPPED:], strict=True):
-            pages[window] = replace(whole, skipped=skipped)
+            pages[window] = replace(whole, window_starts=skipped)
         self._attention.begin_replicated(pages, fields[_SLOT])
         logits = self._model.logits(fields[_TOKEN], fields[_POSITION], fields[_ENDS, :tiles])
         ids = torch.where(torch.isfinite(logits).all(-1), logits.argmax(-1), NOT_FINITE)
@@ -295,9 +295,9 @@ def why_no_graphs(attention: CachedAttention) -> str | None:
     """Return why this rank cannot capture steps, or None if it can."""
     if attention.device.type != "cuda":
         return f"the model is on {attention.device.type}"
-    if attention.shape.dtype not in DTYPES:
+    if attention.shape.dtype not in FUSED_DTYPES:
         return f"no kernel of ours attends in {attention.shape.dtype}"
-    if not fused_kernels():
+    if not has_fused_kernels():
         return "triton cannot be imported"
     if attention.world > 1 and "nccl" not in dist.get_backend(attention.group):
         return f"messages of {dist.get_backend(attention.group)} cannot be captured"

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_longctx.kernels.fused import fused
+from megatron_longctx.kernels.fused import load_fused
 
-_fused = partial(fused, __name__, "quantizing")
+_fused = partial(load_fused, __name__, "quantizing")
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)

@@ -18,7 +18,7 @@ from ..errors import refuse
 from ..inference.engine import LongContextEngine
 from ..inference.sampling import Sampling
 from ..inference.session import Session
-from ..mcore.tokenizer import beginning, build_tokenizer, text_of
+from ..mcore.tokenizer import bos_tokens, build_tokenizer, text_of
 from ..models.chat import Chat, Message, chat_of
 from ..topology.cluster import GIB
 from .inference_job import InferenceJob, build_job, check_memory, open_engine, refuse_unread, split_words, start
@@ -42,7 +42,7 @@ def generate(words: Sequence[str], chat: bool = False) -> None:
     refuse_unread(settings)
     prompt = _prompt(own, chat)
     tokenizer = build_tokenizer(job.config.data.tokenizer, job.config.data.tokenizer_path)
-    length = 0 if prompt is None else len(beginning(tokenizer)) + len(tokenizer.tokenize(prompt))
+    length = 0 if prompt is None else len(bos_tokens(tokenizer)) + len(tokenizer.tokenize(prompt))
     if chat:
         chat_of(job.config.inference.chat_template, tokenizer)  # refuse a bad template before any rank starts
     job = replace(job, config=_with_cache(job.config, length), options=prompt)
@@ -130,7 +130,7 @@ class _Conversation:
     def _answer(self, text: str) -> None:
         begin = time.perf_counter()
         if self.chat.template is None:
-            begin_of_text = [] if self.messages or self._session.tokens else beginning(self.tokenizer)
+            begin_of_text = [] if self.messages or self._session.tokens else bos_tokens(self.tokenizer)
             self._session.append([*begin_of_text, *self.tokenizer.tokenize(self._end_of_answer() + text)])
         else:
             self._extend([*self.messages, {"role": "user", "content": text.rstrip("\n")}])
@@ -147,7 +147,7 @@ class _Conversation:
         return "\n" if self.messages else ""
 
     def _extend(self, messages: list[Message]) -> None:
-        """Compute the tokens of the conversation that are not cached; all of them if its beginning has changed."""
+        """Compute the tokens of the conversation that are not cached; all of them if its bos_tokens has changed."""
         self.messages = messages
         # On rank 0, because a template may ask for the time.
         tokens = on_rank_0(lambda: list(self.tokenizer.tokenize(self.chat.text(messages))))

@@ -30,8 +30,7 @@ from ..mcore import groups
 from ..mcore.inference import build_engine, check_cache, for_inference
 from ..mcore.model import RETRAINABLE
 from ..topology import load_cluster
-from ..training import saved_run
-from ..training.preflight import check_kernel, device_type, host_bytes
+from ..training.preflight import check_kernel, check_saved_weights, device_type, host_bytes
 
 _GRACE_S = 5.0
 _SIZES = ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -111,7 +110,7 @@ def build_job(
     parallelism = replace(loaded.parallelism, pipeline_parallel_size=1, data_parallel_size=None)
     attention = replace(loaded.attention, baseline=None)
     config = adapted(override_config(replace(loaded, parallelism=parallelism, attention=attention), settings))
-    saved_run.check("checkpoint", run, config, iteration, free=RETRAINABLE)
+    check_saved_weights("checkpoint", run, config, iteration, ignore=RETRAINABLE)
     job = InferenceJob(config, run / "checkpoints", iteration, options)
     device = device_type(config)
     check_kernel(config, device)

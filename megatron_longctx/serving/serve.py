@@ -23,7 +23,7 @@ from ..config import ServeConfig
 from ..errors import refuse
 from ..inference.sampling import Sampling
 from ..inference.scheduler import Request, Scheduler
-from ..mcore.tokenizer import beginning, build_tokenizer, text_of, token_chars
+from ..mcore.tokenizer import bos_tokens, build_tokenizer, text_of, token_chars
 from ..models.chat import chat_of
 from ..training.signals import handled
 from .http_api.access import build_access
@@ -99,7 +99,7 @@ def _serve(job: InferenceJob, groups: Any) -> None:
             default_tokens=job.config.inference.max_new_tokens,
             limits=scheduler.request_limits,
             token_chars=token_chars(tokenizer),
-            begin=tuple(beginning(tokenizer)),
+            begin=tuple(bos_tokens(tokenizer)),
         )
         with _serving(model, inbox, settings):
             _run_rounds(scheduler, inbox)

@@ -206,11 +206,11 @@ def fall_back(rank: int) -> list[str]:
         raise PeerMemoryError("no room on rank 1")
 
     cached_attention.PeerMerge.of = fails  # type: ignore[assignment, method-assign]
-    cached_attention.fused_kernels = lambda: True  # type: ignore[assignment]
+    cached_attention.has_fused_kernels = lambda: True  # type: ignore[assignment]
     cached_attention.logger.warning = lambda text, error: warnings.append(text % error)  # type: ignore[assignment, method-assign]
     attention.allocate_merge(8)
     assert attention._merge is None
-    cached_attention.fused_kernels = lambda: rank == 0  # type: ignore[assignment]
+    cached_attention.has_fused_kernels = lambda: rank == 0  # type: ignore[assignment]
     cached_attention.PeerMerge.of = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
     attention.allocate_merge(8)  # not allocated, as some rank has no kernels
     return warnings

@@ -148,7 +148,7 @@ def tiles_do_not_matter(engine: LongContextEngine, prompts: list[list[int]]) -> 
     expected = in_chunks(engine, prompts)
     for tile, steps_of in ((1, {16: 7, 8: 1, 4: 2}), (2, {16: 10}), (16, {48: 2, 16: 8})):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decode, "most_together", lambda *_, tile=tile: tile)
+            patch.setattr(decode, "max_queries_per_tile", lambda *_, tile=tile: tile)
             steps = recorded(engine, "replicated")
         torch.testing.assert_close(in_chunks(engine, prompts), expected, rtol=2e-5, atol=2e-5)
         assert (steps.sizes, steps.prompt_steps) == ((steps_of, {}) if tile == 1 else ({}, steps_of))

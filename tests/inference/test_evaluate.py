@@ -140,7 +140,7 @@ def test_a_chats_template_counts(trained: Config, tmp_path: Path, capsys: pytest
         (["tasks=loss_by_position", "data=nowhere"], "data.prefix=nowhere: expected the files nowhere.idx"),
         (
             ["tasks=loss_by_position", "lengths=1", "parallelism=cp2", "samples=1"],
-            "lengths=1: expected tokens for all of 2",
+            "lengths=1: expected 4 or more, so that each of the 2",
         ),
         (["tasks=loss_by_position", "parallelism.pipeline_parallel_size=2"], "expected 1 for inference"),
         ([], "lengths=96: expected at least "),

@@ -10,17 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_longctx.attention.bind import Engine, bind
+from megatron_longctx.attention.bind import Engine, Shapes, bind
 from megatron_longctx.attention.run import Run
-from megatron_longctx.attention.shapes import Shapes
 from megatron_longctx.comm import BufferPool
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager
 from megatron_longctx.inference.cached_attention import CachedAttention, CacheShape
 from megatron_longctx.kernels import AttentionKernel, paged, partials
 from megatron_longctx.kernels.interface import BlockInputs
-from megatron_longctx.kernels.paged import PackedPartials, Pages
-from megatron_longctx.kernels.warm_up import compile_decode, compile_merges
+from megatron_longctx.kernels.paged import PackedPartials, Pages, compile_decode
+from megatron_longctx.kernels.partials import compile_merges
 from megatron_longctx.schedules import Kind, Lowering, Takes, Target
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from megatron_longctx.schedules.totals import MOST_PARTIALS
@@ -108,13 +107,13 @@ def test_decode_needs_no_kernel_that_was_not_compiled(
     for name, launches in kernels.items():
         monkeypatch.setattr(paged_triton, name, launches)
     monkeypatch.setattr(paged_triton, "_processors", lambda _: 132)  # an H100's
-    monkeypatch.setattr(paged, "attend_pages_torch", paged_triton.attend_pages_triton)
+    monkeypatch.setattr(paged, "attend_torch", paged_triton.attend_triton)
     monkeypatch.setattr(paged, "merge_ranks_torch", paged_triton.merge_ranks_triton)
     cache = torch.zeros(256, 2, 2, D, dtype=BF16) if not int8 else torch.zeros(256, 2, 2, D + 4, dtype=torch.uint8)
     compile_decode(torch.empty(0, heads, D, dtype=BF16), cache, 64, windows)
     compiled = {name: set(launches.variants) for name, launches in kernels.items()}
     tables, counts = torch.zeros(128, 5, dtype=torch.int32), torch.ones(513, dtype=torch.int64)
-    together = paged.most_together(heads, 2)
+    together = paged.max_queries_per_tile(heads, 2)
     for rows, beside in [(2**i, 1) for i in range(8)] + [(2**i, together) for i in range(10) if 2**i >= together]:
         for ranks in (2, 3, 8):
             q = torch.empty(rows, heads, D, dtype=BF16)

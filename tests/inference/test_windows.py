@@ -74,9 +74,9 @@ class MergeByCollective:
 
 
 def two_shares(q: Tensor, cache: Tensor, pages: Pages, scale: float) -> PackedPartials:
-    first = torch.zeros_like(pages.counts) if pages.skipped is None else pages.skipped
+    first = torch.zeros_like(pages.counts) if pages.window_starts is None else pages.window_starts
     middle = (first + pages.counts) // 2
-    parts = replace(pages, counts=middle), replace(pages, skipped=middle)
+    parts = replace(pages, counts=middle), replace(pages, window_starts=middle)
     return PackedPartials(torch.stack([attend_pages(q, cache, part, scale).flat for part in parts]), *q.shape)
 
 
@@ -90,7 +90,7 @@ def logits_of(rank: int, cases: list[tuple[str, Config]]) -> list[Logits]:
             with_large_sinks(engine.model._gpt, tensor, rank % tensor)
             if way == "replicated, merged by peers":
                 engine.model.attention._merge = MergeByCollective()  # type: ignore[assignment]
-                patch.setattr(cached_attention, "attend_shares", two_shares)
+                patch.setattr(cached_attention, "attend_splits", two_shares)
             found.append(logits_in(engine))
     return found
 
