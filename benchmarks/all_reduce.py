@@ -20,7 +20,7 @@ from megatron_longctx.errors import refuse
 from megatron_longctx.lowbit.crossover import Crossover
 from megatron_longctx.lowbit.peer_reduce import HALF_BYTES, PeerReduction, peer_reduction
 from megatron_longctx.lowbit.quantized import all_reduce
-from megatron_longctx.training.ranks import Where, start, world
+from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 
 from .inference_ranks import numbers
 from .recorded import Report, table
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: sizes or ranks that cannot be used.
     """
-    where = Where.of(arguments.ranks, arguments.device)
+    where = Ranks.of(arguments.ranks, arguments.device)
     largest = (arguments.largest_mib or (512 if where.device == "cuda" else 4)) * 2**20
     smallest = arguments.smallest_kib * 1024
     if not 0 < smallest <= largest:
@@ -66,9 +66,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise refuse("--blocks", max(blocks), f"1 to {MAX_BLOCKS}", "A kernel has no more.")
     sizes = tuple(takewhile(lambda size: size <= largest, (smallest << i for i in range(64))))
     what, about = "seconds of the slowest rank, by bytes of a rank's tensor", f"all-reduce of {arguments.dtype}"
-    unit = f"{where.ranks} ranks; µs, of the slowest rank; calls {_ISSUED[where.device]}"
-    keep = partial(record, Report(arguments.out, where.device, what, about, unit), where.ranks, arguments.dtype)
-    print(keep(start(where, measure, where, sizes, arguments.dtype, keep, blocks)))
+    unit = f"{where.count} ranks; µs, of the slowest rank; calls {_ISSUED[where.device]}"
+    keep = partial(record, Report(arguments.out, where.device, what, about, unit), where.count, arguments.dtype)
+    print(keep(run_on_ranks(where, measure, where, sizes, arguments.dtype, keep, blocks)))
 
 
 @dataclass
@@ -116,14 +116,14 @@ def record(report: Report, ranks: int, dtype: str, found: Found) -> str:
 
 def measure(
     rank: int,
-    where: Where,
+    where: Ranks,
     sizes: Sequence[int],
     dtype: str,
     keep: Callable[[Found], object],
     blocks: Sequence[int] = (),
 ) -> Found:
     """Every way at every size; all ranks call it. keep: told by rank 0 after every size."""
-    group, device, found = world(), where.here, Found()
+    group, device, found = world_group(), where.local_device, Found()
     makers = ways(group, device, DTYPES[dtype], max(sizes), found.left_out)
     if "over peers" not in found.left_out:
         makers |= _with_blocks(group, device, blocks, found.left_out)

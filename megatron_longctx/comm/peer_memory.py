@@ -100,7 +100,7 @@ class PeerMerge:
         """Compile the kernel for decode: for few and many splits, and for counts that are multiples of 16 or not."""
         for rows, splits in product((1, 16), (1 << i for i in range(8))):
             out = torch.empty(rows, heads, head_dim, dtype=dtype, device=device)
-            partials = PackedPartials.like(out, (splits,))
+            partials = PackedPartials.empty(out, (splits,))
             partials.flat.zero_()
             self(partials, out)
 

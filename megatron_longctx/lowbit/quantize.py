@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_longctx.errors import refuse
-from megatron_longctx.kernels.fused import fused
+from megatron_longctx.kernels.fused import load_fused
 
-_fused = partial(fused, __name__, "quantizing")
+_fused = partial(load_fused, __name__, "quantizing")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes, of every message

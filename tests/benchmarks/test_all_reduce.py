@@ -13,7 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.all_reduce import Found, Measured, crossovers, measure
 from megatron_longctx.comm.peer_memory import PeerMemory
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.ranks import Where
+from megatron_longctx.training.ranks import Ranks
 
 
 def test_it_measures_what_there_is(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ class _Note:
 def test_every_size_is_kept_at_once(tmp_path: Path) -> None:
     told = tmp_path / "told"
     told.write_text("")
-    run_distributed(measure, 2, Where(2, "cpu"), (2**12, 2**13), "fp32", _Note(told))
+    run_distributed(measure, 2, Ranks(2, "cpu"), (2**12, 2**13), "fp32", _Note(told))
     assert told.read_text() == "4 8 "
 
 

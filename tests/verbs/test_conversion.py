@@ -1,4 +1,4 @@
-"""Published models become runs and come back: to the bit, with the same logits as `transformers`, or not at all."""
+"""Import and export: bit-identical weights, the logits of `transformers`, and refusals that leave no files."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from megatron_longctx.compose import RESOLVED, load_config
 from megatron_longctx.mcore import checkpoint_reader
 from megatron_longctx.mcore.checkpoint_weights import JOURNAL
 from megatron_longctx.models.huggingface import HuggingFaceFolder
-from megatron_longctx.serving.inference_job import job_of
+from megatron_longctx.serving.inference_job import build_job
 from megatron_longctx.testing.distributed import run_distributed, start_context
 from megatron_longctx.verbs import cli
-from megatron_longctx.verbs.exporting import export_model
-from megatron_longctx.verbs.importing import import_model, new_folder
+from megatron_longctx.verbs.conversion import export_model, import_model, new_folder
 from tests.shared.published import VOCAB, ours, same, tensors_of, theirs, write_model
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
-# By name: family, dtype, and what differs from the tiny model.
+# Keyed by name: family, dtype, and fields that differ from the tiny model.
 MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "llama": ("llama", torch.float32, {}),
     "llama, biases, tied, bf16": (
@@ -42,11 +41,12 @@ MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
                                                       "shard_size": "20KB"}),
 }  # fmt: skip
 PROMPT = list(range(5, 40))
+Published = dict[str, tuple[Path, Any]]
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    """The folder of every model, and the model of `transformers`."""
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    """The folder of every model, and the model in `transformers`."""
     root = tmp_path_factory.mktemp("published")
     return {
         name: (root / str(number), write_model(root / str(number), family, dtype, **fields))
@@ -55,7 +55,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
 
 
 @pytest.fixture(scope="module")
-def runs(published: dict[str, tuple[Path, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(published: Published, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("runs")
     found = {}
     for number, (name, (folder, _)) in enumerate(published.items()):
@@ -65,9 +65,7 @@ def runs(published: dict[str, tuple[Path, Any]], tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_tensor_comes_back_as_it_was(
-    name: str, published: dict[str, tuple[Path, Any]], runs: dict[str, Path], tmp_path: Path
-) -> None:
+def test_export_restores_every_tensor(name: str, published: Published, runs: dict[str, Path], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     export_model([f"checkpoint={runs[name]}", f"out={tmp_path / 'back'}"])
@@ -81,27 +79,27 @@ def test_every_tensor_comes_back_as_it_was(
     assert tokenizers[0]("the quick fox?").input_ids == tokenizers[1]("the quick fox?").input_ids
 
 
-def test_rope_is_stretched_where_words_say_so(published: dict[str, tuple[Path, Any]], runs: dict[str, Path]) -> None:
+def test_settings_may_scale_rope(published: Published, runs: dict[str, Path]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     (folder, _), run = published["llama"], str(runs["llama"])
     words = {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": 4.0}
-    job = job_of({"checkpoint": run}, [f"{key}={value}" for key, value in words.items()])
+    job = build_job({"checkpoint": run}, [f"{key}={value}" for key, value in words.items()])
     assert job.config.model.rope_scaling.factor == 4.0
     with pytest.raises(ValueError, match=r"of another model.*hidden_size"):
-        job_of({"checkpoint": run}, ["model.hidden_size=128"])
+        build_job({"checkpoint": run}, ["model.hidden_size=128"])
     (logits, tokens), *_ = run_distributed(ours, 1, run, PROMPT, 5, {}, words)
     config = AutoConfig.from_pretrained(folder)
     config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 4.0}
     stretched = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
     expected, likeliest = theirs(stretched, PROMPT, 5, len(logits))
-    assert VOCAB - 10 <= len(logits) < VOCAB  # the tokenizer's
+    assert VOCAB - 10 <= len(logits) < VOCAB  # the size of the tokenizer
     assert (logits - expected).norm() < 1e-4 * expected.norm() and tokens == likeliest
     plain, _ = theirs(published["llama"][1], PROMPT, 1, len(logits))
     assert (logits - plain).norm() > 1e-2 * plain.norm()
 
 
-def test_a_run_says_what_it_was_made_of(published: dict[str, tuple[Path, Any]], runs: dict[str, Path]) -> None:
+def test_the_run_has_the_models_configuration_and_tokenizer(published: Published, runs: dict[str, Path]) -> None:
     config = load_config(runs["qwen2, in shards"] / RESOLVED)
     assert (config.model.name, config.model.head_dim, config.model.qkv_bias) == ("qwen2", 16, True)
     assert (config.model.rope_base, config.model.vocab_size, config.data.seq_length) == (1e6, VOCAB, 256)
@@ -114,9 +112,7 @@ def test_a_run_says_what_it_was_made_of(published: dict[str, tuple[Path, Any]], 
         assert (folder / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_rows_are_added_for_tensor_parallel_ranks_and_taken_off_again(
-    published: dict[str, tuple[Path, Any]], tmp_path: Path
-) -> None:
+def test_rows_for_tensor_parallel_ranks_are_added_and_removed_again(published: Published, tmp_path: Path) -> None:
     folder, _ = published["llama"]
     words = [f"out={tmp_path / 'run'}", "model.vocab_size=304", "parallelism.tensor_parallel_size=2"]
     import_model(str(folder), words)
@@ -126,7 +122,7 @@ def test_rows_are_added_for_tensor_parallel_ranks_and_taken_off_again(
     assert json.loads((tmp_path / "back/config.json").read_text())["vocab_size"] == VOCAB
 
 
-def test_a_precision_that_is_asked_for_rounds(published: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+def test_another_precision_rounds(published: Published, tmp_path: Path) -> None:
     folder, _ = published["llama"]
     import_model(str(folder), [f"out={tmp_path / 'run'}", "train.precision=bf16"])
     export_model([f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'back'}"])
@@ -203,14 +199,12 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_refused_by_name_and_leaves_nothing(
-    name: str, published: dict[str, tuple[Path, Any]], tmp_path: Path
-) -> None:
-    model, spoil, words, said = WRONG[name]
+def test_a_wrong_source_is_refused_by_name_and_leaves_no_files(name: str, published: Published, tmp_path: Path) -> None:
+    model, spoil, words, message = WRONG[name]
     folder = shutil.copytree(published[model][0], tmp_path / "source")
     spoil(folder)
     (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         import_model(str(folder), [f"out={tmp_path / 'out/run'}", *words])
     assert not list((tmp_path / "out").iterdir())
 
@@ -222,21 +216,19 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
-def test_folders_that_are_there_are_kept(
-    published: dict[str, tuple[Path, Any]], runs: dict[str, Path], tmp_path: Path
-) -> None:
+def test_existing_folders_are_not_overwritten(published: Published, runs: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     for refused in (
         lambda: import_model(str(published["llama"][0]), [f"out={tmp_path / 'out'}"]),
         lambda: export_model([f"checkpoint={runs['llama']}", f"out={tmp_path / 'out'}"]),
     ):
-        with pytest.raises(ValueError, match=r"out=.*: expected a new folder; this is there already"):
+        with pytest.raises(ValueError, match=r"out=.*: expected a new folder; this one already exists"):
             refused()
     with pytest.raises(ValueError, match=r"out=: expected out=FOLDER"):
         import_model(str(published["llama"][0]), [])
 
 
-def test_what_a_killed_import_left_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_partial_folder_of_a_killed_import_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run.1.partial").mkdir()
     with new_folder("out", str(tmp_path / "run")):
         pass
@@ -245,7 +237,7 @@ def test_what_a_killed_import_left_is_named(tmp_path: Path, caplog: pytest.LogCa
 
 
 def _import_until_killed(source: str, out: str, saves: int) -> None:
-    """Import, in a process that gets a SIGKILL when so many parameters are written, the last of them not yet noted."""
+    """Import, but kill this process after `saves` parameters; the journal does not have the last one yet."""
     real = torch.save
 
     def counted(value: Any, stream: Any) -> None:
@@ -277,13 +269,13 @@ def _flip(left: Path) -> None:
         (lambda left: (left / JOURNAL).write_text((left / JOURNAL).read_text()[:-9]), [], 7),
         (lambda left: None, ["train.precision=bf16"], None),
     ],
-    ids=["as it was left", "damaged", "noted in part", "another setting"],
+    ids=["unchanged", "damaged", "incomplete journal", "another setting"],
 )
-def test_an_import_that_was_killed_goes_on(
+def test_a_killed_import_is_resumed(
     between: Callable[[Path], object],
     words: list[str],
     taken: int | None,
-    published: dict[str, tuple[Path, Any]],
+    published: Published,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -308,15 +300,15 @@ def test_an_import_that_was_killed_goes_on(
     contents = [{f.relative_to(each): f.read_bytes() for f in each.rglob("*") if f.is_file()} for each in (out, whole)]
     assert contents[0] == contents[1]
     if taken is None:
-        assert f"{left} is of another source or other settings, or under way: beginning afresh" in caplog.text
+        assert f"{left} has another source or other settings, or is still being written: not used" in caplog.text
         assert left.is_dir()
     else:
-        assert f"going on where another import was killed: {taken} of {tensors - 1} parameters are there" in caplog.text
+        assert f"continuing a killed import: {taken} of {tensors - 1} parameters are written" in caplog.text
         assert not left.exists()
 
 
-def test_a_full_disk_leaves_nothing(
-    published: dict[str, tuple[Path, Any]], runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_leaves_no_files(
+    published: Published, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = torch.save
 
@@ -331,9 +323,7 @@ def test_a_full_disk_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_buffers_of_old_versions_and_saved_copies_of_tied_weights_are_no_fault(
-    published: dict[str, tuple[Path, Any]], tmp_path: Path
-) -> None:
+def test_buffers_of_old_versions_and_copies_of_tied_weights_are_accepted(published: Published, tmp_path: Path) -> None:
     name = "llama, biases, tied, bf16"
     folder = shutil.copytree(published[name][0], tmp_path / "source")
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
@@ -345,20 +335,20 @@ def test_buffers_of_old_versions_and_saved_copies_of_tied_weights_are_no_fault(
         import_model(str(folder), [f"out={tmp_path / 'other'}"])
 
 
-def test_no_more_than_a_few_tensors_are_in_memory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_few_tensors_are_in_memory_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "source", "llama", torch.float32, num_hidden_layers=24)
     largest, whole = VOCAB * 32 * 4, sum(x.nbytes for x in tensors_of(tmp_path / "source").values())
     reads = _alive(monkeypatch, HuggingFaceFolder, "read")
     import_model(str(tmp_path / "source"), [f"out={tmp_path / 'run'}"])
     assert sum(reads) > 0 and max(reads) <= 2 * largest < whole / 8
-    reads = _alive(monkeypatch, checkpoint_reader, "tensor_of")
+    reads = _alive(monkeypatch, checkpoint_reader, "read_tensor")
     export_model([f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'back'}"])
     assert sum(reads) > 0 and max(reads) <= 2 * largest
     assert same(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "source"))
 
 
 def _alive(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
-    """By call of a function that reads tensors, the bytes of those that are then in memory."""
+    """Return a list that gets, at each call of a function that reads tensors, the bytes of those in memory."""
     real, found, read = getattr(owner, name), [], []
 
     def counted(*args: Any) -> torch.Tensor:
@@ -371,15 +361,13 @@ def _alive(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
     return found
 
 
-def test_the_commands_say_what_they_did(
-    published: dict[str, tuple[Path, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_commands_log_what_they_did(published: Published, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="megatron_longctx")
     folder, _ = published["llama"]
     assert cli.main(["import", str(folder), f"out={tmp_path / 'run'}"]) == 0
     assert cli.main(["export", f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'back'}", "iteration=0"]) == 0
-    said = [record.getMessage() for record in caplog.records]
-    assert f"imported {folder} (llama, fp32) into {tmp_path / 'run'}" in said[0]
-    assert f"exported step 0 of {tmp_path / 'run'} (llama, float32) into {tmp_path / 'back'}" in said[-1]
+    messages = [record.getMessage() for record in caplog.records]
+    assert f"imported {folder} (llama, fp32) into {tmp_path / 'run'}" in messages[0]
+    assert f"exported step 0 of {tmp_path / 'run'} (llama, float32) into {tmp_path / 'back'}" in messages[-1]
     assert cli.main(["export", f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'b'}", "iteration=5"]) == 2
     assert cli.main(["export", f"checkpoint={tmp_path / 'run'}", f"out={tmp_path / 'b'}", "train.steps=5"]) == 2
