@@ -13,7 +13,7 @@ from .experts import check_expert_parallelism, check_experts
 from .latent import check_latent, check_latent_parallelism
 from .planned import configured_mode
 from .rope_scaling import check_rope_scaling
-from .tree import LEAST_WEIGHT, Config, ModelConfig
+from .tree import LEAST_WEIGHT, Config, InferenceConfig, ModelConfig
 
 
 def check_value(name: str, value: object) -> None:
@@ -23,6 +23,18 @@ def check_value(name: str, value: object) -> None:
         ValueError: names the key and value, what was expected and what to do.
     """
     check(next(key for key in keys_of(Config)[name.partition(".")[0]] if key.name == name), value)
+
+
+def check_inference(inference: InferenceConfig) -> None:
+    """Check the settings of inference, also outside a `Config`.
+
+    Raises:
+        ValueError: names the key and value, what was expected and what to do.
+    """
+    for key in keys_of(Config)["inference"]:
+        check(key, getattr(inference, key.name.removeprefix("inference.")))
+    if inference.exact_reuse and inference.prefill_chunk is None:
+        raise refuse("inference.prefill_chunk", None, "a number with inference.exact_reuse=true", "Set it to 2048.")
 
 
 def _divides(key: str, value: int, of_key: str, of_value: int) -> None:
@@ -221,8 +233,7 @@ def validate(config: Config) -> None:
     if config.attention.baseline is not None:
         _validate_baseline(config)
     _validate_training(config)
-    if config.inference.exact_reuse and config.inference.prefill_chunk is None:
-        raise refuse("inference.prefill_chunk", None, "a number with inference.exact_reuse=true", "Set it to 2048.")
+    check_inference(config.inference)
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

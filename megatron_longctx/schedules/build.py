@@ -32,7 +32,7 @@ def build_plan(
         schedule: a mode, or its name.
         mask: what the tokens see; a number of tokens for a causal sequence.
         options: of a mode that is given by its name.
-        unit: every rank's tokens come in multiples of this (see `layout.layouts`).
+        unit: every rank's tokens come in multiples of this (see `layout`).
         layout: a name in `layout.LAYOUTS` that the mode takes; auto for its own, or for several documents balanced.
 
     Raises:
