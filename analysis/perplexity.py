@@ -73,10 +73,10 @@ def _rank(rank: int, configs: Sequence[Config], num_windows: int) -> list[list[f
     from megatron_longctx.mcore.tokenizer import build_tokenizer
     from megatron_longctx.training.loop import Trainer
     from megatron_longctx.training.signals import StopRequest
-    from megatron_longctx.training.worker import _log_to
+    from megatron_longctx.training.worker import configure_logging
 
     data, folder = configs[0].data, RunFolder.of(configs[0])
-    _log_to(folder.log, rank)
+    configure_logging(folder.log, rank)
     trainer = Trainer(configs[0], folder, StopRequest())
     trainer.train()
     weights = trainer.models[0].module.state_dict()

@@ -38,8 +38,7 @@ from megatron_longctx.mcore.model import padded_vocab_size
 from megatron_longctx.mcore.tokenizer import build_tokenizer
 from megatron_longctx.training.preflight import check
 from megatron_longctx.training.run_folder import RunFolder
-from megatron_longctx.training.sources import Source
-from megatron_longctx.training.text import prepare, prepare_missing
+from megatron_longctx.training.text import Source, prepare, prepare_missing
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def _rank(rank: int, cases: Cases, out: Path) -> None:
     from megatron_longctx.mcore import groups
     from megatron_longctx.training.loop import Trainer
     from megatron_longctx.training.signals import StopRequest
-    from megatron_longctx.training.worker import _log_to
+    from megatron_longctx.training.worker import configure_logging
 
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     done = []
@@ -108,7 +107,7 @@ def _rank(rank: int, cases: Cases, out: Path) -> None:
         if rank == 0:
             folder.prepare(config, None)
         dist.barrier()
-        _log_to(folder.log, rank)
+        configure_logging(folder.log, rank)
         trainer = Trainer(config, folder, StopRequest())
         trainer.train()
         del trainer

@@ -17,9 +17,8 @@ from megatron_longctx.config import TRANSPORTS
 from megatron_longctx.errors import refuse
 from megatron_longctx.kernels.interface import PROVIDERS
 from megatron_longctx.schedules import MODES, Mode
-from megatron_longctx.schedules.save_remote import KEEP_RECEIVED
 from megatron_longctx.topology import Cluster, Mesh
-from megatron_longctx.training.ranks import Where, start, world
+from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 
 from .cases import Case, cases
 from .measure import Bench, Contender, Made, Measurement
@@ -58,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default="all", help=f"all, or some of {','.join(MODES)}")
     parser.add_argument("--kernel", choices=("auto", *PROVIDERS), default="auto")
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how blocks travel")
-    parser.add_argument("--keep-received", choices=KEEP_RECEIVED, default="auto", help="as attention.keep_received")
+    settings = ("auto", "true", "false")
+    parser.add_argument("--keep-received", choices=settings, default="auto", help="as attention.keep_received")
     parser.add_argument("--deterministic", action="store_true", help="as attention.deterministic, for the modes")
     parser.add_argument(
         "--no-overlap", dest="overlap", action="store_false", help="as attention.overlap=false, for the modes"
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise refuse("--modes", name, f"all, or of {', '.join(MODES)}", "Separate names by commas.")
     if arguments.iterations < 1:
         raise refuse("--iterations", arguments.iterations, "1 or more", "Raise it.")
-    where = Where.of(arguments.ranks, arguments.device, least=1)
+    where = Ranks.of(arguments.ranks, arguments.device, least=1)
     if where.device == "cpu" and arguments.transport == "peer":
         raise refuse("--transport", "peer", "auto or p2p on CPUs", "Only GPUs read each other's memory.")
     lengths = arguments.lengths or ("32768,65536,131072" if where.device == "cuda" else "512")
@@ -93,12 +93,12 @@ def run(arguments: argparse.Namespace) -> None:
     }
     ask = Ask(tuple(asked), names, **said, peers=arguments.peers, check=arguments.check)
     what = "context-parallel attention: seconds of a whole step, forward and backward, of the slowest rank"
-    unit = f"{where.ranks} ranks; TFLOP/s per device of visible pairs; " + ", ".join(
+    unit = f"{where.count} ranks; TFLOP/s per device of visible pairs; " + ", ".join(
         f"{k}={v}" for k, v in said.items()
     )
     report = Report(arguments.out, where.device, what, "attention, forward and backward", unit)
-    keep = partial(record, report, where.ranks, ask)
-    print(keep(start(where, measure, where, ask, keep)))
+    keep = partial(record, report, where.count, ask)
+    print(keep(run_on_ranks(where, measure, where, ask, keep)))
 
 
 class Measured(NamedTuple):
@@ -123,9 +123,9 @@ def record(report: Report, ranks: int, ask: Ask, measured: Measured) -> str:
     return report.write(data, "\n\n".join([_table(found), *notes, *absent]))
 
 
-def measure(rank: int, where: Where, ask: Ask, keep: Callable[[Measured], object]) -> Measured:
+def measure(rank: int, where: Ranks, ask: Ask, keep: Callable[[Measured], object]) -> Measured:
     """All ranks call this together. keep: told by rank 0 after every case."""
-    group, device, n = world(), where.here, where.ranks
+    group, device, n = world_group(), where.local_device, where.count
     bench = Bench(group, device, ask.iterations, ask.check)
     others = peers(group, ask.kernel) if ask.peers else Found([], [], [])
     measured = Measured([], others.notes, others.absent)

@@ -17,10 +17,10 @@ from megatron_longctx.calibrate.command import calibrate
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import Config
 from megatron_longctx.errors import refuse
-from megatron_longctx.inference.figures import calibration_file, known_figures
+from megatron_longctx.inference.choice import calibration_file, find_rule_inputs
 from megatron_longctx.mcore.inference import for_inference
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
-from megatron_longctx.training.ranks import Where, start
+from megatron_longctx.training.ranks import Ranks, run_on_ranks
 
 from .inference_ranks import Decoded, FirstToken, Sweep, measure, numbers
 from .recorded import Report, table
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     for job, where in zip(jobs, places, strict=True):
         report = Report(arguments.out, where.device, what, about, "random weights; times in ms, of the slowest rank")
         record = Record(report, job, sweep, tuple(first), tuple(decoded))
-        found = start(where, measure, job, sweep, record)
+        found = run_on_ranks(where, measure, job, sweep, record)
         first += found[0]
         decoded += found[1]
     print(tables(first, decoded))
@@ -127,16 +127,16 @@ def _sized(config: Config, sweep: Sweep, n: int) -> Config:
     )
 
 
-def _where(config: Config) -> Where:
+def _where(config: Config) -> Ranks:
     ranks = config.parallelism.context_parallel_size * config.parallelism.tensor_parallel_size
-    return Where.of(ranks, config.train.device, least=1)
+    return Ranks.of(ranks, config.train.device, least=1)
 
 
 def _calibrated(config: Config) -> None:
     """See that the simulator knows this device."""
     n, device = config.parallelism.context_parallel_size, config.train.device
-    where = Where.of(n, device, least=1)
-    if n > 1 and known_figures(config, torch.device(where.device)).costs is None:
+    where = Ranks.of(n, device, least=1)
+    if n > 1 and find_rule_inputs(config, torch.device(where.device)).costs is None:
         logger.info("%s is not there: calibrating", calibration_file(config, torch.device(where.device)))
         attention = replace(config.attention, transport=config.inference.transport)
         calibrate(where, replace(config, attention=attention, data=replace(config.data, seq_length=1)))

@@ -20,7 +20,7 @@ from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import load_model
 from megatron_longctx.mcore.losses import for_losses
 from megatron_longctx.mcore.sequence import build_sequence
-from megatron_longctx.training.ranks import Where, start
+from megatron_longctx.training.ranks import Ranks, run_on_ranks
 
 from .inference_ranks import numbers
 from .recorded import Report, table
@@ -59,12 +59,12 @@ def run(arguments: argparse.Namespace) -> None:
     ranks = config.parallelism.context_parallel_size * config.parallelism.tensor_parallel_size
     if ranks != 1:
         raise refuse("parallelism", f"{ranks} ranks", "1: a layer's parts on one device", "Take parallelism=single.")
-    where = Where.of(1, config.train.device, least=1)
+    where = Ranks.of(1, config.train.device, least=1)
     what = "seconds of attention and of the whole layer in the forward pass, without gradients: random weights"
     about = f"{config.model.name}, {config.model.num_layers} layers, {config.train.precision}"
     report = Report(arguments.out, where.device, what, about, "forward pass of a layer, medians in ms")
     keep = partial(record, report, config)
-    print(keep(start(where, measure, config, tuple(lengths), arguments.iterations, keep)))
+    print(keep(run_on_ranks(where, measure, config, tuple(lengths), arguments.iterations, keep)))
 
 
 def record(report: Report, config: Config, found: Sequence[Parts]) -> str:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
-from megatron_longctx.comm import from_all
+from megatron_longctx.comm import gather_objects
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import REDUCTIONS, Config
 from megatron_longctx.errors import refuse
 from megatron_longctx.lowbit.reduction import ReductionPolicy
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import CachedGPT, build_engine, for_inference
-from megatron_longctx.training.ranks import Where, start, world
+from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 
 from .inference_ranks import numbers, seconds_to_first
 from .recorded import Report, table
@@ -73,13 +73,13 @@ def run(arguments: argparse.Namespace) -> None:
         raise refuse("parallelism.context_parallel_size", cp, "1, as tensor-parallel sums are compared", "Set it to 1.")
     if tp < 2:
         raise refuse("parallelism.tensor_parallel_size", tp, "2 or more", "Reductions join two ranks at least.")
-    ask, where = Ask(tuple(lengths), names, arguments.iterations), Where.of(tp, config.train.device)
+    ask, where = Ask(tuple(lengths), names, arguments.iterations), Ranks.of(tp, config.train.device)
     config = _sized(config, ask)
     what = "time to first token by reduction: random weights, seconds of the slowest rank"
     about = f"{config.model.name}, {config.model.num_layers} layers, TP {tp}, {config.train.precision}"
     report = Report(arguments.out, where.device, what, about, "time to first token, medians in ms (of none's)")
     keep = partial(record, report, config)
-    print(keep(start(where, measure, config, ask, keep)))
+    print(keep(run_on_ranks(where, measure, config, ask, keep)))
 
 
 def record(report: Report, config: Config, found: Found) -> str:
@@ -129,15 +129,15 @@ def measure(rank: int, config: Config, ask: Ask, keep: Callable[[Found], object]
             seconds: dict[str, list[float]] = {name: [] for name in policies}
             for _ in range(1 + ask.iterations):
                 for name in order.sample(ask.reductions, len(ask.reductions)):
-                    model.follow(policies[name])
+                    model.set_reduction_policy(policies[name])
                     session = engine.open()
-                    seconds[name].append(max(from_all(world(), seconds_to_first(engine, session, prompt))))
+                    seconds[name].append(max(gather_objects(world_group(), seconds_to_first(engine, session, prompt))))
                     session.close()
             found.measured += [Prefill(tokens, name, values[1:]) for name, values in seconds.items()]
             if rank == 0:
                 keep(found)
         if "auto" in policies:
-            model.follow(policies["auto"])
+            model.set_reduction_policy(policies["auto"])
             for (operation, dtype), crossover in model.crossovers().items():
                 found.auto_from_bytes[f"{operation} of {str(dtype).split('.')[-1]}"] = crossover.from_bytes
         return found

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_longctx.errors import refuse
 from megatron_longctx.metrics.environment import environment
-from megatron_longctx.training.ranks import Where
+from megatron_longctx.training.ranks import Ranks
 
 from . import latencies
 from .page import Cell, Made, Table, cell, paper, paths
@@ -51,7 +51,7 @@ def make(arguments: argparse.Namespace) -> Made:
         raise refuse("--windows", arguments.windows, "2 or more", "Losses of texts are compared.")
     if arguments.length < 1:
         raise refuse("--length", arguments.length, "1 or more", "Raise it.")
-    Where.of(1, arguments.device, least=1)
+    Ranks.of(1, arguments.device, least=1)
     recorded = paths("flash_communication")[0]
     raw: dict[str, Any] = json.loads(recorded.read_text(encoding="utf-8"))["raw"] if recorded.is_file() else {}
     for model in arguments.model:

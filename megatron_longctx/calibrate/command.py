@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..comm import choose_transport, transport_name
+from ..comm import choose_transport
 from ..compose import compose_config
 from ..config import Config, workload_of
 from ..errors import refuse
@@ -15,7 +15,7 @@ from ..gpus import RANKS_PER_GPU, ranks_per_gpu
 from ..metrics.environment import environment
 from ..schedules.calibration import Calibration, calibration_path, save_calibration
 from ..topology import Cluster, save_cluster
-from ..training.ranks import Where, start, world
+from ..training.ranks import Ranks, run_on_ranks, world_group
 from .host import host_operation_seconds
 from .kernels import Effort, Place, kernel_costs
 from .messages import blocking, measured_cluster, message_costs
@@ -42,39 +42,39 @@ def run(settings: Sequence[str], max_tokens: int | None = None, links: Path | No
         raise refuse(RANKS_PER_GPU, ranks_per_gpu(), "a GPU for each rank where times are measured", "Unset it.")
     config = compose_config(settings)
     n = config.parallelism.context_parallel_size
-    where = Where.of(n if n > 1 else None, config.train.device)
+    where = Ranks.of(n if n > 1 else None, config.train.device)
     if links is not None:
-        save_cluster(start(where, _links, where), links)
+        save_cluster(run_on_ranks(where, _links, where), links)
         print(links.read_text(), end="")
         logger.info("written to %s", links)
     else:
         calibrate(where, config, max_tokens)
 
 
-def calibrate(where: Where, config: Config, max_tokens: int | None = None) -> Path:
+def calibrate(where: Ranks, config: Config, max_tokens: int | None = None) -> Path:
     """Measure for a configured model, whatever its own number of ranks, and keep it; returns the file.
 
     Raises:
         ValueError, JobFailed: as `run`.
     """
-    found: Calibration = start(where, measure, where, config, max_tokens)
+    found: Calibration = run_on_ranks(where, measure, where, config, max_tokens)
     path = calibration_path(found.device, found.cluster.n, found.workload, found.transport)
     save_calibration(found, path)
     logger.info("%s\ncalibration written to %s", "\n".join(_said(found)), path)
     return path
 
 
-def _links(rank: int, where: Where) -> Cluster:
-    return measured_cluster(world(), where.here)
+def _links(rank: int, where: Ranks) -> Cluster:
+    return measured_cluster(world_group(), where.local_device)
 
 
-def measure(rank: int, where: Where, config: Config, max_tokens: int | None = None) -> Calibration:
+def measure(rank: int, where: Ranks, config: Config, max_tokens: int | None = None) -> Calibration:
     """All ranks call this at once, and get the same answer.
 
     Raises:
         ValueError: a kernel or transport that cannot serve.
     """
-    group, device, workload = world(), where.here, replace(workload_of(config), batch=1)
+    group, device, workload = world_group(), where.local_device, replace(workload_of(config), batch=1)
     effort = Effort.of(device, max_tokens, config.data.seq_length)
     place = Place(group, device, workload, config.attention.kernel)
     kernel = place.choose()
@@ -89,7 +89,7 @@ def measure(rank: int, where: Where, config: Config, max_tokens: int | None = No
     if cluster.nodes == 1:
         costs = replace(costs, modes=mode_samples(place, cluster, costs, effort.mode_lengths(device, cluster.n)))
     facts = environment()
-    return Calibration(str(facts["device"]), kernel.name, transport_name(links), cluster, workload, costs, facts)
+    return Calibration(str(facts["device"]), kernel.name, links.name, cluster, workload, costs, facts)
 
 
 def _said(found: Calibration) -> list[str]:

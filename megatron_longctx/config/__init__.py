@@ -6,7 +6,7 @@ from recipes, and `sweep` makes the jobs of a sweep.
 """
 
 from .bounds import keys_of
-from .checks import check_model, check_value, data_parallel_size, validate
+from .checks import check_inference, check_model, check_value, data_parallel_size, validate
 from .experts import layer_list
 from .latent import LatentKeys
 from .parallelism import ParallelismConfig

@@ -6,14 +6,14 @@ import math
 from operator import attrgetter
 
 from ..errors import refuse
+from ..schedules.backward import ranks_to_sum
 from ..schedules.mask import causal
-from ..schedules.relay import check_nodes_are_known
 from .bounds import check, check_is, keys_of
 from .experts import check_expert_parallelism, check_experts
 from .latent import check_latent, check_latent_parallelism
 from .planned import configured_mode
 from .rope_scaling import check_rope_scaling
-from .tree import LEAST_WEIGHT, Config, ModelConfig
+from .tree import LEAST_WEIGHT, Config, InferenceConfig, ModelConfig
 
 
 def check_value(name: str, value: object) -> None:
@@ -23,6 +23,18 @@ def check_value(name: str, value: object) -> None:
         ValueError: names the key and value, what was expected and what to do.
     """
     check(next(key for key in keys_of(Config)[name.partition(".")[0]] if key.name == name), value)
+
+
+def check_inference(inference: InferenceConfig) -> None:
+    """Check the settings of inference, also outside a `Config`.
+
+    Raises:
+        ValueError: names the key and value, what was expected and what to do.
+    """
+    for key in keys_of(Config)["inference"]:
+        check(key, getattr(inference, key.name.removeprefix("inference.")))
+    if inference.exact_reuse and inference.prefill_chunk is None:
+        raise refuse("inference.prefill_chunk", None, "a number with inference.exact_reuse=true", "Set it to 2048.")
 
 
 def _divides(key: str, value: int, of_key: str, of_value: int) -> None:
@@ -216,12 +228,12 @@ def validate(config: Config) -> None:
             "There forward runs without a graph, so that nothing is kept; set it to auto, or recompute=none or layer.",
         )
     par = config.parallelism
-    check_nodes_are_known(config.attention.sum_in_node, par.cluster is not None, par.context_parallel_size)
+    if par.cluster is None:
+        ranks_to_sum(config.attention.sum_in_node, None, par.context_parallel_size)
     if config.attention.baseline is not None:
         _validate_baseline(config)
     _validate_training(config)
-    if config.inference.exact_reuse and config.inference.prefill_chunk is None:
-        raise refuse("inference.prefill_chunk", None, "a number with inference.exact_reuse=true", "Set it to 2048.")
+    check_inference(config.inference)
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

@@ -1,11 +1,10 @@
 """Questions to models about long texts, and how answers are scored and recorded; without ranks and torch.
 
-`questions` makes texts of exact lengths with `Haystack` and the `TASKS` (needles, and RULER's tasks that need no
-download). `score` gives the share of the answer that was found. `positions` and `results` give losses by position,
-tables and pictures. The verb `eval` evaluates a run.
+`make_questions` makes prompts of exact lengths with a `Haystack` and the `TASKS`: needles, and RULER's tasks that need
+no download. `score` returns the share of the expected answers in an answer. `results` has losses by position, tables
+and pictures. The verb `eval` evaluates a run.
 """
 
-from .asking import DEPTHS, Question, questions
-from .haystack import Haystack
-from .results import Score, score, scores
-from .tasks import TASKS, Task
+from .questions import DEPTHS, Question, make_questions
+from .results import score
+from .tasks import TASKS, Haystack

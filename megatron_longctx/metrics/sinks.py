@@ -1,4 +1,4 @@
-"""Where a step's numbers go: console, JSONL; W&B is `wandb_run`'s, TensorBoard `training.tensorboard`'s.
+"""Where a step's numbers go: console, JSONL; W&B is `wandb_run`'s, TensorBoard `training.monitoring`'s.
 
 A sink takes one dict a step, keyed by the metric keys of `names`; `train/step` must be in it, None means "not known
 here". Only one rank of a run opens sinks.

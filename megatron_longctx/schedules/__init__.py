@@ -7,16 +7,13 @@
 - `modes/` has the modes and `cache_modes/` those over a KV cache. To add one, add its file there.
 """
 
+from .backward import backward_plan, keep_received, keeps_received, ranks_to_sum, sum_in_nodes, transpose
 from .build import build_plan
 from .cost import Costs, KernelSample, MessageSample, Workload
 from .kernel_calls import KernelCall, Segment, Takes, kernel_calls
 from .lower import Lowering, Target, lower
 from .mask import Document, Mask, Slice
 from .modes import MODES, Mode, ModeOptions, find_mode
-from .overlap import backward_plan
 from .plan import ALL_HEADS, RESULTS, Attend, Block, Heads, Kind, Move, Plan, Step
 from .program import Program
-from .relay import ranks_to_sum, summing_in_nodes
-from .save_remote import keeping, keeps_received
-from .transpose import transpose
 from .verify import PlanError, verify

@@ -33,7 +33,7 @@ def build_plan(
         schedule: a mode or its name.
         mask: what the tokens see. A number of tokens means a causal sequence.
         options: the options of a mode that is given by name.
-        unit: the number of tokens of every rank is a multiple of this (see `layout.layouts`).
+        unit: the number of tokens of every rank is a multiple of this (see `layout`).
         layout: a name in `layout.LAYOUTS` that the mode supports. "auto" is the mode's own, or balanced for several
             documents.
 

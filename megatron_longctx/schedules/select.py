@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..topology import Cluster
+from .backward import backward_plan, keep_received, keeps_received, ranks_to_sum, sum_in_nodes
 from .build import build_plan
 from .cost import GIB, Costs
 from .lower import Target
 from .mask import Mask
-from .modes import MODES, Choices, Mode, ModeOptions
-from .overlap import backward_plan
-from .relay import ranks_to_sum, summing_in_nodes
-from .save_remote import keeping, keeps_received
+from .modes import MODES, Mode, ModeOptions, SearchContext
 from .simulate import Simulation, simulate
 
 
@@ -82,13 +80,19 @@ def rank_modes(
     costs = costs or Costs.of_device(cluster.device)
     found: list[Candidate] = []
     if candidates is None:
-        kv_heads, bounded = problem.target.workload.num_kv_heads, problem.max_bytes is not None
-        measured = frozenset(sample.mode for sample in costs.modes)
-        choices = Choices(problem.n, problem.mask.length, kv_heads, cluster, problem.options, bounded, measured)
+        context = SearchContext(
+            problem.n,
+            problem.mask.length,
+            problem.target.workload.num_kv_heads,
+            cluster,
+            problem.options,
+            problem.max_bytes is not None,
+            frozenset(sample.mode for sample in costs.modes),
+        )
         candidates = []
         for name, mode in MODES.items():
             try:
-                candidates += mode.candidates(choices)
+                candidates += mode.candidates(context)
             except ValueError as error:
                 found.append(Candidate(name, reason=str(error)))
     for candidate in candidates:
@@ -139,8 +143,8 @@ def _simulate(mode: Mode, problem: Problem, cluster: Cluster, costs: Costs, time
     mode.check_heads(n, target.workload.num_heads, target.workload.num_kv_heads)
     plan = build_plan(mode, n, problem.mask, unit=problem.unit, layout=problem.layout)
     if keeps_received(problem.keep_received, mode.name, n, length, target.workload.batch):
-        plan = keeping(plan)
-    plan = summing_in_nodes(plan, ranks_to_sum(problem.sum_in_node, problem.options.cluster, n))
+        plan = keep_received(plan)
+    plan = sum_in_nodes(plan, ranks_to_sum(problem.sum_in_node, problem.options.cluster, n))
     forward = simulate(plan, cluster, target, costs, timeline=timeline)
     backward = simulate(backward_plan(plan), cluster, target, costs, timeline=timeline)
     name = str(mode)

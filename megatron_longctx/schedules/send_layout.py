@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from .mask import runs
+from .mask import merge_spans
 from .plan import GRADIENTS, RESULTS, Block, Heads, Kind, Move, Plan
 from .program import Message, Region, Rows, SendLayout, Space
 
@@ -207,7 +207,7 @@ def _pack_own_rows(
     packed: dict[tuple[Kind, Heads], _Copies] = {}
     for kind, heads in sorted(spans, key=lambda key: (key[0], key[1].parts, key[1].part)):
         copies, end = packed.setdefault((kind, heads), []), 0
-        for start, stop in runs(spans[kind, heads]):
+        for start, stop in merge_spans(spans[kind, heads]):
             into = Rows(Space.SENT, len(memory.regions), kind, end, end + stop - start, heads, heads)
             copies.append((into, Rows(Space.OWN, 0, kind, start, stop, heads)))
             end = into.stop

@@ -1,4 +1,4 @@
-"""`parallelism.schedule=auto`: the mode for this job, chosen before its ranks start."""
+"""`parallelism.schedule=auto`: choose the mode of a job before its ranks start."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ from .preflight import device_type
 logger = logging.getLogger(__name__)
 
 
-def settled(config: Config, folder: Path | None = None) -> Config:
-    """As `explained`, without the reason, which is logged."""
-    return explained(config, folder)[0]
+def resolve_schedule(config: Config, folder: Path | None = None) -> tuple[Config, str | None]:
+    """Replace `auto` by the fastest mode in simulation, and log the ranking. Any other mode is returned unchanged.
 
-
-def explained(config: Config, folder: Path | None = None) -> tuple[Config, str | None]:
-    """The configuration with a mode in the place of `auto`, and why this one; any other is returned as it is.
-
-    Priced by the calibration of this device, number of ranks and heads where there is one, else by what
-    `parallelism.cluster` says; of packed data, for the first pack. The reason, a ranking, is logged.
+    The simulation uses the calibration of this device, number of ranks and heads if there is one, otherwise
+    `parallelism.cluster`. For packed data it uses the mask of the first pack.
 
     Args:
-        folder: where calibrations lie; None for the user's cache.
+        folder: the folder of calibrations; None for the user's cache.
+
+    Returns:
+        the configuration, and the ranking as text; None if nothing was chosen.
 
     Raises:
-        ValueError: nothing to go by, no mode that can run, or packed data that is not there.
+        ValueError: neither a calibration nor a cluster, no mode that can run, or a missing packed dataset.
     """
     par = config.parallelism
     if par.schedule != "auto":
@@ -48,42 +46,40 @@ def explained(config: Config, folder: Path | None = None) -> tuple[Config, str |
     ranking = _ranking(config, cluster, costs, lengths, on_gpus=device_type(config) == "cuda")
     reason = f"parallelism.schedule=auto takes {ranking[0].name}, priced by {source}:\n{table(ranking)}"
     logger.info(reason)
-    return _with(config, ranking[0]), reason
+    return _with_mode(config, ranking[0]), reason
 
 
-def planned(config: Config) -> tuple[Config, list[Candidate]]:
-    """The configuration with the mode that `auto` takes on `parallelism.cluster`, wherever this is asked, and the
-    ranking that it is the first of. Packs count as one document where their dataset is not there.
+def resolve_for_cluster(config: Config) -> tuple[Config, list[Candidate]]:
+    """Replace `auto` by the mode that it chooses on `parallelism.cluster`, whatever this machine is.
+
+    If a dataset is missing, packs are simulated as one document.
+
+    Returns:
+        the configuration, and the ranking, fastest mode first.
 
     Raises:
-        ValueError: no cluster named, no mode that can run, or packed data that is not there.
+        ValueError: no cluster is named, or no mode can run.
     """
     par = config.parallelism
     if par.cluster is None:
         remedy = "Name the cluster, or choose a mode."
         raise refuse("parallelism.schedule", "auto", "a mode, or parallelism.cluster=NAME to choose one by", remedy)
-    cluster = load_cluster(par.cluster).resized(par.context_parallel_size)
     data = config.data
-    there = all(Path(f"{prefix}.idx").is_file() for _, prefix in data.datasets)
-    lengths = first_pack(config) if there and data.packing != "none" else None
-    ranking = _ranking(config, cluster, None, lengths, on_gpus=config.train.device != "cpu")
-    return _with(config, ranking[0]), ranking
+    has_data = all(Path(f"{prefix}.idx").is_file() for _, prefix in data.datasets)
+    lengths = first_pack(config) if has_data and data.packing != "none" else None
+    ranking = _ranking(config, _cluster(par), None, lengths, on_gpus=config.train.device != "cpu")
+    return _with_mode(config, ranking[0]), ranking
 
 
 def _ranking(
     config: Config, cluster: Cluster, costs: Costs | None, lengths: Sequence[int] | None, on_gpus: bool
 ) -> list[Candidate]:
     par, n = config.parallelism, config.parallelism.context_parallel_size
-    over_peers = on_gpus and config.attention.transport != "p2p"
-    target = Target(
-        workload_of(config),
-        fa4_takes(config.attention.deterministic),
-        (tuple(range(n)),) * n if over_peers else None,
-    )
+    peers = (tuple(range(n)),) * n if on_gpus and config.attention.transport != "p2p" else None
     problem = Problem(
         n=n,
         mask=planned_mask(config, lengths),
-        target=target,
+        target=Target(workload_of(config), fa4_takes(config.attention.deterministic), peers),
         unit=token_unit(par),
         layout=par.layout,
         options=mode_options(par),
@@ -94,16 +90,16 @@ def _ranking(
     return select(problem, cluster, costs)
 
 
-def _with(config: Config, best: Candidate) -> Config:
-    par = config.parallelism
+def _with_mode(config: Config, best: Candidate) -> Config:
     assert best.mode is not None
-    names = {each.name for each in fields(ParallelismConfig)}
-    options = {each.name: getattr(best.mode, each.name) for each in fields(best.mode) if each.name in names}
-    chosen = replace(par, schedule=best.mode.name, max_attention_gib=None, **options)
-    return replace(config, parallelism=chosen)
+    keys = {each.name for each in fields(ParallelismConfig)}
+    options = {each.name: getattr(best.mode, each.name) for each in fields(best.mode) if each.name in keys}
+    par = replace(config.parallelism, schedule=best.mode.name, max_attention_gib=None, **options)
+    return replace(config, parallelism=par)
 
 
 def _figures(config: Config, folder: Path | None) -> tuple[Cluster, Costs | None, str]:
+    """Return the cluster, the calibrated costs if there are any, and where they come from."""
     par = config.parallelism
     device = "cpu" if device_type(config) == "cpu" else str(environment()["device"])
     n, transport = par.context_parallel_size, config.attention.transport
@@ -112,11 +108,12 @@ def _figures(config: Config, folder: Path | None) -> tuple[Cluster, Costs | None
         calibration = load_calibration(path)
         return calibration.cluster, calibration.costs, str(path)
     if par.cluster is None:
-        raise refuse(
-            "parallelism.schedule",
-            "auto",
-            f"a calibration ({path}) or parallelism.cluster=NAME",
-            "Run `megatron-longctx calibrate` with the same settings, name the cluster, or choose a mode.",
-        )
-    cluster = load_cluster(par.cluster).resized(par.context_parallel_size)
+        remedy = "Run `megatron-longctx calibrate` with the same settings, name the cluster, or choose a mode."
+        raise refuse("parallelism.schedule", "auto", f"a calibration ({path}) or parallelism.cluster=NAME", remedy)
+    cluster = _cluster(par)
     return cluster, None, f"cluster {cluster.name}"
+
+
+def _cluster(par: ParallelismConfig) -> Cluster:
+    assert par.cluster is not None
+    return load_cluster(par.cluster).resized(par.context_parallel_size)

@@ -1,4 +1,4 @@
-"""What every rank of a run is doing, in its folder: one that is killed, stopped or hangs can say nothing itself."""
+"""The current operation of every rank, in the run's folder: a killed, stopped or hanging rank cannot report it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from pathlib import Path
 from .run_folder import RunFolder
 
 _PERIOD_S = 1.0
-_SILENT_S = 5.0  # behind the others' last sign: more than a busy host takes
-_LINE = 400  # bytes; every sign overwrites the one before
+_SILENT_S = 5.0  # behind the newest heartbeat of any rank: more than a busy host takes
+_LINE_BYTES = 400  # every heartbeat overwrites the previous one
 
 
 @dataclass(frozen=True)
-class Doing:
-    """An operation, and how many there were before it: ranks do the same ones. most_s: that it may take. alive: when
-    the rank gave its last sign. Times are those of `time.time`."""
+class Operation:
+    """What a rank does, as its heartbeat file stores it.
+
+    Attributes:
+        count: operations that the rank has begun. All ranks begin the same ones, so fewer means behind.
+        since: when it began (seconds, `time.time`).
+        alive: when the heartbeat was written (seconds, `time.time`).
+        most_s: time limit in seconds; None for no limit.
+    """
 
     rank: int = 0
     operation: str = ""
@@ -34,88 +40,92 @@ class Doing:
         return f"{self.operation} since {_clock(self.since)}"
 
 
-_now = Doing()
+_current = Operation()
 
 
-def at(operation: str, most_s: float | None = None) -> None:
-    """Say what this rank does from now on. most_s: seconds after which the rank ends, for what no collective's timeout
-    ends."""
-    global _now
-    _now = Doing(0, operation, _now.count + 1, time.time(), 0.0, most_s)
+def begin(operation: str, most_s: float | None = None) -> None:
+    """Set this rank's current operation.
+
+    Args:
+        most_s: seconds after which the heartbeat ends the process. For operations that no collective's timeout ends.
+    """
+    global _current
+    _current = Operation(0, operation, _current.count + 1, time.time(), 0.0, most_s)
 
 
 class Heartbeat:
-    """A thread that writes this rank's operation, as `at` has it, until `close`."""
+    """A thread that writes this rank's current operation every second until `close`."""
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
         self._folder, self._rank = folder, rank
         folder.ranks.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(folder.ranks / f"rank_{rank}.json", os.O_WRONLY | os.O_CREAT, 0o666)
-        self._ended = threading.Event()
-        at("starting")
+        self._closed = threading.Event()
+        begin("starting")
         self._write()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Write the last operation and stop."""
-        self._ended.set()
+        self._closed.set()
         self._thread.join()
         self._write()
         os.close(self._fd)
 
     def _beat(self) -> None:
-        while not self._ended.wait(_PERIOD_S):
+        while not self._closed.wait(_PERIOD_S):
             self._write()
-            now = _now
-            if now.most_s is not None and time.time() - now.since > now.most_s:
-                self._end(now)
+            current = _current
+            if current.most_s is not None and time.time() - current.since > current.most_s:
+                self._end_process(current)
 
     def _write(self) -> None:
-        line = json.dumps(asdict(replace(_now, rank=self._rank, alive=time.time())))
+        line = json.dumps(asdict(replace(_current, rank=self._rank, alive=time.time())))
         try:
-            os.pwrite(self._fd, line.encode().ljust(_LINE), 0)
+            os.pwrite(self._fd, line.encode().ljust(_LINE_BYTES), 0)
         except OSError:
-            return  # a full disk: training may go on
+            return  # a full disk does not end training
 
-    def _end(self, now: Doing) -> None:
+    def _end_process(self, current: Operation) -> None:
         """End this process, whose main thread hangs."""
-        error = TimeoutError(f"{now}: longer than {now.most_s:g} s")
-        self._folder.note_error(self._rank, error)
+        self._folder.record_error(self._rank, TimeoutError(f"{current}: longer than {current.most_s:g} s"))
         with open(self._folder.errors / f"rank_{self._rank}_stacks.txt", "w") as stacks:
             faulthandler.dump_traceback(stacks)
         os._exit(1)
 
 
-def last_operations(folder: RunFolder) -> dict[int, Doing]:
-    """By rank, where it has said something."""
-    found = {}
+def last_operations(folder: RunFolder) -> dict[int, Operation]:
+    """Return the last operation of every rank with a readable heartbeat, keyed by rank."""
+    operations = {}
     for path in folder.ranks.glob("rank_*.json"):
         try:
-            doing = Doing(**json.loads(path.read_text()))
+            operation = Operation(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
             continue
-        found[doing.rank] = doing
-    return found
+        operations[operation.rank] = operation
+    return operations
 
 
-def suspects(doing: Collection[Doing]) -> str | None:
-    """Which ranks the others may have waited for, in words; None where they do not differ."""
-    if not doing:
+def suspects(operations: Collection[Operation]) -> str | None:
+    """Describe the ranks that the others may have waited for; None if no rank differs from the others."""
+    if not operations:
         return None
-    newest, least = max(each.alive for each in doing), min(each.count for each in doing)
-    silent = [each for each in doing if newest - each.alive > _SILENT_S]
+    newest, fewest = max(each.alive for each in operations), min(each.count for each in operations)
+    silent = [each for each in operations if newest - each.alive > _SILENT_S]
     if silent:
         return "; ".join(f"rank {each.rank} gave no sign after {_clock(each.alive)}, in {each}" for each in silent)
-    behind = [each for each in doing if each.count == least]
-    if len(behind) == len(doing):
+    behind = [each for each in operations if each.count == fewest]
+    if len(behind) == len(operations):
         return None
     return "; ".join(f"rank {each.rank} was behind the others, in {each}" for each in behind)
 
 
-def record_collectives(folder: Path) -> None:
-    """Have PyTorch write the last collectives of every rank of NCCL where one times out, for its `torchfrtrace`. Before
-    groups are made."""
+def enable_flight_recorder(folder: Path) -> None:
+    """Let PyTorch write every rank's last NCCL collectives into `folder` when one times out, for `torchfrtrace`.
+
+    Call it before process groups are created.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in {
         "TORCH_FR_BUFFER_SIZE": "2000",

@@ -1,8 +1,7 @@
-"""The batches of a rank, read ahead of the step that takes them."""
+"""Batches of a rank, read ahead of the step that uses them."""
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,22 +13,22 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..comm.local_ranks import end_with_parent
+from ..comm.local_ranks import exit_with_parent
 from ..mcore.data import Batch
-from .signals import STOP_SIGNALS
+from .signals import STOP_SIGNALS, blocked
 
 
 class Loader(Iterator[Batch]):
-    """PyTorch's `DataLoader` over micro-batches, and one batch more that is ready before it is asked for.
+    """PyTorch's `DataLoader` over micro-batches, plus one batch that is ready before `next` is called.
 
-    Its processes start with the first batch; they end with this one, whatever ends it.
+    Worker processes start with the first batch. They end with this process, however it ends.
 
     Args:
-        data: gives the batch of some samples.
+        data: returns the batch of a list of samples.
         shares: the samples of every micro-batch, in order.
-        workers: processes that read, each a batch at a time; 0: a thread reads.
-        device: of the model; batches for GPUs come in page-locked memory.
-        prepare: called with every batch ahead of its use, in a thread of this process, one batch after the other.
+        workers: processes that read, one batch each at a time; 0 for reading in a thread.
+        device: the model's device. Batches for GPUs are in pinned memory.
+        prepare: called with every batch ahead of its use, in one thread of this process.
     """
 
     def __init__(
@@ -42,42 +41,40 @@ class Loader(Iterator[Batch]):
     ) -> None:
         on_gpu = device.type == "cuda"
         self._loader = DataLoader(
-            _Read(data),
+            _ErrorsAsResults(data),
             sampler=shares,
-            batch_size=None,  # the samples of a batch are read together
+            batch_size=None,  # `data` returns whole batches
             num_workers=workers,
             pin_memory=on_gpu,
-            # Importing again takes longer than the first steps; workers use neither devices nor threads of torch.
+            # Spawned workers would import for longer than the first steps take. They use no device and no threads.
             multiprocessing_context="fork" if workers else None,
-            worker_init_fn=_begin,
-            generator=torch.Generator(),  # or it would draw from the model's
+            worker_init_fn=_init_worker,
+            generator=torch.Generator(),  # the default generator is the model's
         )
         self._prepare = prepare
         self._batches: Any = None
         self._next: Future[Batch] | None = None
         self._thread = ThreadPoolExecutor(1, "next batch", partial(torch.cuda.set_device, device) if on_gpu else None)
-        # Ends the thread and the processes. At its own end a process would wait for those, which ignore its signals.
+        # Ends the thread and the workers. At exit, Python would wait for the workers, which ignore its signals.
         self.close = Finalize(None, self._end, exitpriority=1)
 
     def __next__(self) -> Batch:
-        """Raises:
-        ValueError: data that cannot be trained on, in a worker's own words.
-        StopIteration: there is no more.
+        """Return the next batch.
+
+        Raises:
+            ValueError: data that cannot be trained on; the worker's own message.
+            StopIteration: no batch is left.
         """
         if self._batches is None:
-            # Signals to stop are for the rank, which finishes its step with what its workers read.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-            try:
+            with blocked(STOP_SIGNALS):  # workers ignore them, so that the rank can finish its step
                 self._batches = iter(self._loader)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         batch = (self._next or self._thread.submit(self._take)).result()
         self._next = self._thread.submit(self._take)
         return batch
 
     def _end(self) -> None:
         self._thread.shutdown(cancel_futures=True)
-        if hasattr(self._batches, "_shutdown_workers"):  # not by forgetting it: an error on its way may hold it
+        if hasattr(self._batches, "_shutdown_workers"):  # explicitly: a raised error may still refer to the iterator
             self._batches._shutdown_workers()
 
     def _take(self) -> Batch:
@@ -89,8 +86,8 @@ class Loader(Iterator[Batch]):
         return batch
 
 
-class _Read(Dataset[Batch | ValueError]):
-    """What a worker refuses, it gives as a result: raised there, it would arrive as the text of a traceback."""
+class _ErrorsAsResults(Dataset[Batch | ValueError]):
+    """Returns a ValueError as a result: raised in a worker, it would arrive as the text of a traceback."""
 
     def __init__(self, data: Dataset[Batch]) -> None:
         self._data = data
@@ -102,14 +99,15 @@ class _Read(Dataset[Batch | ValueError]):
             return error
 
 
-def _begin(number: int) -> None:
-    """In a worker: end with the rank, without a word about it."""
-    end_with_parent()
-    sys.excepthook = _said
+def _init_worker(number: int) -> None:
+    exit_with_parent()
+    sys.excepthook = _print_unless_rank_ended
 
 
-def _said(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Standard error gets what went wrong here. That a rank is gone before it has taken a batch is the rank's to say:
-    `multiprocessing`'s thread that hands batches over would print a traceback."""
+def _print_unless_rank_ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print a worker's error, but not that the rank ended before it took a batch.
+
+    The thread of `multiprocessing` that sends batches would print a traceback of that.
+    """
     if not isinstance(error, EOFError | ConnectionError):
         sys.__excepthook__(kind, error, trace)

@@ -1,4 +1,4 @@
-"""The training loop: data, step, optimizer, metrics, checkpoints."""
+"""The training loop: data, steps, optimizer, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .. import names
 from ..comm import on_rank_0
 from ..config import Config
 from ..mcore import checkpoint, groups, model, optimizer
-from ..mcore.data import Batch, TrainingData, shares
-from ..mcore.identity import identity
+from ..mcore.corpus import identity
+from ..mcore.data import Batch, TrainingData, micro_batches
 from ..mcore.sequence import build_sequence
 from ..mcore.step import LossSum, TrainStep, local_device
 from ..mcore.tokenizer import build_tokenizer
@@ -28,24 +28,27 @@ from ..metrics import environment
 from ..metrics.hardware import current_device_name, peak_tflops
 from ..metrics.sinks import ConsoleSink, JsonlSink, Sink
 from ..metrics.wandb_run import WandbSink
-from . import saved_run
-from .heartbeat import at
-from .interval import Interval
+from . import heartbeat, preflight
 from .loader import Loader
-from .nonfinite import NonFiniteError, dump
-from .profiling import profiled
+from .monitoring import (
+    Interval,
+    NonFiniteError,
+    TensorBoardSink,
+    Validation,
+    dump_nonfinite,
+    memory_peaks,
+    profiled,
+)
 from .run_folder import RunFolder
 from .saver import Saver
 from .signals import StopRequest
-from .tensorboard import TensorBoardSink
-from .validation import Validation
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step gave, equal on all ranks."""
+    """The results of one step, equal on all ranks."""
 
     loss: LossSum
     grad_norm: float | None
@@ -53,7 +56,7 @@ class StepResult:
 
 
 class Trainer:
-    """One rank's share of a run. Construction is collective, and resumes from the run's latest checkpoint."""
+    """One rank's part of a run. Construction is collective, and resumes from the run's latest checkpoint."""
 
     def __init__(self, config: Config, folder: RunFolder, stop: StopRequest) -> None:
         self.config = config
@@ -61,7 +64,7 @@ class Trainer:
         self.stop = stop
         self.stopped_by: signal.Signals | None = None
         train = config.train
-        self.groups = groups.of_config(config.parallelism, train.seed)
+        self.groups = groups.from_config(config.parallelism, train.seed)
         if config.attention.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
         tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
@@ -82,31 +85,32 @@ class Trainer:
             micro_batch_size=train.micro_batch_size,
             num_micro_batches=train.global_batch_size // train.micro_batch_size // dp_size,
         )
-        self.validation = Validation.of(config, tokenizer, self.vocab_size, self.train_step)
-        at("loading a checkpoint")
+        self.validation = None
+        if train.eval_interval is not None:
+            self.validation = Validation(config, tokenizer, self.vocab_size, self.train_step)
+        heartbeat.begin("loading a checkpoint")
         self.step, self.tokens = self._resume()
         self.interval = Interval()
         self.saver = Saver(self.folder.checkpoints, train, self.step)
         self.loader = Loader(
             self.data,
-            shares(config, self.step, self.groups.dp.rank(), dp_size),
+            micro_batches(config, self.step, self.groups.dp.rank(), dp_size),
             config.data.workers,
             local_device(),
             prepare=self._prepare,
         )
         self.sinks = self._open_sinks() if dist.get_rank() == 0 else []
-        self.status = folder.status if dist.get_rank() == 0 else None
-        self._tell("running")
+        self._update_status("running")
 
     def train(self) -> None:
-        """Run to `train.steps`, or to the step in which a stop signal arrives; the last state is checkpointed."""
+        """Train to `train.steps`, or to the step in which a stop signal arrives, and save the last state."""
         train = self.config.train
         begun, since = self.step, time.perf_counter()
         if self.step >= train.steps:
             logger.info("the run is complete at step %d: raise train.steps to go on", self.step)
         try:
             while self.step < train.steps and not self._stopped():
-                at(f"step {self.step + 1}")
+                heartbeat.begin(f"step {self.step + 1}")
                 first, begin = self.step == begun, time.perf_counter()
                 if first:
                     since = begin
@@ -114,10 +118,10 @@ class Trainer:
                 with self._profiled():
                     result = self._one_step()
                 if first:
-                    logger.info(self._parts(begin))
+                    logger.info(self._first_step_parts(begin))
                 self.step += 1
                 self.tokens += result.loss.work.tokens
-                # From step to step: what the device has left of the optimizer's work, `_stopped` waits for.
+                # Measured from step to step: `_stopped` waits for the rest of the optimizer's work on the device.
                 now = time.perf_counter()
                 self.interval.seconds += now - since
                 since = now
@@ -127,7 +131,7 @@ class Trainer:
                     since = time.perf_counter()
                 if self.step % train.log_interval == 0 or self.step == train.steps or validation_loss is not None:
                     self._log(result, validation_loss)
-                self._tell("running")
+                self._update_status("running")
                 if train.save_interval and self.step % train.save_interval == 0 and train.save:
                     self._save()
                     since = time.perf_counter()
@@ -135,10 +139,10 @@ class Trainer:
                 self._log(result, None)
             if train.save and self.saver.latest != self.step:
                 self._save()
-            at("writing the last checkpoint")
+            heartbeat.begin("writing the last checkpoint")
             self._finish_save()
-            at("ending")
-        except NonFiniteError:  # on every rank
+            heartbeat.begin("ending")
+        except NonFiniteError:  # all ranks raise it
             self._finish_save()
             raise
         finally:
@@ -146,9 +150,9 @@ class Trainer:
             for sink in self.sinks:
                 sink.close()
         if self.step >= train.steps:
-            self._tell("complete")
+            self._update_status("complete")
         else:
-            self._tell("stopped", signal=self.stopped_by and self.stopped_by.name)
+            self._update_status("stopped", signal=self.stopped_by and self.stopped_by.name)
             logger.info("stopped at step %d of %d: the same command goes on from here", self.step, train.steps)
 
     def _build(self) -> None:
@@ -156,7 +160,7 @@ class Trainer:
         megatron = model.transformer_config(config)
         gpt = model.build_model(config, megatron, self.groups, self.sequence, self.vocab_size)
         if par.overlap_param_gather == "auto" and config.no_param_gather is not None:
-            logger.info("parameters are not gathered beside forward, because of %s", config.no_param_gather)
+            logger.info("parameters are not gathered during forward, because of %s", config.no_param_gather)
         self.models = optimizer.wrap_ddp(
             [gpt],
             megatron,
@@ -173,36 +177,40 @@ class Trainer:
 
     def _one_step(self) -> StepResult:
         train = self.config.train
-        taken: list[Batch] = []
+        batches: list[Batch] = []
         for chunk in self.models:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = self.train_step.run(self._batches(taken))
-        self._optimizer_from = time.perf_counter()
-        self._require_finite("loss", loss.mean, taken)
+        loss = self.train_step.run(self._next_batches(batches))
+        self._optimizer_began = time.perf_counter()
+        self._require_finite("loss", loss.mean, batches)
         lr = optimizer.learning_rate(self.optimizer)
-        at(f"step {self.step + 1}, optimizer")
+        heartbeat.begin(f"step {self.step + 1}, optimizer")
         self.saver.wait_staged()
+        self._before_optimizer_step()
         _, grad_norm, _ = self.optimizer.step()
         if grad_norm is not None:
-            self._require_finite("gradient norm", float(grad_norm), taken)
+            self._require_finite("gradient norm", float(grad_norm), batches)
         self.scheduler.step(increment=train.global_batch_size)
         return StepResult(loss, None if grad_norm is None else float(grad_norm), lr)
 
-    def _parts(self, begin: float) -> str:
-        """Where the time of a step has gone that began then and has just ended."""
-        update = time.perf_counter() - self._optimizer_from
-        passes = self._optimizer_from - begin - self.interval.data_wait_s
+    def _before_optimizer_step(self) -> None:
+        """Hook for subclasses, which every rank calls when gradients are complete."""
+
+    def _first_step_parts(self, begin: float) -> str:
+        """Describe the parts of the first step, which began at `begin` and has just ended."""
+        update = time.perf_counter() - self._optimizer_began
         waited = self.interval.data_wait_s
+        passes = self._optimizer_began - begin - waited
         return f"first step: {passes:.1f} s forward and backward, {waited:.1f} s data, {update:.1f} s optimizer"
 
-    def _batches(self, taken: list[Batch]) -> Iterator[Batch]:
-        """The micro-batches of a step, each noted in `taken`, and how long the step waits for them."""
+    def _next_batches(self, taken: list[Batch]) -> Iterator[Batch]:
+        """Yield the step's micro-batches, append them to `taken`, and measure how long the step waits for them."""
         for _ in range(self.train_step.num_micro_batches):
             begin = time.perf_counter()
-            at(f"step {self.step + 1}, waiting for data", self.config.parallelism.timeout_s)
+            heartbeat.begin(f"step {self.step + 1}, waiting for data", self.config.parallelism.timeout_s)
             batch = next(self.loader)
-            at(f"step {self.step + 1}, forward and backward")
+            heartbeat.begin(f"step {self.step + 1}, forward and backward")
             self.interval.data_wait_s += time.perf_counter() - begin
             taken.append(batch)
             if self.sinks:
@@ -210,7 +218,7 @@ class Trainer:
             yield batch
 
     def _prepare(self, batch: Batch) -> None:
-        """Ahead of the step that takes it, in the loader's thread: what is found here is found again there."""
+        """Fill the caches of plans ahead of the step that uses the batch, in the loader's thread."""
         self.sequence.prepare(batch.lengths)
         if self.sinks:
             self._imbalance_pct(batch)
@@ -227,17 +235,17 @@ class Trainer:
 
     def _require_finite(self, what: str, value: float, batches: list[Batch]) -> None:
         if not math.isfinite(value):
-            path = dump(self.folder.path, self.step + 1, {what: value}, batches, self.models)
+            path = dump_nonfinite(self.folder.path, self.step + 1, {what: value}, batches, self.models)
             raise NonFiniteError(
                 f"{what} is {value} in step {self.step + 1}: expected a finite number. What every rank saw is "
-                f"in {path}; "
-                f"the last checkpoint is untouched. Lower optim.lr, check the data, or try train.precision=fp32."
+                f"in {path}; the last checkpoint is unchanged. Lower optim.lr, check the data, or try "
+                f"train.precision=fp32."
             )
 
     def _log(self, result: StepResult, validation_loss: float | None) -> None:
-        """Write the record of the steps since the last; result: of the latest."""
+        """Write one record of the steps since the previous record; `result` is that of the latest step."""
         self.interval.save_stall_s, self.saver.stall_s = self.saver.stall_s, 0.0
-        done, self.interval = self.interval, Interval()
+        interval, self.interval = self.interval, Interval()
         if not self.sinks:
             return
         record = {
@@ -246,24 +254,24 @@ class Trainer:
             names.GRAD_NORM: result.grad_norm,
             names.LEARNING_RATE: result.lr,
             names.VALIDATION_LOSS: validation_loss,
-            **done.record(self.config.model, self.vocab_size, dist.get_world_size(), self._peak),
-            **_memory(),
+            **interval.record(self.config.model, self.vocab_size, dist.get_world_size(), self._peak_tflops),
+            **memory_peaks(),
         }
         for sink in self.sinks:
             sink.write(record)
 
     def _validation_loss(self) -> float | None:
-        """Of the second part of `data.split`, in the steps that `train.eval_interval` asks for it."""
-        if self.validation is None or self.step % self.validation.interval:
+        """Return the validation loss if this step has one."""
+        if self.validation is None or self.step % (self.config.train.eval_interval or 1):
             return None
-        at(f"step {self.step}, validation")
+        heartbeat.begin(f"step {self.step}, validation")
         loss = self.validation.loss()
-        self.sequence.attention.times()  # they are no part of the next step
+        self.sequence.attention.times()  # discarded, so that the next step does not count them
         return loss
 
     def _open_sinks(self) -> list[Sink]:
         config = self.config
-        self._peak = peak_tflops(current_device_name(), config.logging.peak_tflops)
+        self._peak_tflops = peak_tflops(current_device_name(), config.logging.peak_tflops)
         environment.write(self.folder.path, dist.get_world_size())
         return [
             JsonlSink(self.folder.metrics, self.step),
@@ -278,30 +286,30 @@ class Trainer:
         )
 
     def _resume(self) -> tuple[int, int]:
-        """Steps and tokens that the run has been trained on."""
+        """Load the latest checkpoint, if any. Return the steps and tokens that the run has been trained on."""
         if checkpoint.latest(self.folder.checkpoints) is None:
-            self._begin()
+            self._init_weights()
             return 0, 0
         loaded = checkpoint.load(self.folder.checkpoints, self._state())
-        untold = saved_run.check_resumed(self.config, self.folder.path, loaded, self.identity)
-        if untold and dist.get_rank() == 0:
-            logger.warning(untold)
+        warning = preflight.check_resumed(self.config, self.folder.path, loaded, self.identity)
+        if warning and dist.get_rank() == 0:
+            logger.warning(warning)
         logger.info("resumed from step %d of %s", loaded.iteration, self.folder.checkpoints)
         samples = loaded.extra["consumed_samples"]
-        # Earlier versions did not count tokens, and packs may be shorter than this.
+        # Earlier versions did not count tokens; packs may have fewer than this.
         return loaded.iteration, loaded.extra.get("consumed_tokens", samples * self.config.data.seq_length)
 
-    def _begin(self) -> None:
-        """With the weights of another run, if `train.init_from` names one."""
+    def _init_weights(self) -> None:
+        """Load the weights of the run that `train.init_from` names, if any."""
         if (run := self.config.train.init_from) is None:
             return
         weights = checkpoint.TrainingState(self.models, fingerprint=model.fingerprint(self.config, self.vocab_size))
-        loaded = checkpoint.load(Path(run, "checkpoints"), weights, free=model.RETRAINABLE)
+        loaded = checkpoint.load(Path(run, "checkpoints"), weights, ignore=model.RETRAINABLE)
         self.optimizer.reload_model_params()
         logger.info("begins with the weights of step %d of %s", loaded.iteration, run)
 
     def _save(self) -> None:
-        at(f"step {self.step}, saving")
+        heartbeat.begin(f"step {self.step}, saving")
         samples = self.step * self.config.train.global_batch_size
         extra = {"consumed_samples": samples, "consumed_tokens": self.tokens, "data": self.identity}
         self._finish_save()
@@ -311,15 +319,17 @@ class Trainer:
 
     def _finish_save(self) -> None:
         if (step := self.saver.finish()) is not None:
-            self._tell("running", saved=step)
+            self._update_status("running", saved=step)
 
-    def _tell(self, state: str, **more: Any) -> None:
-        if self.status is not None:
-            self.status.tell(state, self.step, **more)
+    def _update_status(self, state: str, **more: Any) -> None:
+        if dist.get_rank() == 0:
+            self.folder.status.update(state, self.step, **more)
 
     def _stopped(self) -> bool:
-        """Whether any rank has been asked to stop: all must agree, or some would wait for the others for ever. A
-        checkpoint that all ranks have written is made the latest."""
+        """Whether any rank received a stop signal. Also finishes a checkpoint that all ranks have written.
+
+        Ranks agree on both, since a rank that goes on alone would wait for the others forever.
+        """
         flags = torch.tensor([float(self.stop.received or 0), float(not self.saver.written)], device=local_device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         stop, writing = flags.tolist()
@@ -327,13 +337,3 @@ class Trainer:
             self._finish_save()
         self.stopped_by = signal.Signals(int(stop)) if stop else None
         return self.stopped_by is not None
-
-
-def _memory() -> dict[str, float | None]:
-    if not torch.cuda.is_available():
-        return {names.PEAK_ACTIVE_GIB: None, names.PEAK_RESERVED_GIB: None}
-    stats = torch.cuda.memory_stats()
-    return {
-        names.PEAK_ACTIVE_GIB: stats["active_bytes.all.peak"] / 2**30,
-        names.PEAK_RESERVED_GIB: stats["reserved_bytes.all.peak"] / 2**30,
-    }

@@ -1,4 +1,7 @@
-"""Everything that can be refused before a rank starts."""
+"""Checks of a job before its ranks start: sizes, kernels, data, memory, and the checkpoint that it resumes from.
+
+All raise `ValueError` with the value, what was expected and what to do (`errors.refuse`).
+"""
 
 from __future__ import annotations
 
@@ -10,45 +13,47 @@ from pathlib import Path
 import torch
 
 from .. import memory
-from ..config import Config, configured_mode, data_parallel_size, token_unit
+from ..config import Config, configured_mode, data_parallel_size, token_unit, workload_of
 from ..errors import refuse
 from ..gpus import gpu_ranks, ranks_per_gpu
 from ..kernels import KernelRequest, auto_order, available
 from ..mcore import checkpoint
-from ..mcore.corpus import check_corpus, check_tokenizer
+from ..mcore.checkpoint import Saved
+from ..mcore.corpus import (
+    Identity,
+    check_corpus,
+    check_tokenizer,
+    identity,
+    identity_error,
+    tokenizer_identity,
+)
 from ..mcore.data import check_packs, check_samples
-from ..mcore.identity import identity
 from ..mcore.model import RETRAINABLE, fingerprint, padded_vocab_size, uses_transformer_engine
 from ..mcore.spec import require_transformer_engine
 from ..mcore.tokenizer import build_tokenizer
 from ..schedules import build_plan
-from . import saved_run
 from .run_folder import RunFolder
+from .worker import uses_cuda
 
 logger = logging.getLogger(__name__)
 
-_RANK_BYTES = 256 * 2**20  # of host memory that a rank takes at least, before its model
-_SAMPLE_BYTES = 28  # of host memory for a token of a batch: its id, label, mask and position
+_RANK_BYTES = 256 * 2**20  # host memory that a rank needs at least, before its model
+_SAMPLE_BYTES = 28  # host memory of a batch's token: its id, label, mask and position
 
 
 def device_type(config: Config) -> str:
-    """`cuda` or `cpu`, as `train.device` asks and the machine has.
-
-    Raises:
-        ValueError: CUDA asked for and not there.
-    """
-    if config.train.device == "cuda" and not torch.cuda.is_available():
-        raise refuse(
-            "train.device", "cuda", "a CUDA device here; torch sees none", "Set train.device=cpu, or see doctor."
-        )
-    return "cuda" if torch.cuda.is_available() and config.train.device != "cpu" else "cpu"
+    """Return `cuda` or `cpu`, as `train.device` and the machine allow. Refuse `cuda` without a CUDA device."""
+    cuda = uses_cuda(config)
+    if config.train.device == "cuda" and not cuda:
+        remedy = "Set train.device=cpu, or see doctor."
+        raise refuse("train.device", "cuda", "a CUDA device here; torch sees none", remedy)
+    return "cuda" if cuda else "cpu"
 
 
 def local_world_size(config: Config) -> int:
-    """Ranks to start on this host when nobody else says: one per GPU, or on CPU the fewest that the sizes ask for.
+    """Return the number of ranks to start on this host if no launcher sets it. Refuse more ranks than GPUs.
 
-    Raises:
-        ValueError: more are asked for than there are GPUs.
+    It is `train.num_processes`, by default one per GPU, or on CPUs as many as the parallel sizes need.
     """
     count, on_gpus = config.train.num_processes, device_type(config) == "cuda"
     if on_gpus and count is not None and count > gpu_ranks():
@@ -62,14 +67,7 @@ def local_world_size(config: Config) -> int:
 
 
 def check(config: Config, world_size: int) -> int | None:
-    """Refuse a job that cannot run.
-
-    Returns:
-        the step that the run resumes from; None for a new one.
-
-    Raises:
-        ValueError: names the value, what was expected and what to do.
-    """
+    """Refuse a job that cannot run. Return the step that the run resumes from; None for a new run."""
     device = device_type(config)
     data_parallel_size(config, world_size)
     _check_host(config, world_size)
@@ -83,17 +81,7 @@ def check(config: Config, world_size: int) -> int | None:
         raise refuse("logging.tensorboard", True, "the package tensorboard, which is not installed here", remedy)
     if uses_transformer_engine(config.model) or config.attention.baseline is not None:
         require_transformer_engine()
-    par = config.parallelism
-    heads = (config.model.num_attention_heads, config.model.num_kv_heads)
-    tp = par.tensor_parallel_size
-    mode = configured_mode(par)
-    mode.check_heads(par.context_parallel_size, heads[0] // tp, heads[1] // tp)
-    plan = build_plan(mode, par.context_parallel_size, config.data.seq_length, unit=token_unit(par), layout=par.layout)
-    if config.data.packing != "best_fit" and not all(map(plan.queries.num_tokens, range(plan.n))):
-        expected = (
-            f"{2 * plan.n * token_unit(par)} or more, so that each of the {plan.n} context-parallel ranks has some"
-        )
-        raise refuse("data.seq_length", config.data.seq_length, expected, "Raise it, or take fewer ranks.")
+    check_mode(config, config.data.seq_length, "data.seq_length", needs_tokens=config.data.packing != "best_fit")
     check_corpus(config.data)
     if config.train.eval_interval is not None:
         check_samples(config, 1, config.train.eval_samples, "train.eval_samples")
@@ -106,22 +94,37 @@ def check(config: Config, world_size: int) -> int | None:
         _check_memory(config, world_size, vocab_size, device)
     folder = RunFolder.of(config)
     try:
-        resumed = checkpoint.check(folder.checkpoints, fingerprint(config, vocab_size))
+        saved = checkpoint.check(folder.checkpoints, fingerprint(config, vocab_size))
     except OSError as error:
         raise folder.unusable(error, config.run.root) from error
-    if resumed is None:
+    if saved is None:
         if config.train.init_from is not None:
-            saved_run.check("train.init_from", Path(config.train.init_from), config, free=RETRAINABLE)
+            check_saved_weights("train.init_from", Path(config.train.init_from), config, ignore=RETRAINABLE)
         return None
-    if resumed.optimizer is None:
-        remedy = f"Set another run.name, and train.init_from={folder.path}."
-        raise refuse("run.name", config.run.name, f"a run that was trained; {folder.path} has weights alone", remedy)
-    saved_run.check_resumed(config, folder.path, resumed, identity(config, tokenizer))
-    return resumed.iteration
+    if saved.optimizer is None:
+        expected = f"a run that was trained; {folder.path} has weights alone"
+        raise refuse("run.name", config.run.name, expected, f"Set another run.name, and train.init_from={folder.path}.")
+    check_resumed(config, folder.path, saved, identity(config, tokenizer))
+    return saved.iteration
+
+
+def check_mode(config: Config, length: int, key: str, needs_tokens: bool = True) -> None:
+    """Refuse a mode that cannot divide the heads or plan sequences of `length` tokens, the value of the setting `key`.
+
+    Args:
+        needs_tokens: also refuse a length that leaves a context-parallel rank without tokens. Packs have other lengths.
+    """
+    par, workload = config.parallelism, workload_of(config)
+    n, unit, mode = par.context_parallel_size, token_unit(par), configured_mode(par)
+    mode.check_heads(n, workload.num_heads, workload.num_kv_heads)
+    plan = build_plan(mode, n, length, unit=unit, layout=par.layout)
+    if needs_tokens and not all(map(plan.queries.num_tokens, range(n))):
+        expected = f"{2 * n * unit} or more, so that each of the {n} context-parallel ranks has some"
+        raise refuse(key, length, expected, "Raise it, or take fewer ranks.")
 
 
 def host_bytes(world_size: int) -> int:
-    """Memory of this host for each of its ranks."""
+    """Return this host's memory per rank."""
     env = os.environ
     ranks_here = int(env.get("LOCAL_WORLD_SIZE", world_size))
     if "LOCAL_WORLD_SIZE" not in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -135,22 +138,17 @@ def _check_host(config: Config, world_size: int) -> None:
     if host < _RANK_BYTES:
         expected = f"ranks of at least {_RANK_BYTES >> 20} MiB each on this host, which has {host >> 20} for each"
         raise refuse("world size", world_size, expected, "Lower the parallelism sizes or train.num_processes.")
-    sample = config.data.seq_length * _SAMPLE_BYTES
+    sample, gib = config.data.seq_length * _SAMPLE_BYTES, f"{host / 2**30:.1f} GiB of host memory"
     if sample > host:
-        expected = (
-            f"at most {host // _SAMPLE_BYTES} tokens, whose samples a rank's {host / 2**30:.1f} GiB of host memory hold"
-        )
+        expected = f"at most {host // _SAMPLE_BYTES} tokens, whose samples a rank's {gib} hold"
         raise refuse("data.seq_length", config.data.seq_length, expected, "Lower it.")
-    count = train.global_batch_size // data_parallel_size(config, world_size)
-    if count * sample > host:
-        expected = (
-            f"{host // sample} sequences a rank at most, whose samples its {host / 2**30:.1f} GiB of host memory hold"
-        )
+    if train.global_batch_size // data_parallel_size(config, world_size) * sample > host:
+        expected = f"at most {host // sample} sequences a rank, whose samples its {gib} hold"
         raise refuse("train.global_batch_size", train.global_batch_size, expected, "Lower it, or data.seq_length.")
 
 
 def _check_memory(config: Config, world_size: int, vocab_size: int, device: str) -> None:
-    """Refuse, or warn of, what the devices here cannot hold."""
+    """Refuse a step that the devices cannot hold, and warn of one that they may not hold."""
     on_gpus = device == "cuda"
     job = memory.Job(config, vocab_size, data_parallel_size(config, world_size), fused=on_gpus)
     if on_gpus:
@@ -164,11 +162,7 @@ def _check_memory(config: Config, world_size: int, vocab_size: int, device: str)
 
 
 def check_kernel(config: Config, device: str) -> None:
-    """Refuse `attention.kernel` where it, or for `auto` every provider, cannot be used on such a device.
-
-    Raises:
-        ValueError: names why, and those that can.
-    """
+    """Refuse `attention.kernel` if it, or every provider for `auto`, cannot be used on such a device."""
     model, tp, name = config.model, config.parallelism.tensor_parallel_size, config.attention.kernel
     request = KernelRequest(
         device_type=device,
@@ -180,7 +174,7 @@ def check_kernel(config: Config, device: str) -> None:
         windows=model.window is not None,
         v_head_dim=model.v_head_dim,
     )
-    # Not by `choose`, which also says what it took: that is for rank 0 and the run's log.
+    # `choose` would also log its choice, which belongs into the run's log.
     reasons = dict(available(request))
     if name not in ("auto", *reasons):
         expected = ", ".join(("one of auto", *sorted(reasons)))
@@ -189,9 +183,55 @@ def check_kernel(config: Config, device: str) -> None:
     candidates = auto_order(device) if name == "auto" else (name,)
     if not any(kernel in usable for kernel in candidates):
         why = "; ".join(f"{kernel}: {reasons[kernel]}" for kernel in candidates)
-        raise refuse(
-            "attention.kernel",
-            name,
-            f"a kernel that can be used here ({why})",
-            f"Set attention.kernel to one of {', '.join(usable)}." if usable else "Change precision, heads or device.",
-        )
+        others = f"Set attention.kernel to one of {', '.join(usable)}."
+        remedy = others if usable else "Change precision, heads or device."
+        raise refuse("attention.kernel", name, f"a kernel that can be used here ({why})", remedy)
+
+
+def check_saved_weights(
+    key: str, run: Path, config: Config, iteration: int | None = None, ignore: tuple[str, ...] = ()
+) -> Saved:
+    """Refuse a checkpoint of `run` whose weights do not fit the configured model and tokenizer.
+
+    Args:
+        key: the setting that names the run.
+        iteration: the checkpoint; None for the latest.
+        ignore: prefixes of fingerprint keys that may differ.
+    """
+    tokenizer = build_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
+    vocab_size = padded_vocab_size(config.model, tokenizer.vocab_size)
+    saved = checkpoint.check(run / "checkpoints", fingerprint(config, vocab_size), iteration, ignore)
+    if saved is None:
+        raise refuse(key, run, "a run with a checkpoint", "Train it with train.save=true first.")
+    error = identity_error(saved.extra.get("data", {}), {"data.tokenizer": tokenizer_identity(config, tokenizer)}, run)
+    if error is not None and config.train.check_data:
+        raise error
+    if (rows := saved.fingerprint["vocab_size"]) < tokenizer.vocab_size:
+        tokens = f"each of the tokenizer's {tokenizer.vocab_size} tokens"
+        expected = f"a run with a row of the vocabulary for {tokens}; it has {rows}"
+        raise refuse(key, run, expected, "Take its own tokenizer.")
+    return saved
+
+
+def check_resumed(config: Config, run: Path, saved: Saved, now: Identity) -> str | None:
+    """Refuse to resume a run with another batch size, dataset, tokenizer, length, split or seed than before.
+
+    Args:
+        now: the identity of the data that training would continue with.
+
+    Returns:
+        a warning if something was not compared, or differs and `train.check_data=false` allows it.
+    """
+    batch, samples = config.train.global_batch_size, saved.extra["consumed_samples"]
+    if samples != saved.iteration * batch:
+        expected = f"{samples // saved.iteration}, with which {run} has been trained so far"
+        remedy = "Set it back, or start a run of another run.name."
+        raise refuse("train.global_batch_size", batch, expected, remedy)
+    if "data" not in saved.extra:
+        return f"step {saved.iteration} of {run} does not record its training data, which was therefore not compared"
+    error = identity_error(saved.extra["data"], now, run)
+    if error is None:
+        return None
+    if config.train.check_data:
+        raise error
+    return f"train.check_data=false lets the run go on from sample {samples}: {error}"

@@ -1,4 +1,4 @@
-"""Ranks that run one function: on this host, or as torchrun has started them."""
+"""Run one function on several ranks: on new processes of this host, or on the ranks that torchrun has started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
 from ..comm.local_ranks import run_ranks
-from ..comm.rendezvous import Placement, join
+from ..comm.rendezvous import RankInfo, join_group
 from ..errors import JobFailed, refuse
 from ..gpus import gpu_ranks
 
@@ -21,74 +21,74 @@ _TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
-class Where:
-    """ranks: how many. device: cpu or cuda."""
+class Ranks:
+    """The ranks that a function runs on: their number, and `cpu` or `cuda`."""
 
-    ranks: int
+    count: int
     device: str
 
     @classmethod
-    def of(cls, ranks: int | None, device: str, least: int = 2) -> Where:
-        """Checked against this machine; `ranks=None` for one per GPU, `auto` for CUDA where there is any. Under
-        torchrun there are as many ranks as it has started.
+    def of(cls, ranks: int | None, device: str, least: int = 2) -> Ranks:
+        """Check the ranks against this machine. Under torchrun, the number of ranks is torchrun's.
+
+        Args:
+            ranks: None for one per GPU, or 2 on CPUs.
+            device: `cpu`, `cuda`, or `auto` for CUDA if available.
+            least: the fewest ranks that the function needs.
 
         Raises:
-            ValueError: fewer ranks than `least`, or more than there are GPUs.
+            ValueError: fewer ranks than `least`, or more than GPUs.
         """
         cuda = torch.cuda.is_available() and device != "cpu"
         if device == "cuda" and not cuda:
             raise refuse("device", device, "a CUDA device here; torch sees none", "Use CPUs.")
         gpus = gpu_ranks() if cuda else 0
-        started = Placement.of_torchrun(os.environ)
+        started = RankInfo.from_torchrun(os.environ)
         count = started.world_size if started else ranks or gpus or 2
         if count < least:
-            raise refuse("ranks", count, f"{least} or more", "What is measured needs so many.")
+            raise refuse("ranks", count, f"{least} or more", "The measurement needs that many.")
         if cuda and started is None and count > gpus:
             raise refuse("ranks", count, f"at most {gpus}, the GPUs here", "Use fewer, or CPUs, or torchrun on hosts.")
         return cls(count, "cuda" if cuda else "cpu")
 
     @property
-    def here(self) -> torch.device:
-        """A rank's own device."""
+    def local_device(self) -> torch.device:
+        """The device of the calling rank."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
 
 
-def world() -> dist.ProcessGroup:
-    """All ranks."""
+def world_group() -> dist.ProcessGroup:
+    """Return the group of all ranks."""
     group = dist.group.WORLD
     assert group is not None
     return group
 
 
-def start(where: Where, fn: Callable[..., Any], *args: Any) -> Any:
-    """Run `fn(rank, *args)` on every rank; returns what rank 0 gives. The other ranks of torchrun end here.
+def run_on_ranks(ranks: Ranks, fn: Callable[..., Any], *args: Any) -> Any:
+    """Run `fn(rank, *args)` on every rank and return rank 0's result. Torchrun's other ranks exit here.
 
     Raises:
-        ValueError: what a rank refused.
+        ValueError: a rank's refusal.
         JobFailed: a rank failed otherwise.
     """
-    place = Placement.of_torchrun(os.environ)
+    place = RankInfo.from_torchrun(os.environ)
     if place is not None:
-        return _joined(place, where, fn, *args)
-    backend = "nccl" if where.device == "cuda" else "gloo"
-    if where.device == "cpu":
+        join_group(place, None, _TIMEOUT_S, cuda=ranks.device == "cuda")
+        result = fn(place.rank, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        if place.rank:
+            sys.exit(0)
+        return result
+    backend = "nccl" if ranks.device == "cuda" else "gloo"
+    if ranks.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        return run_ranks(fn, where.ranks, *args, timeout=_TIMEOUT_S, backend=backend)[0]
+        return run_ranks(fn, ranks.count, *args, timeout=_TIMEOUT_S, backend=backend)[0]
     except ProcessRaisedException as error:
-        said = str(error).strip().splitlines()[-1]
-        if said.startswith("ValueError: "):
-            raise ValueError(said.removeprefix("ValueError: ")) from error
-        raise JobFailed(f"rank {error.error_index} failed: {said}") from error
-    except (ProcessException, TimeoutError) as error:  # killed; or hanging
+        message = str(error).strip().splitlines()[-1]
+        if message.startswith("ValueError: "):
+            raise ValueError(message.removeprefix("ValueError: ")) from error
+        raise JobFailed(f"rank {error.error_index} failed: {message}") from error
+    except (ProcessException, TimeoutError) as error:  # killed or hanging
         raise JobFailed(str(error)) from error
-
-
-def _joined(place: Placement, where: Where, fn: Callable[..., Any], *args: Any) -> Any:
-    join(place, None, _TIMEOUT_S, cuda=where.device == "cuda")
-    result = fn(place.rank, *args)
-    dist.barrier()
-    dist.destroy_process_group()
-    if place.rank:
-        sys.exit(0)
-    return result

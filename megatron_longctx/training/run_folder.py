@@ -1,13 +1,18 @@
-"""What a run leaves in `runs/<name>/`."""
+"""A run's folder `runs/NAME/`: its paths, status and lock, errors of its ranks, and reports of a full disk."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
+import fcntl
 import json
+import logging
 import os
+import shutil
 import time
 import traceback
+from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
@@ -15,168 +20,253 @@ from .. import files
 from ..compose import RESOLVED, load_config, save_config
 from ..config import Config
 from ..errors import refuse
-from .run_lock import RunLock
+from ..mcore.checkpoint_folder import iteration_directory, latest
 
-STATES = ("starting", "running", "stopped", "complete", "failed")
-_EVERY_S = 5.0
-_REMEDY = "Set run.root to a folder of yours on a disk with space."
+logger = logging.getLogger(__name__)
+
+_STATUS_PERIOD_S = 5.0
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_DISK_REASONS = tuple(map(os.strerror, _FULL_DISK))
+_TORCH_SAVE_FAILED = ("unexpected pos", "iostream error", "PytorchStreamWriter failed")  # it does not report the cause
 
 
 class RunFolder:
-    """Paths of one run: `resolved.yaml`, `status.json`, `metrics.jsonl`, `log.txt`, `lock`, `checkpoints/`, W&B's,
-    errors of ranks and what they do."""
+    """The paths of one run, and the small files that describe its state."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.resolved = path / RESOLVED
+        self.metrics, self.log, self.lock = path / "metrics.jsonl", path / "log.txt", path / "lock"
+        self.checkpoints, self.errors, self.ranks = path / "checkpoints", path / "errors", path / "ranks"
+        self.status = RunStatus(path / "status.json")
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:
         return cls(Path(config.run.root, config.run.name))
 
-    @property
-    def resolved(self) -> Path:
-        return self.path / RESOLVED
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log.txt"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "lock"
-
-    @property
-    def status(self) -> RunStatus:
-        return RunStatus(self.path / "status.json")
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def errors(self) -> Path:
-        return self.path / "errors"
-
-    @property
-    def ranks(self) -> Path:
-        return self.path / "ranks"
-
     def prepare(self, config: Config, resumed_step: int | None, mode_reason: str | None = None) -> RunLock:
-        """Write the run's configuration; an earlier, different one is kept under the step it was in force until.
+        """Lock the folder and write the run's configuration.
+
+        An earlier, different configuration is kept, named after the step until which it was used.
 
         Args:
-            mode_reason: why `parallelism.schedule=auto` took this mode, for `mode.txt`.
+            mode_reason: why `parallelism.schedule=auto` chose this mode, for `mode.txt`.
 
         Returns:
-            the right to write into the folder, to be released at the job's end.
+            the lock, which the caller releases at the end of the job.
 
         Raises:
-            ValueError: the folder cannot be written, or another job writes into it.
+            ValueError: the folder cannot be written, or another job holds the lock.
         """
-        with contextlib.ExitStack() as failed:
+        with contextlib.ExitStack() as on_failure:
             try:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
-                lock = failed.enter_context(RunLock(self.lock))
-                self._prepare(config, resumed_step)
+                lock = on_failure.enter_context(RunLock(self.lock))
+                self._prepare(config, resumed_step or 0)
                 if mode_reason is not None:
                     files.write_text(self.path / "mode.txt", mode_reason + "\n")
             except OSError as error:
                 raise self.unusable(error, config.run.root) from error
-            failed.pop_all()
+            on_failure.pop_all()
         return lock
 
     def unusable(self, error: OSError, root: str) -> ValueError:
-        """The refusal of a run whose folder in `root` cannot be used."""
-        return refuse("run.root", root, f"to be able to write {self.path} ({error.strerror or error})", _REMEDY)
+        """Return the refusal of a run whose folder in `root` cannot be used."""
+        remedy = "Set run.root to a folder of yours on a disk with space."
+        return refuse("run.root", root, f"to be able to write {self.path} ({error.strerror or error})", remedy)
 
-    def _prepare(self, config: Config, resumed_step: int | None) -> None:
+    def _prepare(self, config: Config, step: int) -> None:
         if self.resolved.is_file():
             try:
                 unchanged = load_config(self.resolved) == config
-            except ValueError:  # of another version, say: still the user's, so kept
+            except ValueError:  # written by another version, for example: still the user's, so keep it
                 unchanged = False
             if not unchanged:
-                kept = self.path / f"resolved.until_step_{resumed_step or 0}.yaml"
-                self.resolved.replace(kept)
+                self.resolved.replace(self.path / f"resolved.until_step_{step}.yaml")
         save_config(config, self.resolved)
-        self.status.begin(resumed_step or 0, config.train.steps)
+        self.status.start(step, config.train.steps)
         for old in (*self.errors.glob("*rank_*"), *self.ranks.glob("*rank_*")):
             old.unlink()
 
-    def note_error(self, rank: int, error: BaseException) -> None:
-        """Record why `rank` failed, if that can be written; the earliest note names who brought the job down."""
+    def record_error(self, rank: int, error: BaseException) -> None:
+        """Write why `rank` failed, if possible. The earliest record names the rank that ended the job."""
         text = "".join(traceback.format_exception(error))
         summary = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(OSError):  # what has failed is raised all the same
+        with contextlib.suppress(OSError):  # the caller raises `error` in any case
             self.errors.mkdir(parents=True, exist_ok=True)
-            files.write_text(self._note_path(rank), f"{time.time():.6f}\n{summary}\n\n{text}")
+            files.write_text(self._error_path(rank), f"{time.time():.6f}\n{summary}\n\n{text}")
             self.status.fail(f"rank {rank} failed: {summary}")
 
     def first_error(self) -> str | None:
-        """The earliest note, as `rank k failed: …`; None if no rank left one."""
-        notes = [(float(path.read_text().partition("\n")[0]), path) for path in self.errors.glob("rank_*[0-9].txt")]
-        return self._told(min(notes)[1]) if notes else None
+        """Return the earliest recorded error as `rank k failed: …`, or None."""
+        records = [(float(path.read_text().partition("\n")[0]), path) for path in self.errors.glob("rank_*[0-9].txt")]
+        return self._error_message(min(records)[1]) if records else None
 
     def error_of(self, rank: int) -> str | None:
-        """The note of `rank`, as `first_error` gives it; None if it left none."""
-        path = self._note_path(rank)
-        return self._told(path) if path.is_file() else None
+        """Return the recorded error of `rank` as `rank k failed: …`, or None."""
+        path = self._error_path(rank)
+        return self._error_message(path) if path.is_file() else None
 
-    def _note_path(self, rank: int) -> Path:
+    def _error_path(self, rank: int) -> Path:
         return self.errors / f"rank_{rank}.txt"
 
     @staticmethod
-    def _told(path: Path) -> str:
+    def _error_message(path: Path) -> str:
         _, _, rest = path.read_text().partition("\n")
         summary = rest.split("\n\n", 1)[0]
         return f"{path.stem.replace('_', ' ')} failed: {summary}\n(its traceback: {path})"
 
 
 class RunStatus:
-    """`status.json`: what a run is doing, for launch scripts and for people who watch many runs.
+    """`status.json`: the state of a run, for launch scripts and for people who watch many runs.
 
-    One JSON object: `state` (of `STATES`), `step` of `steps`, `began` (the step this start went on from), `saved`
-    (that of the latest checkpoint), `signal` that stopped it, `message` of a failure, `job` and `restart` (Slurm's),
-    `host`, `process`, `updated` (UTC).
+    One JSON object: `state` (starting, running, stopped, complete or failed), `step` of `steps`, `began` (the step at
+    which this start resumed), `saved` (the step of the latest checkpoint), `signal` that stopped it, `message` of a
+    failure, `job` and `restart` (Slurm's), `host`, `process`, `updated` (UTC).
 
-    Rank 0 writes it, and a rank that fails. It is a convenience: one that cannot be written is left as it is.
+    Rank 0 writes it, and a rank that fails. A run does not need it: errors of writing it are ignored.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._told_at = -_EVERY_S
+        self._updated_at = -_STATUS_PERIOD_S
 
     def read(self) -> dict[str, Any]:
-        """What it says; nothing where there is none."""
+        """Return the content, or an empty dict if there is none."""
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            return found if isinstance(found, dict) else {}
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            return content if isinstance(content, dict) else {}
         return {}
 
-    def begin(self, step: int, steps: int) -> None:
-        """A job has taken the run and goes on from `step`."""
+    def start(self, step: int, steps: int) -> None:
+        """Replace the content: a job starts at `step`."""
         job = {name: os.environ.get(f"SLURM_{key}") for name, key in (("job", "JOB_ID"), ("restart", "RESTART_COUNT"))}
-        who = {"host": os.uname().nodename, "process": os.getpid()}
-        self._write({"state": "starting", "step": step, "steps": steps, "began": step, "saved": step} | job | who)
+        process = {"host": os.uname().nodename, "process": os.getpid()}
+        self._write({"state": "starting", "step": step, "steps": steps, "began": step, "saved": step} | job | process)
 
-    def tell(self, state: str, step: int, **more: Any) -> None:
-        """The run is in `state` at `step`. What is still running is told every few seconds only."""
-        if state == "running" and not more and time.monotonic() < self._told_at + _EVERY_S:
+    def update(self, state: str, step: int, **more: Any) -> None:
+        """Write the state, but a mere step of a running run only every few seconds."""
+        if state == "running" and not more and time.monotonic() < self._updated_at + _STATUS_PERIOD_S:
             return
-        self._told_at = time.monotonic()
+        self._updated_at = time.monotonic()
         self._write(self.read() | {"state": state, "step": step} | more)
 
     def fail(self, message: str) -> None:
-        """A rank failed. The first message of a start stays."""
-        found = self.read()
-        if found.get("state") != "failed":
-            self._write(found | {"state": "failed", "message": message})
+        """Write that a rank failed. The first message since the start is kept."""
+        content = self.read()
+        if content.get("state") != "failed":
+            self._write(content | {"state": "failed", "message": message})
 
-    def _write(self, facts: dict[str, Any]) -> None:
+    def _write(self, content: dict[str, Any]) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         with contextlib.suppress(OSError):
-            files.write_text(self.path, json.dumps(facts | {"updated": now}, indent=1) + "\n")
+            files.write_text(self.path, json.dumps(content | {"updated": now}, indent=1) + "\n")
+
+
+class RunLock:
+    """The exclusive right to write into a run's folder.
+
+    It is an `flock` of a file that names its holder. It is held until `release`, or until all processes that have it
+    have ended. Pickling passes it to a process being started, so ranks that outlive their launcher keep others out.
+
+    Raises:
+        ValueError: another job holds it; the message names that job.
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # no file object: nothing else may close it
+        host = os.uname().nodename
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                holder = self._read_holder() or "another job"
+                self._close()
+                expected = f"a run that no other job is training; {holder} is training this one"
+                remedy = "Wait for it, stop it, or choose another run.name."
+                raise refuse("run.name", path.parent.name, expected, remedy) from None
+            why = error.strerror or error
+            logger.warning("%s cannot be locked (%s): make sure that no other job trains this run", path, why)
+        else:
+            if (earlier := self._read_holder()) and not earlier.startswith(f"{host}, "):
+                # Some file systems lock only among the processes of one host.
+                logger.warning("%s trained this run and did not report its end: make sure that it has ended", earlier)
+        since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+        self._write_holder(f"{host}, process {os.getpid()}, since {since}")
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Release it in this process; processes that were started with it still hold it."""
+        if self._fd >= 0:
+            self._write_holder("")
+            self._close()
+
+    def _read_holder(self) -> str:
+        return os.pread(self._fd, 1000, 0).decode(errors="replace").strip()
+
+    def _write_holder(self, text: str) -> None:
+        os.ftruncate(self._fd, 0)
+        with contextlib.suppress(OSError):  # on a full disk, the lock does not name its holder
+            os.pwrite(self._fd, text.encode(), 0)
+
+    def _close(self) -> None:
+        os.close(self._fd)
+        self._fd = -1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        assert self._fd >= 0, "released"
+        return _inherited_lock, (reduction.DupFd(self._fd),)
+
+
+def _inherited_lock(fd: Any) -> RunLock:
+    lock = RunLock.__new__(RunLock)
+    lock._fd = fd.detach()
+    return lock
+
+
+class DiskFull(OSError):
+    """A write that did not fit. The message names the disk and the step at which the run can resume."""
+
+
+def disk_full(error: BaseException, run: RunFolder) -> DiskFull | None:
+    """Return the error to raise instead of `error` if a full disk or quota caused it, otherwise None."""
+    cause: BaseException | None = error
+    causes = []
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    why = next(filter(None, map(_full_disk_reason, causes)), None)
+    if why is None:
+        return None
+    disk = run.path.resolve()
+    while not os.path.ismount(disk):
+        disk = disk.parent
+    usage = shutil.disk_usage(disk)
+    space = f"{usage.free / 2**20:,.0f} of {usage.total / 2**20:,.0f} MiB are free on {disk}"
+    return DiskFull(f"{why}. {space}. {_safe_checkpoint(run.checkpoints)}")
+
+
+def _full_disk_reason(error: BaseException) -> str | None:
+    line = str(error).partition("\n")[0]
+    if getattr(error, "errno", None) in _FULL_DISK or any(reason in line for reason in _FULL_DISK_REASONS):
+        return line
+    return f"torch.save failed ({line})" if any(words in line for words in _TORCH_SAVE_FAILED) else None
+
+
+def _safe_checkpoint(checkpoints: Path) -> str:
+    remedy = "Free space, or let train.keep_checkpoints keep fewer"
+    try:
+        last = latest(checkpoints)
+    except ValueError:
+        last = None
+    if last is None:
+        return f"There is no checkpoint yet. {remedy}; the same command then starts again."
+    path = iteration_directory(checkpoints, last)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    return f"{path} ({size / 2**20:,.0f} MiB) is safe. {remedy}; the same command then goes on from step {last}."

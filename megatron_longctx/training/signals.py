@@ -1,37 +1,80 @@
-"""Stopping on request: TERM, USR1, HUP and INT ask the loop to checkpoint and end after the step under way."""
+"""Stop signals: on TERM, USR1, HUP or INT, a run finishes its step, writes a checkpoint and ends."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import signal
+from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
 from types import FrameType
+
+logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 def handled() -> tuple[signal.Signals, ...]:
-    """The stop signals that are for us: `nohup` has HUP ignored, so that a job outlives its terminal."""
+    """Return the stop signals that this process handles: all, but not HUP if it is ignored, as under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP))
 
 
+@contextlib.contextmanager
+def blocked(numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """Block signals inside the context, in this process and in those that it starts."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    resource_tracker.ensure_running()  # its start, which the first child process would cause, unblocks signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.difference(numbers))
+
+
 class StopRequest:
-    """Notes the first stop signal of this process, one that has been waiting included. A second SIGINT interrupts."""
+    """The first stop signal that this process received, also while it was blocked. A second SIGINT interrupts."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._interrupted = False
         for number in handled():
-            signal.signal(number, self._note)
+            signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher starts ranks with these blocked
 
     def close(self) -> None:
-        """Ignore stop signals from here on: the work is done, and Python would let them kill it while it ends."""
+        """Ignore stop signals from now on: training is complete, and they would kill Python while it exits."""
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
         self.received = self.received or signal.Signals(number)
+
+
+class SignalForwarder:
+    """Forwards this process's stop signals to the ranks, SIGINT as SIGTERM. A second SIGINT interrupts."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._interrupted = False
+        self._previous = {number: signal.signal(number, self._forward) for number in handled()}
+
+    def close(self) -> None:
+        """Restore the previous handlers."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+            logger.info("interrupted: stopping after this step with a checkpoint; once more to stop at once")
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):  # it has already ended
+                os.kill(pid, signal.SIGTERM if number == signal.SIGINT else number)

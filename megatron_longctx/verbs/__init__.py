@@ -1,5 +1,9 @@
-"""The command `megatron-longctx`: one module per verb, and `cli`, which parses the command line.
+"""The command `megatron-longctx`: `cli` parses the command line and runs a verb.
 
-`plan`, `doctor`, `check`, `demo`, `evaluate`, `importing`, `exporting`, `submit` and `wandb_runs` are here. `train`,
-`generate`, `serve`, `calibrate` and `compare` are in their own rooms. `habits` has Hydra's options.
+The verbs `plan`, `doctor`, `check` and `demo`, `evaluate`, `import` and `export` (`conversion`), `submit` and `wandb`
+are here. `train`, `generate`, `serve`, `calibrate` and `compare` are in their own rooms. `hydra_options` has the
+options of all verbs that compose a configuration.
+
+Verbs raise `ValueError` for what cannot run, `OSError` for what cannot be read or written, and `JobFailed` if a rank
+failed; `cli` prints these in one line.
 """

@@ -1,4 +1,4 @@
-"""The `check` verb: whether a recipe trains the same with its context-parallel ranks as without them."""
+"""The `check` and `demo` verbs: train with context-parallel ranks and with one, and compare the two runs."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from ..config import Config, ParallelismConfig, validate
 from ..errors import JobFailed, refuse
 
 if TYPE_CHECKING:
-    from ..training.recorded import Figures
+    from ..training.recorded import Curves
 
 logger = logging.getLogger(__name__)
 
-# Relative, of every figure. fp32: what the order of sums changes. bf16: a number has 8 bits, and each layer rounds;
-# gradients of two layers are up to 4e-3 apart.
-TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
+# Relative, of every figure. fp32: another order of sums. bf16: numbers have 8 bits, and each layer rounds; gradients of
+# two layers differ by up to 4e-3.
+_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 _MOST_NAMED = 5
+_DEMO_RUNS = (("demo-cp4", "cp4"), ("demo-cp1", "single"))
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is compared: a recipe on `world` ranks, and the same one without context parallelism on fewer."""
+class _Comparison:
+    """A recipe on `world` ranks, and the reference: the same recipe without context parallelism on fewer ranks."""
 
     config: Config
     reference: Config
@@ -45,28 +46,25 @@ class Plan:
 
 
 def check(settings: Sequence[str], steps: int = 3, tolerance: float | None = None) -> int:
-    """Train some steps with and without context parallelism, everything else alike, and print what differs.
+    """Train some steps with and without context parallelism, all else equal, and print the differences.
 
     Args:
-        settings: words as for `train`. Precision is fp32 where the kernel takes it, unless they say another.
-        steps: of each run.
-        tolerance: largest relative difference of any loss, gradient norm and gradient; None: by precision.
+        settings: as for `train`. By default, precision is fp32 if the kernel supports it.
+        steps: number of steps of each run.
+        tolerance: largest relative difference of a loss, gradient norm or gradient; None for the precision's.
 
     Returns:
-        exit code: 0 where all is within the tolerance, else 1.
-
-    Raises:
-        ValueError: a recipe that cannot be checked here.
-        JobFailed: a rank failed.
+        the exit code: 0 if all differences are within the tolerance, otherwise 1.
     """
-    with _folder() as root:
-        plan = _planned(settings, steps, tolerance, root)
-        return _report(plan, steps, _trained(plan.reference, plan, steps), _trained(plan.config, plan, steps))
+    with _temporary_folder() as root:
+        comparison = _prepare(settings, steps, tolerance, root)
+        reference, curves = (_train(each, comparison, steps) for each in (comparison.reference, comparison.config))
+        return _report(comparison, steps, reference, curves)
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """For both runs; what failed ranks leave there is kept."""
+def _temporary_folder() -> Iterator[Path]:
+    """Provide a folder for both runs. It is removed at the end, but not if ranks failed: they left evidence there."""
     root = Path(tempfile.mkdtemp(prefix="megatron-longctx-check-"))
     try:
         yield root
@@ -80,44 +78,44 @@ def _folder() -> Iterator[Path]:
     shutil.rmtree(root)
 
 
-def _planned(settings: Sequence[str], steps: int, tolerance: float | None, root: Path) -> Plan:
-    """Everything that can be refused before a rank starts."""
+def _prepare(settings: Sequence[str], steps: int, tolerance: float | None, root: Path) -> _Comparison:
+    """Make both configurations and refuse what can be refused before ranks start."""
     if steps < 1:
-        raise refuse("--steps", steps, "1 or more", "Three show what the optimizer makes of the gradients, too.")
+        raise refuse("--steps", steps, "1 or more", "Three also show the effect of gradients on the optimizer.")
     if tolerance is not None and not 0 < tolerance < math.inf:
         raise refuse("--tolerance", tolerance, "a number above 0", "Leave it out for that of the precision.")
     config = compose_config(settings)
     if config.parallelism.context_parallel_size == 1:
         remedy = "Set parallelism.context_parallel_size, or parallelism=cp2."
         raise refuse("parallelism.context_parallel_size", 1, "2 or more, to be compared with 1", remedy)
-    from ..comm.rendezvous import Placement
+    from ..comm.rendezvous import RankInfo
     from ..training import auto, preflight  # here: Megatron takes seconds to import
 
-    if Placement.of_environment(os.environ) is not None:
+    if RankInfo.from_environment(os.environ) is not None:
         raise ValueError(
             "torchrun or Slurm has started this rank: expected a single process. The two runs have different numbers "
             "of ranks, which check starts itself, on this host."
         )
     device = preflight.device_type(config)
-    config = auto.settled(_recorded(config, steps, root))
+    config, _ = auto.resolve_schedule(_short(config, steps, root))
     if not any(word.startswith("train.precision=") for word in settings):
-        with contextlib.suppress(ValueError):  # of a kernel that takes bf16 alone, as the fast ones of GPUs do
+        with contextlib.suppress(ValueError):  # a kernel that supports only bf16, as the fast ones for GPUs
             exact = replace(config, train=replace(config.train, precision="fp32"))
             preflight.check_kernel(exact, device)
             config = exact
     world = preflight.local_world_size(config)
     preflight.check(config, world)
     reference = _without_context_parallelism(config, world)
-    plan = Plan(config, reference, world, device, tolerance or TOLERANCES[config.train.precision])
+    comparison = _Comparison(config, reference, world, device, tolerance or _TOLERANCES[config.train.precision])
     try:
-        preflight.check(reference, world // plan.cp)
+        preflight.check(reference, world // comparison.cp)
     except ValueError as error:
         raise ValueError(f"the run at CP=1, to compare with: {error}") from error
-    return plan
+    return comparison
 
 
-def _recorded(config: Config, steps: int, root: Path) -> Config:
-    """A run of some steps that leaves nothing; the learning rates stay those of the recipe."""
+def _short(config: Config, steps: int, root: Path) -> Config:
+    """Shorten a run and let it save nothing. Its learning rates stay the recipe's."""
     train, optim = config.train, config.optim
     decay = max(optim.decay_steps or train.steps, steps)
     return replace(
@@ -130,8 +128,7 @@ def _recorded(config: Config, steps: int, root: Path) -> Config:
 
 
 def _without_context_parallelism(config: Config, world: int) -> Config:
-    """The same recipe; what only context parallelism has is at its default, and experts are on as many ranks of the
-    fewer as share them."""
+    """Reset what only context parallelism uses, and put experts on as many of the fewer ranks as can share them."""
     default, par = ParallelismConfig(), config.parallelism
     stage = par.tensor_size_of_experts * par.pipeline_parallel_size
     experts = math.gcd(par.expert_model_parallel_size, world // par.context_parallel_size // stage)
@@ -144,67 +141,64 @@ def _without_context_parallelism(config: Config, world: int) -> Config:
     return result
 
 
-def _trained(config: Config, plan: Plan, steps: int) -> Figures:
+def _train(config: Config, comparison: _Comparison, steps: int) -> Curves:
     from ..training import ranks, recorded
 
-    if plan.device == "cuda" and config.train.precision == "fp32":
+    if comparison.device == "cuda" and config.train.precision == "fp32":
         os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # Transformer Engine multiplies fp32 with 10 bits otherwise
     cp = config.parallelism.context_parallel_size
-    where = ranks.Where(plan.world // plan.cp * cp, plan.device)
-    words = f"{where.ranks} {where.device} rank{'s' * (where.ranks > 1)}"
+    parallel = ranks.Ranks(comparison.world // comparison.cp * cp, comparison.device)
     begin = time.perf_counter()
-    figures: Figures = ranks.start(where, recorded.record, config, sorted({0, steps - 1}))
-    logger.info("CP=%d: trained %d steps on %s in %.0f s", cp, steps, words, time.perf_counter() - begin)
-    return figures
+    curves: Curves = ranks.run_on_ranks(parallel, recorded.record, config, sorted({0, steps - 1}))
+    seconds, plural = time.perf_counter() - begin, "s" * (parallel.count > 1)
+    logger.info(
+        "CP=%d: trained %d steps on %d %s rank%s in %.0f s", cp, steps, parallel.count, parallel.device, plural, seconds
+    )
+    return curves
 
 
-def _report(plan: Plan, steps: int, reference: Figures, found: Figures) -> int:
-    """Print the table, and give the exit code."""
+def _report(comparison: _Comparison, steps: int, reference: Curves, curves: Curves) -> int:
+    """Print the table and return the exit code."""
     from ..training.recorded import gradient_errors
 
     pairs = {
-        "loss": (reference.losses, found.losses),
-        "gradient norm": (reference.grad_norms, found.grad_norms),
+        "loss": (reference.losses, curves.losses),
+        "gradient norm": (reference.grad_norms, curves.grad_norms),
     }
     errors: dict[str, float] = {}
-    print(f"\n{_recipe(plan)}\n\n{'step':>4}  {'':<14}{'CP=1':>16}{f'CP={plan.cp}':>16}{'difference':>12}")
+    cp, root = comparison.cp, Path(comparison.config.run.root)
+    print(f"\n{_title(comparison)}\n\n{'step':>4}  {'':<14}{'CP=1':>16}{f'CP={cp}':>16}{'difference':>12}")
     for step in range(steps):
-        for name, (ours, theirs) in pairs.items():
-            difference = _relative(theirs[step], ours[step])
+        for name, (single, parallel) in pairs.items():
+            difference = _relative(parallel[step], single[step])
             errors[f"{name} of step {step + 1}"] = difference
-            print(f"{step + 1:>4}  {name:<14}{ours[step]:>16.8g}{theirs[step]:>16.8g}{difference:>12.1e}")
+            print(f"{step + 1:>4}  {name:<14}{single[step]:>16.8g}{parallel[step]:>16.8g}{difference:>12.1e}")
     for step in sorted({0, steps - 1}):
-        of_step = gradient_errors(
-            Path(plan.config.run.root, "cp" + str(plan.cp)), Path(plan.config.run.root, "cp1"), step
-        )
-        worst = sorted(of_step, key=lambda name: -of_step[name])[:_MOST_NAMED]
-        print(f"\ngradients of step {step + 1}: {len(of_step)} parameters, the worst of them")
-        for name in worst:
-            print(f"  {name:<58}{of_step[name]:>12.1e}")
-        errors |= {f"gradient of {name} in step {step + 1}": error for name, error in of_step.items()}
-    return _verdict(plan, errors)
-
-
-def _verdict(plan: Plan, errors: dict[str, float]) -> int:
-    beyond = {what: error for what, error in errors.items() if not error <= plan.tolerance}  # NaN is beyond as well
+        by_name = gradient_errors(root / f"cp{cp}", root / "cp1", step)
+        print(f"\ngradients of step {step + 1}: {len(by_name)} parameters, the worst of them")
+        for name in sorted(by_name, key=lambda name: -by_name[name])[:_MOST_NAMED]:
+            print(f"  {name:<58}{by_name[name]:>12.1e}")
+        errors |= {f"gradient of {name} in step {step + 1}": error for name, error in by_name.items()}
+    beyond = {name: error for name, error in errors.items() if not error <= comparison.tolerance}  # also NaN
     if not beyond:
-        print(f"\nCP={plan.cp} trains as CP=1 does: all {len(errors)} figures are within {plan.tolerance:g}")
+        print(f"\nCP={cp} trains as CP=1 does: all {len(errors)} figures are within {comparison.tolerance:g}")
         return 0
-    worst = max(beyond, key=lambda what: math.inf if math.isnan(beyond[what]) else beyond[what])
+    worst = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name])
     print(
-        f"\nCP={plan.cp} does NOT train as CP=1 does: {len(beyond)} of {len(errors)} figures are beyond "
-        f"{plan.tolerance:g}, the worst is the {worst} ({beyond[worst]:.1e})"
+        f"\nCP={cp} does NOT train as CP=1 does: {len(beyond)} of {len(errors)} figures are beyond "
+        f"{comparison.tolerance:g}, the worst is the {worst} ({beyond[worst]:.1e})"
     )
     return 1
 
 
-def _recipe(plan: Plan) -> str:
-    par, config = plan.config.parallelism, plan.config
+def _title(comparison: _Comparison) -> str:
+    par, config = comparison.config.parallelism, comparison.config
     tp, pp = par.tensor_parallel_size, par.pipeline_parallel_size
-    dp = plan.world // par.model_parallel_size
+    dp = comparison.world // par.model_parallel_size
     return (
-        f"CP={plan.cp} against CP=1, with TP={tp}, PP={pp}, DP={dp}; {par.schedule}, packing {config.data.packing}, "
-        f"{config.data.seq_length:,} tokens, {config.train.precision}; largest relative difference {plan.tolerance:g}"
+        f"CP={comparison.cp} against CP=1, with TP={tp}, PP={pp}, DP={dp}; {par.schedule}, "
+        f"packing {config.data.packing}, {config.data.seq_length:,} tokens, {config.train.precision}; "
+        f"largest relative difference {comparison.tolerance:g}"
     )
 
 
@@ -212,3 +206,31 @@ def _relative(value: float, reference: float) -> float:
     if value == reference:
         return 0.0
     return abs(value - reference) / abs(reference) if reference else math.inf
+
+
+def demo(overrides: Sequence[str] = ()) -> None:
+    """Prepare text, train with four context-parallel ranks and with one, print a table and write `runs/demo.png`.
+
+    Args:
+        overrides: settings for both runs, after those of the demo.
+    """
+    from ..compare import compare
+    from ..training.launcher import train
+    from ..training.run_folder import RunFolder
+    from ..training.text import prepare_missing
+
+    begin = time.perf_counter()
+    prepare_missing(compose_config(["experiment=demo", *overrides]).data)
+    folders = []
+    for name, parallelism in _DEMO_RUNS:
+        settings = ["experiment=demo", f"parallelism={parallelism}", f"run.name={name}", *overrides]
+        folder = RunFolder.of(compose_config(settings)).path
+        if folder.exists():
+            logger.info("removing %s of an earlier demo", folder)
+            shutil.rmtree(folder)
+        logger.info("\n== %s ==", " ".join(["megatron-longctx train", *settings]))
+        train(settings)
+        folders.append(folder)
+    logger.info("\n== the two runs side by side ==")
+    compare(sorted(folders), out=folders[0].parent / "demo.png")
+    logger.info("the demo took %.0f s", time.perf_counter() - begin)

@@ -18,7 +18,7 @@ from typing import Any
 from .. import __version__
 from ..config import TOKENIZERS
 from ..errors import JobFailed
-from . import habits, wandb_runs
+from . import hydra_options, wandb_runs
 
 _EPILOG = """\
 Settings are arguments of the form group=NAME or key.subkey=value, for example:
@@ -36,17 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        0; 1 when a rank of a job failed, or a check; 2 when the job was refused; 130 when interrupted.
+        0; 1 if a rank of a job or a check failed; 2 if the job was refused; 130 if interrupted.
     """
     arguments = parse(argv)
-    # What `generate` writes to standard output is the text alone.
+    # `generate` writes nothing but the text to standard output.
     stream = sys.stderr if arguments.verb == "generate" else sys.stdout
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=stream)
     logging.getLogger("megatron_longctx").setLevel(logging.INFO)
     try:
         with _interrupts_during_imports():
-            code = habits.run(arguments)
-        sys.stdout.flush()  # here, where a closed pipe is expected
+            code = hydra_options.run(arguments, _run)
+        sys.stdout.flush()  # inside `try`, which handles a closed pipe
         return code
     except ValueError as error:
         print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JobFailed as error:
         print(f"megatron-longctx {arguments.verb}: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader (`| head`) has seen enough
+    except BrokenPipeError:  # the reader has ended, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _interrupts_during_imports() -> Iterator[None]:
-    """Let Ctrl-C end this process where a module is being imported: some catch KeyboardInterrupt, and all goes on."""
+    """Let Ctrl-C end the process during imports: some modules catch KeyboardInterrupt and continue."""
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         while frame is not None:
@@ -79,8 +79,8 @@ def _interrupts_during_imports() -> Iterator[None]:
             frame = frame.f_back
         raise KeyboardInterrupt
 
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not ours or threading.current_thread() is not threading.main_thread():  # it is ignored, or somebody else's
+    default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not default or threading.current_thread() is not threading.main_thread():  # ignored, or another handler is set
         yield
         return
     signal.signal(signal.SIGINT, interrupted)
@@ -91,17 +91,17 @@ def _interrupts_during_imports() -> Iterator[None]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. Settings may stand before, between and after options; argparse itself takes one run of them.
+    """Parse the command line. Settings may be anywhere among options; argparse alone allows one group of them.
 
     Raises:
-        SystemExit: wrong usage (2), or help or the version was asked for (0).
+        SystemExit: 2 for wrong usage, 0 after help or the version.
     """
     argv = sys.argv[1:] if argv is None else argv
     if list(argv[:1]) == ["bench"]:
         print(_NO_BENCH, file=sys.stderr)
         raise SystemExit(2)
     parser = _parser()
-    if "_ARGCOMPLETE" in os.environ:  # the shell asks what may follow
+    if "_ARGCOMPLETE" in os.environ:  # the shell requests completions
         import argcomplete
 
         argcomplete.autocomplete(parser)
@@ -113,16 +113,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-class _Verb(argparse.ArgumentParser):
-    """A verb's parser: says its own usage with what it refuses, and the recipes in its help."""
+class _VerbParser(argparse.ArgumentParser):
+    """The parser of a verb: errors print the verb's usage, and help lists the recipes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.set_defaults(reject=self.error)
 
-    def takes_settings(self, meaning: str = "group=NAME and key=value") -> None:
+    def add_settings(self, meaning: str = "group=NAME and key=value") -> None:
         settings = self.add_argument("settings", nargs="*", metavar="setting", help=meaning)
-        settings.completer = habits.complete_settings  # type: ignore[attr-defined]
+        settings.completer = hydra_options.complete_settings  # type: ignore[attr-defined]
 
     def format_help(self) -> str:
         if any(action.dest == "settings" for action in self._actions):
@@ -147,27 +147,25 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb", parser_class=_Verb)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb", parser_class=_VerbParser)
 
     train = verbs.add_parser("train", help="train or resume on this host's devices, or under torchrun or Slurm")
-    train.takes_settings()
-    habits.add_options(train)
+    train.add_settings()
+    hydra_options.add_options(train)
     train.add_argument("--resolved", type=Path, metavar="FILE", help="use this resolved.yaml instead of the recipes")
     train.add_argument(
         "--preflight", type=int, metavar="RANKS",
         help="check the settings for this number of ranks and print the run's folder; start and write nothing",
     )  # fmt: skip
-    train.set_defaults(run=_train)
 
     submit = verbs.add_parser("submit", help="submit a Slurm job with the configuration and code of now")
     submit.add_argument("--dry-run", action="store_true", help="print the sbatch command; write and submit nothing")
     submit.add_argument("kind", choices=("train", "serve", "sweep"), help="submit launch/KIND.sbatch")
     submit.add_argument("words", nargs=argparse.REMAINDER, help="options of sbatch (--nodes=4), and settings")
-    submit.set_defaults(run=_submit)
 
     plan = verbs.add_parser("plan", help="print what each rank holds, sends and attends to, step by step")
-    plan.takes_settings()
-    habits.add_options(plan)
+    plan.add_settings()
+    hydra_options.add_options(plan)
     plan.add_argument("--backward", action="store_true", help="show the backward plan instead")
     plan.add_argument("--full-mask", action="store_true", help="every token sees every token (default: causal)")
     plan.add_argument("--draw", type=Path, metavar="FILE.png", help="also draw the plan")
@@ -191,18 +189,16 @@ def _parser() -> argparse.ArgumentParser:
         "--max-length", action="store_true", help="instead of the plan: the longest sequence that fits, by recompute"
     )
     plan.add_argument("--device-gib", type=float, help="memory of a device (default: that of the cluster)")
-    plan.set_defaults(run=_plan)
 
     calibrate = verbs.add_parser(
         "calibrate", help="measure links, kernels and modes for a model on these ranks, and store them for `auto`"
     )
-    calibrate.takes_settings()
-    habits.add_options(calibrate)
+    calibrate.add_settings()
+    hydra_options.add_options(calibrate)
     calibrate.add_argument("--max-tokens", type=int, help="longest kernel call (default: 32768 on GPUs, 1024 on CPU)")
     calibrate.add_argument(
         "--links", type=Path, metavar="FILE.yaml", help="measure only the links and write them as a cluster file"
     )
-    calibrate.set_defaults(run=_calibrate)
 
     check = verbs.add_parser(
         "check",
@@ -212,44 +208,38 @@ def _parser() -> argparse.ArgumentParser:
         "The exit code is 0 if all agree, otherwise 1. A rank at CP=1 holds a whole sequence, and the temporary folder "
         "(TMPDIR) holds two copies of the gradients of two steps: reduce large models with model.num_layers=2.",
     )
-    check.takes_settings()
-    habits.add_options(check)
+    check.add_settings()
+    hydra_options.add_options(check)
     check.add_argument("--steps", type=int, default=3, help="steps of each run (default: %(default)s)")
     check.add_argument(
         "--tolerance", type=float, help="largest relative difference (default: 1e-5 in fp32, 2e-2 in bf16)"
     )
-    check.set_defaults(run=_check)
 
     generate = verbs.add_parser("generate", help="continue a prompt, or chat, with a run's checkpoint")
-    generate.takes_settings(
+    generate.add_settings(
         "checkpoint=RUN, prompt=TEXT or prompt_file=FILE, iteration=N, and settings that override the run's"
     )
     generate.add_argument("--chat", action="store_true", help="chat: each line of standard input is a turn")
-    generate.set_defaults(run=_generate)
 
     serve = verbs.add_parser("serve", help="serve a run's checkpoint with an OpenAI-compatible API")
-    serve.takes_settings("checkpoint=RUN, iteration=N, and settings that override the run's")
-    serve.set_defaults(run=_serve)
+    serve.add_settings("checkpoint=RUN, iteration=N, and settings that override the run's")
 
     importing = verbs.add_parser("import", help="import a published model (Hugging Face or GGUF) as a run")
     importing.add_argument("source", metavar="SOURCE", help="a folder with config.json and safetensors, or a .gguf")
-    importing.takes_settings("out=RUN (a new folder), and settings of the run")
-    importing.set_defaults(run=_import)
+    importing.add_settings("out=RUN (a new folder), and settings of the run")
 
     export = verbs.add_parser("export", help="export a run's checkpoint as a folder for Hugging Face's libraries")
     export.add_argument("words", nargs="+", metavar="word", help="checkpoint=RUN, out=FOLDER (a new one), iteration=N")
-    export.set_defaults(run=_export)
 
     evaluate = verbs.add_parser(
         "eval",
         help="evaluate a run's checkpoint on long texts: losses by position, needles, RULER's tasks",
         description="Writes eval.json, eval.md and pictures. docs/evaluation.md explains the arguments.",
     )
-    evaluate.takes_settings(
+    evaluate.add_settings(
         "checkpoint=RUN, iteration=N, tasks=NAME,…, lengths=N,…, samples=N, depths=X,…, seed=N, data=PREFIX, "
         "haystack=FOLDER, chat=true, out=FOLDER, and settings that override the run's"
     )
-    evaluate.set_defaults(run=_eval)
 
     data = verbs.add_parser("data", help="convert text to Megatron's indexed dataset")
     data.add_argument("--source", required=True, help="stdlib, pydoc, a text or .jsonl file, or a folder")
@@ -261,7 +251,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     data.add_argument("--tokenizer-path", help="files of the tokenizer, for all but byte-level")
     data.add_argument("--chat-template", help="a file with a Jinja template (default: the tokenizer's own)")
-    data.set_defaults(run=_data)
 
     compare = verbs.add_parser(
         "compare",
@@ -275,125 +264,87 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--html", type=Path, metavar="FILE", help="also write the dashboard: table, filters, curves")
     compare.add_argument("--plan", default="all", metavar="RUN", help="draw this run's plan, `all` (default) or `none`")
     compare.add_argument("--rows", type=int, default=50, help="most steps to print (default: %(default)s)")
-    compare.set_defaults(run=_compare)
 
     wandb_runs.add_verb(verbs)
 
-    doctor = verbs.add_parser("doctor", help="list what is installed and usable on this machine")
-    doctor.set_defaults(run=_doctor)
+    verbs.add_parser("doctor", help="list what is installed and usable on this machine")
 
     demo = verbs.add_parser("demo", help="train on real text with 4 context-parallel ranks and with 1, and compare")
-    demo.takes_settings("key=value settings for both runs, for example train.steps=10")
-    demo.set_defaults(run=_demo)
+    demo.add_settings("key=value settings for both runs, for example train.steps=10")
     return parser
 
 
-def _train(arguments: argparse.Namespace) -> None:
-    from ..training import launcher
+def _run(arguments: argparse.Namespace) -> int | None:
+    """Run the parsed verb. Imports only its module, since Megatron takes seconds to import."""
+    match arguments.verb:
+        case "train":
+            from ..training import launcher
 
-    if arguments.preflight is None:
-        launcher.train(arguments.settings, arguments.resolved)
-    elif arguments.preflight < 1:
-        raise ValueError(f"--preflight={arguments.preflight}: expected 1 or more. Give the job's number of ranks.")
-    else:
-        folder = launcher.preflight_only(arguments.settings, arguments.resolved, arguments.preflight)
-        print(f"run folder: {folder.path}")
+            if arguments.preflight is None:
+                launcher.train(arguments.settings, arguments.resolved)
+            elif arguments.preflight < 1:
+                ranks = arguments.preflight
+                raise ValueError(f"--preflight={ranks}: expected 1 or more. Give the job's number of ranks.")
+            else:
+                folder = launcher.preflight_only(arguments.settings, arguments.resolved, arguments.preflight)
+                print(f"run folder: {folder.path}")
+        case "submit":
+            from .submit import submit
 
+            words = [word for word in arguments.words if word != "--dry-run"]
+            submit(arguments.kind, words, arguments.dry_run or words != arguments.words)
+        case "plan":
+            from .plan import run
 
-def _submit(arguments: argparse.Namespace) -> None:
-    from .submit import submit
+            return run(arguments)
+        case "calibrate":
+            from ..calibrate import command
 
-    words = [word for word in arguments.words if word != "--dry-run"]
-    submit(arguments.kind, words, arguments.dry_run or words != arguments.words)
+            command.run(arguments.settings, arguments.max_tokens, arguments.links)
+        case "check":
+            from .check import check
 
+            return check(arguments.settings, arguments.steps, arguments.tolerance)
+        case "generate":
+            from ..serving.generate import generate
 
-def _check(arguments: argparse.Namespace) -> int:
-    from .check import check
+            generate(arguments.settings, arguments.chat)
+        case "serve":
+            from ..serving.serve import serve
 
-    return check(arguments.settings, arguments.steps, arguments.tolerance)
+            serve(arguments.settings)
+        case "import":
+            from .conversion import import_model
 
+            import_model(arguments.source, arguments.settings)
+        case "export":
+            from .conversion import export_model
 
-def _generate(arguments: argparse.Namespace) -> None:
-    from ..serving.generate import generate
+            export_model(arguments.words)
+        case "eval":
+            from .evaluate import evaluate
 
-    generate(arguments.settings, arguments.chat)
+            evaluate(arguments.settings)
+        case "data":
+            from ..training.text import Source, prepare
 
+            source = Source(arguments.source, arguments.glob, arguments.join)
+            prepare(source, arguments.out, arguments.tokenizer, arguments.tokenizer_path, arguments.chat_template)
+        case "compare":
+            from ..compare import compare
 
-def _eval(arguments: argparse.Namespace) -> None:
-    from .evaluate import evaluate
+            compare(arguments.runs, arguments.out, arguments.plan, arguments.rows, arguments.html)
+        case "wandb":
+            wandb_runs.run(arguments)
+        case "doctor":
+            from . import doctor
 
-    evaluate(arguments.settings)
+            return doctor.main()
+        case "demo":
+            from .check import demo
 
-
-def _serve(arguments: argparse.Namespace) -> None:
-    from ..serving.serve import serve
-
-    serve(arguments.settings)
-
-
-def _import(arguments: argparse.Namespace) -> None:
-    from .importing import import_model
-
-    import_model(arguments.source, arguments.settings)
-
-
-def _export(arguments: argparse.Namespace) -> None:
-    from .exporting import export_model
-
-    export_model(arguments.words)
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    from ..compose import compose_config
-    from . import plan
-
-    config = compose_config(arguments.settings)
-    if arguments.memory is not None or arguments.max_length:
-        return plan.show_memory(config, arguments.memory, arguments.max_length, arguments.device_gib)
-    if arguments.compare is not None:
-        plan.compare(config, arguments.compare, causal=not arguments.full_mask)
-    else:
-        plan.show(
-            config,
-            causal=not arguments.full_mask,
-            backward=arguments.backward,
-            picture=arguments.draw,
-            timeline=arguments.timeline,
-            documents=arguments.documents,
-        )
-    return 0
-
-
-def _calibrate(arguments: argparse.Namespace) -> None:
-    from ..calibrate import command
-
-    command.run(arguments.settings, arguments.max_tokens, arguments.links)
-
-
-def _data(arguments: argparse.Namespace) -> None:
-    from ..training.sources import Source
-    from ..training.text import prepare
-
-    source = Source(arguments.source, arguments.glob, arguments.join)
-    prepare(source, arguments.out, arguments.tokenizer, arguments.tokenizer_path, arguments.chat_template)
-
-
-def _compare(arguments: argparse.Namespace) -> None:
-    from ..compare import compare
-
-    compare(arguments.runs, arguments.out, arguments.plan, arguments.rows, arguments.html)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from . import doctor
-
-    return doctor.main()
-
-
-def _demo(arguments: argparse.Namespace) -> None:
-    from .demo import demo
-
-    demo(arguments.settings)
+            demo(arguments.settings)
+    return None
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The `plan` verb: a plan in words, priced and drawn; all modes ranked."""
+"""The `plan` verb: print, simulate and draw a plan; rank all modes; predict memory."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..compose import compose_config
 from ..config import Config, configured_mode, mode_options, planned_mask, ranks_summed, token_unit, workload_of
 from ..errors import refuse
 from ..memory import command
@@ -16,18 +18,38 @@ from ..schedules import (
     Target,
     backward_plan,
     build_plan,
-    keeping,
+    keep_received,
     keeps_received,
-    summing_in_nodes,
+    sum_in_nodes,
 )
 from ..schedules import mask as masks
-from ..schedules.describe import describe, summary
-from ..schedules.draw import draw
-from ..schedules.draw_timeline import draw_modes, draw_timeline
-from ..schedules.placement import draw_placement, placement
+from ..schedules.describe import describe, describe_placement, summary
+from ..schedules.draw import draw, draw_modes, draw_placement, draw_timeline
 from ..schedules.select import Problem, rank_modes, table
 from ..schedules.simulate import Simulation, simulate
 from ..topology import Cluster, load_cluster
+
+_MOST_MESSAGES = 20_000  # of a plan that is drawn: 141 ranks of a ring
+_REMEDY = "Name one of recipes/cluster, or a file that `megatron-longctx calibrate --links` has written."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the verb. Return the exit code."""
+    config, causal = compose_config(arguments.settings), not arguments.full_mask
+    if arguments.memory is not None or arguments.max_length:
+        return show_memory(config, arguments.memory, arguments.max_length, arguments.device_gib)
+    if arguments.compare is not None:
+        compare(config, arguments.compare, causal=causal)
+    else:
+        show(
+            config,
+            causal=causal,
+            backward=arguments.backward,
+            picture=arguments.draw,
+            timeline=arguments.timeline,
+            documents=arguments.documents,
+        )
+    return 0
 
 
 def show(
@@ -39,15 +61,12 @@ def show(
     timeline: Path | None = None,
     documents: str | None = None,
 ) -> None:
-    """Print a summary of the configured plan and all of it, with its price where a cluster is named, and draw it.
+    """Print the configured plan and its simulated time, if a cluster is named, and draw it.
 
     Args:
-        picture, timeline: files for the plan, and for what ranks do when.
-        documents: lengths of a pack's documents, in the place of one of `data.seq_length`: where each lies is printed
-            and drawn. None: those of the dataset's first pack, where `data.packing` makes packs and there is a dataset.
-
-    Raises:
-        ValueError: a plan that cannot be built, a picture that cannot be drawn, lengths that are none.
+        picture, timeline: files for the plan, and for what each rank does over time.
+        documents: lengths of a pack's documents, for example `900,13600`; their placement is printed and drawn. None
+            for the dataset's first pack if `data.packing` makes packs and there is a dataset.
     """
     _check_picture("--draw", picture)
     _check_picture("--timeline", timeline)
@@ -60,7 +79,7 @@ def show(
         raise refuse("--timeline", timeline, "parallelism.cluster=NAME beside it", _REMEDY)
     _check_size("--draw", picture, config)
     _check_size("--timeline", timeline, config)
-    plan = _configured(config, _mask(config, causal, lengths))
+    plan = _configured_plan(config, _mask(config, causal, lengths))
     plan = backward_plan(plan) if backward else plan
     target = _target(config, packed=pack is not None)
     simulation, time = None, "not simulated: name a cluster, as in parallelism.cluster=h200_x8"
@@ -70,9 +89,9 @@ def show(
     rows = [*summary(plan, target.workload), f"  time     {time}", *(f"  {line}" for line in command.brief(config))]
     print(describe(plan, target, rows))
     if simulation is not None and cluster is not None:
-        print("\n" + _price(simulation, cluster))
+        print("\n" + _simulated(simulation, cluster))
     if pack is not None:
-        print("\n" + placement(plan, target.workload, simulation))
+        print("\n" + describe_placement(plan, target.workload, simulation))
     if simulation is not None and timeline:
         draw_timeline(simulation, timeline)
         print(f"\ntime line drawn to {timeline}")
@@ -82,28 +101,27 @@ def show(
 
 
 def compare(config: Config, picture: Path, *, causal: bool) -> None:
-    """Print all modes ranked by simulated time, and draw them side by side (an empty path: without drawing).
-
-    Raises:
-        ValueError: no cluster named, or one that does not say what its devices do.
-    """
+    """Print all modes ranked by simulated time, and draw them side by side, unless the path is empty."""
     drawn = picture if picture != Path() else None
     _check_picture("--compare", drawn)
     _check_size("--compare", drawn, config)
     if config.parallelism.cluster is None:
         raise refuse("--compare", "given", "parallelism.cluster=NAME beside it", _REMEDY)
-    cluster, target = _cluster(config), _target(config)
-    par = config.parallelism
-    options = replace(mode_options(par), inner_size=None, max_buffer_tokens=None, head_chunks=1)
-    n, length = par.context_parallel_size, config.data.seq_length
-    mask = _mask(config, causal)
-    keep, summed = config.keep_received, config.attention.sum_in_node
-    unit, layout = token_unit(par), par.layout
-    problem = Problem(n, mask, target, unit, layout, options, keep_received=keep, sum_in_node=summed)
+    cluster, par = _cluster(config), config.parallelism
+    problem = Problem(
+        par.context_parallel_size,
+        _mask(config, causal),
+        _target(config),
+        token_unit(par),
+        par.layout,
+        replace(mode_options(par), inner_size=None, max_buffer_tokens=None, head_chunks=1),
+        keep_received=config.keep_received,
+        sum_in_node=config.attention.sum_in_node,
+    )
     ranking = rank_modes(problem, cluster, timeline=drawn is not None)
-    heads = target.workload
+    heads = problem.target.workload
     title = (
-        f"{config.model.name}: {length:,} tokens, {problem.n} ranks of {cluster.name}, "
+        f"{config.model.name}: {config.data.seq_length:,} tokens, {problem.n} ranks of {cluster.name}, "
         f"heads {heads.num_heads}:{heads.num_kv_heads} x {heads.head_sizes}, {'causal' if causal else 'full'}"
     )
     print(f"{title}; one attention layer, simulated\n{table(ranking)}")
@@ -113,15 +131,15 @@ def compare(config: Config, picture: Path, *, causal: bool) -> None:
 
 
 def show_memory(config: Config, picture: Path | None, longest: bool, device_gib: float | None) -> int:
-    """Print what a step needs of a rank's memory where `picture` is not None (an empty path: without drawing), and the
-    longest sequences where asked for.
+    """Print the memory of a training step on a rank, the longest sequences that fit, or both.
+
+    Args:
+        picture: file for all recompute modes; an empty path to print only; None to omit the step.
+        longest: print the longest sequences.
+        device_gib: memory of a device; None for the cluster's.
 
     Returns:
-        the exit code: 1 where a step does not fit.
-
-    Raises:
-        ValueError: a picture that cannot be drawn, no device's memory named, no mode named, heads that the mode cannot
-            share, a plan that cannot be built.
+        the exit code: 1 if a step does not fit.
     """
     config = _with_mode(config)
     _check_heads(config)
@@ -136,10 +154,6 @@ def show_memory(config: Config, picture: Path | None, longest: bool, device_gib:
     return 0 if fits else 1
 
 
-_MOST_MESSAGES = 20_000  # of a plan that is drawn: 141 ranks of a ring
-_REMEDY = "Name one of recipes/cluster, or a file that `megatron-longctx calibrate --links` has written."
-
-
 def _cluster(config: Config) -> Cluster:
     par = config.parallelism
     assert par.cluster is not None
@@ -147,29 +161,27 @@ def _cluster(config: Config) -> Cluster:
 
 
 def _with_mode(config: Config) -> Config:
-    """With the mode that `auto` takes on the cluster named, which is printed with the ranking."""
+    """Replace `auto` by the mode that it chooses on the named cluster, and print the ranking."""
     par = config.parallelism
     if par.schedule != "auto" or par.cluster is None:
         return config
-    from ..training.auto import planned  # takes seconds to import
+    from ..training.auto import resolve_for_cluster  # takes seconds to import
 
-    chosen, ranking = planned(config)
+    resolved, ranking = resolve_for_cluster(config)
     print(f"parallelism.schedule=auto takes {ranking[0].name} on {par.cluster}, simulated:\n{table(ranking)}\n")
-    return chosen
+    return resolved
 
 
 def _check_heads(config: Config) -> None:
-    """Refuse what training would refuse: no mode, or one that cannot share the heads among the ranks."""
-    par, model = config.parallelism, config.model
+    """Refuse what training would refuse: no mode, or one that cannot divide the heads among the ranks."""
+    par, workload = config.parallelism, workload_of(config)
     if par.schedule == "auto":
         raise refuse("parallelism.schedule", "auto", "a mode", "Name one, or rank all of them with --compare.")
-    heads = (model.num_attention_heads // par.tensor_parallel_size, model.num_kv_heads // par.tensor_parallel_size)
-    mode = configured_mode(par)
-    mode.check_heads(par.context_parallel_size, *heads)
+    configured_mode(par).check_heads(par.context_parallel_size, workload.num_heads, workload.num_kv_heads)
 
 
 def _first_pack(config: Config) -> list[int] | None:
-    """None without packs, and, which is said, without a dataset."""
+    """Return the document lengths of the dataset's first pack; None without packs or without a dataset."""
     data = config.data
     if data.packing == "none":
         return None
@@ -179,29 +191,28 @@ def _first_pack(config: Config) -> list[int] | None:
         return None
     from ..mcore.data import first_pack  # takes seconds to import
 
-    found = list(first_pack(config))
-    print(f"the first pack of {data.prefix}, of {len(found)} documents; --documents takes others\n")
-    return found
+    lengths = list(first_pack(config))
+    print(f"the first pack of {data.prefix}, of {len(lengths)} documents; --documents takes others\n")
+    return lengths
 
 
 def _lengths(documents: str) -> list[int]:
-    """Of `900,13600`."""
     try:
-        found = [int(each) for each in documents.split(",")]
+        lengths = [int(each) for each in documents.split(",")]
     except ValueError:
-        found = []
-    if not found or min(found) < 1:
+        lengths = []
+    if not lengths or min(lengths) < 1:
         raise refuse("--documents", documents, "lengths from 1 on, with commas between", "Correct it.")
-    return found
+    return lengths
 
 
-def _configured(config: Config, mask: masks.Mask) -> Plan:
+def _configured_plan(config: Config, mask: masks.Mask) -> Plan:
     par = config.parallelism
     _check_heads(config)
     n, length = par.context_parallel_size, config.data.seq_length
     plan = build_plan(par.schedule, n, mask, mode_options(par), token_unit(par), par.layout)
     keep = keeps_received(config.keep_received, par.schedule, n, length, config.train.micro_batch_size)
-    return summing_in_nodes(keeping(plan) if keep else plan, ranks_summed(config))
+    return sum_in_nodes(keep_received(plan) if keep else plan, ranks_summed(config))
 
 
 def _mask(config: Config, causal: bool, lengths: Sequence[int] | None = None) -> masks.Mask:
@@ -211,12 +222,12 @@ def _mask(config: Config, causal: bool, lengths: Sequence[int] | None = None) ->
 
 
 def _target(config: Config, packed: bool = False) -> Target:
-    """Of a kernel that takes packs, rectangles and windows where there are any of them, else of the plainest."""
+    """Return the workload on a kernel with packs, rectangles and windows if packs or windows need it."""
     special = packed or config.model.window is not None
     return Target(workload_of(config), Takes(packed=special, rectangles=special, windows=special))
 
 
-def _price(simulation: Simulation, cluster: Cluster) -> str:
+def _simulated(simulation: Simulation, cluster: Cluster) -> str:
     costs = Costs.of_device(cluster.device)
     busiest = simulation.busiest_link
     rows = [
@@ -227,13 +238,13 @@ def _price(simulation: Simulation, cluster: Cluster) -> str:
         f"  waiting        {min(simulation.exposed_s) * 1e3:.3f} to {max(simulation.exposed_s) * 1e3:.3f} ms a rank "
         "for messages",
         f"  busiest link   {busiest[0]}, {busiest[1]:.1%} of the time" if busiest else "  busiest link   none",
-        f"  memory         {simulation.peak_bytes / 2**30:.3f} GiB at most for this call, kernels' workspace apart",
+        f"  memory         {simulation.peak_bytes / 2**30:.3f} GiB at most for this call, without kernels' workspace",
     ]
     return "\n".join(rows)
 
 
 def _check_size(option: str, given: object, config: Config) -> None:
-    """Refuse a picture, or a search over many lengths, of a plan that would take hours and that nobody could read."""
+    """Refuse to draw or search plans with so many messages that it would take hours."""
     if not given:
         return
     par = config.parallelism

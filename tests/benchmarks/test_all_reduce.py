@@ -13,7 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.all_reduce import Found, Measured, crossovers, measure
 from megatron_longctx.comm.peer_memory import PeerMemory
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.ranks import Where
+from megatron_longctx.training.ranks import Ranks
 
 
 def test_it_measures_what_there_is(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ class _Note:
 def test_every_size_is_kept_at_once(tmp_path: Path) -> None:
     told = tmp_path / "told"
     told.write_text("")
-    run_distributed(measure, 2, Where(2, "cpu"), (2**12, 2**13), "fp32", _Note(told))
+    run_distributed(measure, 2, Ranks(2, "cpu"), (2**12, 2**13), "fp32", _Note(told))
     assert told.read_text() == "4 8 "
 
 
@@ -72,16 +72,13 @@ def test_kernels_with_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     left_out: dict[str, str] = {}
     used: list[tuple[int, int]] = []
 
-    class Reduction:
-        def __init__(self, memory: PeerMemory) -> None:
-            self.memory = memory
+    def reduce(x: torch.Tensor, bits: int, peers: PeerMemory, **_: object) -> torch.Tensor:
+        used.append((peers.blocks, bits))
+        return x
 
-        def all_reduce(self, x: torch.Tensor, bits: int, **_: object) -> torch.Tensor:
-            used.append((self.memory.blocks, bits))
-            return x
-
-    monkeypatch.setattr(all_reduce, "peer_memory", lambda *_: memory)
-    monkeypatch.setattr(all_reduce, "PeerReduction", Reduction)
+    monkeypatch.setattr(all_reduce, "allocate_peer_memory", lambda *_: memory)
+    monkeypatch.setattr(all_reduce, "PeerReduction", lambda memory: memory)
+    monkeypatch.setattr(all_reduce, "all_reduce", reduce)
     makers = all_reduce._with_blocks(None, torch.device("cpu"), (16, 48, 64), left_out)  # type: ignore[arg-type]
     for make in makers.values():
         make(torch.zeros(4))()

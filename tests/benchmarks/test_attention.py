@@ -15,7 +15,7 @@ from benchmarks.measure import Bench, Contender, Made, Measurement, dense, short
 from benchmarks.packs import packs
 from megatron_longctx.attention import ContextParallelAttention
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.ranks import world
+from megatron_longctx.training.ranks import world_group
 
 CASE = Case((24, 8), 4, 2, 8, 4)
 
@@ -114,7 +114,7 @@ def test_a_long_case_is_checked_by_a_short_one_of_its_kind() -> None:
 
 
 def _judged(rank: int) -> list[Measurement]:
-    group = world()
+    group = world_group()
 
     def too_much(case: Case) -> Made:
         return Made(lambda q, k, v: 1.1 * ContextParallelAttention()(q, k, v, mask=case.mask), range(case.length))

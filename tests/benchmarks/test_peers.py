@@ -19,7 +19,7 @@ from benchmarks.peers import peers, ring_flash_attn
 from benchmarks.peers.flash_attn import functions
 from benchmarks.peers.transformer_engine import ENGINE
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.ranks import world
+from megatron_longctx.training.ranks import world_group
 
 CASE = Case((48,), 4, 2, 16)
 PACK = replace(CASE, documents=(24, 8, 16), name="pack")
@@ -29,8 +29,8 @@ needs_ring = pytest.mark.skipif(NO_RING, reason="ring-flash-attn is not installe
 
 
 def _ring(rank: int, cases: list[Case]) -> list[list[Measurement]]:
-    bench = Bench(world(), CPU, 1, check=True)
-    return [bench.run(case, ring_flash_attn.contenders(world(), "cpu")) for case in cases]
+    bench = Bench(world_group(), CPU, 1, check=True)
+    return [bench.run(case, ring_flash_attn.contenders(world_group(), "cpu")) for case in cases]
 
 
 @needs_ring
@@ -119,16 +119,16 @@ class _DotProductAttention:
 
 
 def _engine(rank: int) -> tuple[list[str], list[Measurement], list[Measurement], list[str]]:
-    absent = peers(world(), "cpu").absent
+    absent = peers(world_group(), "cpu").absent
     sys.modules["transformer_engine"] = ModuleType("transformer_engine")
     sys.modules[ENGINE] = SimpleNamespace(DotProductAttention=_DotProductAttention)  # type: ignore[assignment]
-    contenders = [c for c in peers(world(), "cpu").contenders if c.name.startswith("TransformerEngine")]
-    bench = Bench(world(), CPU, 1, check=True)
+    contenders = [c for c in peers(world_group(), "cpu").contenders if c.name.startswith("TransformerEngine")]
+    bench = Bench(world_group(), CPU, 1, check=True)
     found = bench.run(CASE, contenders)
     refused = bench.run(replace(CASE, num_heads=3, num_kv_heads=3, element_bytes=2, window=3, name="w"), contenders)
     if rank == 0:  # one rank without it is enough
         sys.modules[ENGINE] = None  # type: ignore[assignment]
-    return absent, found, refused, peers(world(), "cpu").absent
+    return absent, found, refused, peers(world_group(), "cpu").absent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="the package itself is here")
@@ -137,6 +137,8 @@ def test_transformer_engine_gets_the_tokens_that_it_expects() -> None:
         assert "transformer-engine is not measured: ModuleNotFoundError: No module named 'transformer_engine'" in absent
         assert [m.name for m in found] == [f"TransformerEngine, {kind}" for kind in ("p2p", "all_gather", "a2a")]
         assert all(m.seconds and not m.reason for m in found), found
-        assert refused[0].reason.startswith("attention.baseline=te_p2p: expected one that takes model.window")
-        assert refused[2].reason.startswith("parallelism.context_parallel_size=2: expected heads of queries (3)")
+        assert refused[0].reason.startswith("attention.baseline=te_p2p: expected a baseline that supports model.window")
+        assert refused[2].reason.startswith(
+            "parallelism.context_parallel_size=2: expected a divisor of the heads of queries (3)"
+        )
         assert len(then) == len(absent) and then[-1].startswith("transformer-engine is not measured")

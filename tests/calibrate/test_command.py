@@ -12,7 +12,7 @@ from megatron_longctx.compose import compose_config
 from megatron_longctx.schedules import MODES, Workload
 from megatron_longctx.schedules.calibration import load_calibration
 from megatron_longctx.topology import load_cluster
-from megatron_longctx.training.auto import settled
+from megatron_longctx.training.auto import resolve_schedule
 from megatron_longctx.verbs import cli
 
 SETTINGS = ["parallelism=cp2", "train.device=cpu", "attention.kernel=cpu", "data.seq_length=333"]
@@ -35,7 +35,9 @@ def test_it_leaves_what_auto_goes_by(cache: Path) -> None:
     assert all(sample.ratio > 0 for sample in costs.modes)
     assert {sample.mode.split(" (")[0] for sample in costs.modes} <= set(MODES)
     assert all(any(sample.mode in line for line in _said(found)) for sample in costs.modes)
-    assert settled(compose_config(settings)).parallelism.schedule in MODES, "it would be refused without the file"
+    assert resolve_schedule(compose_config(settings))[0].parallelism.schedule in MODES, (
+        "it would be refused without the file"
+    )
 
 
 def test_links_alone_become_a_cluster_file(cache: Path, tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from megatron_longctx.comm import choose_transport
 from megatron_longctx.schedules import Costs, Workload
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.topology import Cluster, Mesh
-from megatron_longctx.training.ranks import world
+from megatron_longctx.training.ranks import world_group
 
 
 def _seconds(rank: int) -> float:
-    cpu, group = torch.device("cpu"), world()
+    cpu, group = torch.device("cpu"), world_group()
     place = Place(group, cpu, Workload(4, 2, 16, element_bytes=4), links=choose_transport("p2p", group, cpu))
     return host_operation_seconds(place, Cluster("one", 1, place.n, Mesh(10.0)), Costs(1.0, 1.0))
 

@@ -15,7 +15,7 @@ from megatron_longctx.schedules.mask import causal
 from megatron_longctx.schedules.select import Problem, rank_modes
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.topology import Cluster, Mesh
-from megatron_longctx.training.ranks import world
+from megatron_longctx.training.ranks import world_group
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 GQA, SMALL = Workload(32, 8, 128), Workload(4, 2, 16, element_bytes=4)
@@ -67,7 +67,7 @@ def test_no_length_takes_long() -> None:
 
 
 def _samples(rank: int) -> tuple[ModeSample, ...]:
-    group = world()
+    group = world_group()
     n, costs = group.size(), Costs(0.01, 0.01)
     place = Place(group, CPU, SMALL, "cpu", choose_transport("p2p", group, CPU))
     cluster, target = Cluster("one", 1, n, Mesh(10.0)), Target(SMALL, place.choose().takes)

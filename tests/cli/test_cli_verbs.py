@@ -229,11 +229,11 @@ def test_a_sweep_goes_on_after_a_job_that_cannot_run(capsys: pytest.CaptureFixtu
     assert code == 1 and "ring forward: 3 ranks" in out
     refused, last = err.splitlines()[0], err.splitlines()[-1]
     assert refused.startswith("megatron-longctx plan: 3 context-parallel ranks that share the heads")
-    assert last == "megatron-longctx plan: 1 of 2 jobs failed: default-ulysses. Each said why above."
+    assert last == "megatron-longctx plan: 1 of 2 jobs failed: default-ulysses. Their errors are above."
 
 
 def test_what_may_follow_a_word_for_the_shell() -> None:
-    from megatron_longctx.verbs.habits import complete_settings
+    from megatron_longctx.verbs.hydra_options import complete_settings
 
     assert {"experiment=", "train.steps=", "parallelism.schedule="} <= set(complete_settings("tr"))
     assert {"experiment=demo", "experiment=compare_modes"} <= set(complete_settings("experiment=d"))

@@ -15,7 +15,7 @@ from megatron_longctx.schedules import MODES, build_plan
 from megatron_longctx.schedules.select import Candidate
 from megatron_longctx.sweep import sweep
 from megatron_longctx.topology import load_cluster
-from megatron_longctx.training.auto import planned
+from megatron_longctx.training.auto import resolve_for_cluster
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CLUSTERS = {"h200": ("h200_x8", "h200_8x1_ib400"), "h100": ("dgx_h100_x1",)}
@@ -55,7 +55,7 @@ def test_an_experiment_is_what_its_name_says_and_fits(name: str) -> None:
     assert (par.tensor_parallel_size, par.context_parallel_size) == (int(found["tp"] or 1), int(found["cp"]))
     assert config.train.precision == found["precision"] and par.cluster in CLUSTERS[found["hardware"]]
     assert par.schedule == "auto", "the planner chooses"
-    chosen, ranking = planned(config)
+    chosen, ranking = resolve_for_cluster(config)
     assert reason(par.cluster, ranking) in (RECIPES / f"experiment/{name}.yaml").read_text().splitlines()
     capacity = load_cluster(par.cluster).device.memory_gib
     assert capacity is not None and predict(planned_job(chosen)).num_bytes < 0.95 * capacity * 2**30

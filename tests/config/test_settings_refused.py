@@ -208,7 +208,7 @@ def test_a_word_of_several_lines_is_refused_in_one(word: str) -> None:
         (
             ["attention.sum_in_node=true", "parallelism=cp2"],
             "attention.sum_in_node=true",
-            "parallelism.cluster, which says what the nodes are",
+            "parallelism.cluster, which defines the nodes",
         ),
         (
             ["attention.keep_received=true", "recompute=attention_output"],

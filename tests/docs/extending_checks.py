@@ -18,8 +18,7 @@ from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.testing.references import dense_attention, random_qkv
 from megatron_longctx.testing.tolerances import relative_error
 from megatron_longctx.topology import load_cluster
-from megatron_longctx.verbs.exporting import export_model
-from megatron_longctx.verbs.importing import import_model
+from megatron_longctx.verbs.conversion import export_model, import_model
 from tests.shared.published import ours, same, tensors_of, theirs, write_model
 from tests.shared.threads import Inputs, attend
 

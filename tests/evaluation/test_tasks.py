@@ -1,4 +1,4 @@
-"""Questions: of the length asked for, with the answers in the text where they are to be, and the same for a seed."""
+"""Questions: of the given length, with the answers in the text at their depths, and the same for a seed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_longctx.evaluation import DEPTHS, TASKS, Haystack, Question, questions, score, scores
-from megatron_longctx.evaluation.asking import Form
-from megatron_longctx.evaluation.results import by_depth
+from megatron_longctx.evaluation import DEPTHS, TASKS, Haystack, Question, make_questions, score
+from megatron_longctx.evaluation.questions import Format
 
 COUNTS = {
     "bytes": lambda text: len(text.encode()),
@@ -25,123 +24,113 @@ HAYSTACKS = {"noise": Haystack.noise(), "essays": ESSAYS}
 
 
 def ask(name: str, length: int, seed: int = 0, counts: str = "bytes", haystack: str = "noise") -> Question:
-    (found,) = questions([name], [length], 1, HAYSTACKS[haystack], Form(COUNTS[counts]), [0.5], seed)
-    return found
+    (question,) = make_questions([name], [length], 1, HAYSTACKS[haystack], Format(COUNTS[counts]), [0.5], seed)
+    return question
 
 
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(TASKS)), st.integers(9_400, 60_000), st.integers(0, 2**40), st.data())
-def test_a_text_has_the_length_asked_for_and_no_filler_more_would_fit(
+def test_a_text_has_the_given_length_and_no_more_filler_would_fit(
     name: str, length: int, seed: int, data: st.DataObject
 ) -> None:
     counts, haystack = data.draw(st.sampled_from(sorted(COUNTS))), data.draw(st.sampled_from(sorted(HAYSTACKS)))
-    asked = ask(name, length, seed, counts, haystack)
-    total = asked.prompt_tokens + asked.answer_tokens
-    assert asked.prompt_tokens == COUNTS[counts](asked.prompt) and asked.length == length
-    # One unit more: a word of the haystack, three words of a numbered list, or all that a frequency rounds up to.
+    question = ask(name, length, seed, counts, haystack)
+    total = question.prompt_tokens + question.answer_tokens
+    assert question.prompt_tokens == COUNTS[counts](question.prompt) and question.length == length
+    # One more unit is a word of the haystack, three words of a numbered list, or all words whose counts round up.
     most = {"common_words": 3 * 45, "frequent_words": 7 * 40}.get(name, 12)
     assert length - most <= total <= length
-    assert asked.answer_tokens >= 2 * COUNTS[counts](", ".join(asked.answers))
-    assert ask(name, length, seed, counts, haystack) == asked
-    assert ask(name, length, seed + 1, counts, haystack).answers != asked.answers
+    assert question.answer_tokens >= 2 * COUNTS[counts](", ".join(question.answers))
+    assert ask(name, length, seed, counts, haystack) == question
+    assert ask(name, length, seed + 1, counts, haystack).answers != question.answers
 
 
 @settings(max_examples=40)
 @given(st.sampled_from([name for name in TASKS if "n" in name[:1]]), st.integers(2_000, 9_000), st.integers(0, 99))
 def test_needles_are_hidden_once_and_asked_for(name: str, length: int, seed: int) -> None:
-    asked = ask(name, length, seed)
-    text, question = asked.prompt.rsplit("What", 1)
+    question = ask(name, length, seed)
+    text, query = question.prompt.rsplit("What", 1)
     needles = re.findall(r"One of the special magic numbers for (\S+) is: (\d{7})\.", text)
     count = {"niah_multikey": 4, "niah_multivalue": 4, "niah_multiquery": 4}.get(name, 1)
     assert len(needles) == len({number for _, number in needles}) == count
     assert len({key for key, _ in needles}) == (count if name != "niah_multivalue" else 1)
-    assert {number for key, number in needles if key in question} == set(asked.answers)
-    assert (asked.depth is not None) == (len(asked.answers) == 1)
-    assert ("A special magic number is" if len(asked.answers) == 1 else "Some special magic numbers are") in text
-    assert asked.prompt.endswith(" is" if len(asked.answers) == 1 else " are")
+    assert {number for key, number in needles if key in query} == set(question.answers)
+    assert (question.depth is not None) == (len(question.answers) == 1)
+    assert ("A special magic number is" if len(question.answers) == 1 else "Some special magic numbers are") in text
+    assert question.prompt.endswith(" is" if len(question.answers) == 1 else " are")
 
 
 @given(st.sampled_from(DEPTHS), st.sampled_from(sorted(HAYSTACKS)))
-def test_a_needle_lies_at_its_depth_and_begins_where_a_sentence_does(depth: float, haystack: str) -> None:
-    (asked,) = questions(["needle"], [6_000], 1, HAYSTACKS[haystack], Form(COUNTS["bytes"]), [depth])
-    text = asked.prompt.split("afterwards.\n")[1].rsplit("\nWhat", 1)[0]
+def test_a_needle_is_at_its_depth_and_before_a_sentence(depth: float, haystack: str) -> None:
+    (question,) = make_questions(["needle"], [6_000], 1, HAYSTACKS[haystack], Format(COUNTS["bytes"]), [depth])
+    text = question.prompt.split("afterwards.\n")[1].rsplit("\nWhat", 1)[0]
     before = text.partition("One of")[0]
-    assert asked.depth == depth and abs(len(before) / len(text) - depth) < 0.03
+    assert question.depth == depth and abs(len(before) / len(text) - depth) < 0.03
     assert not before or before.rstrip()[-1] in ".!?"
 
 
 def test_a_chain_of_variables_is_assigned_in_order() -> None:
-    asked = ask("variable_tracking", 6_000, 3)
-    example, _, text = asked.prompt.partition("\n\nMemorize")
+    question = ask("variable_tracking", 6_000, 3)
+    assert score(question, " ".join(question.answers).lower()).share == 1.0
+    example, _, text = question.prompt.partition("\n\nMemorize")
     assert example.count("VAR") == 9 and all(example.endswith(name) for name in [example[-3:]])
-    value = re.search(r"assigned the value (\d{5}), they are: $", asked.prompt)
+    value = re.search(r"assigned the value (\d{5}), they are: $", question.prompt)
     assert value is not None
-    said = re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", text)
-    assert [name for name, _ in said] == list(asked.answers)
-    assert [before for _, before in said] == [value[1], *asked.answers[:-1]]
+    assignments = re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", text)
+    assert [name for name, _ in assignments] == list(question.answers)
+    assert [before for _, before in assignments] == [value[1], *question.answers[:-1]]
 
 
 @given(st.integers(3_000, 30_000), st.integers(0, 99))
 def test_common_words_are_the_most_common(length: int, seed: int) -> None:
     if 4096 <= length < 9_400:
         return
-    asked = ask("common_words", length, seed)
-    listed = re.findall(r"\d+\. (\S+)", asked.prompt.rpartition("Below is")[2])
+    question = ask("common_words", length, seed)
+    listed = re.findall(r"\d+\. (\S+)", question.prompt.rpartition("Below is")[2])
     times = Counter(listed)
     common, other = (6, 1) if length < 4096 else (30, 3)
-    assert {word for word, count in times.items() if count == common} == set(asked.answers) and len(asked.answers) == 10
-    assert all(count == other for word, count in times.items() if word not in asked.answers)
+    assert len(question.answers) == 10
+    assert {word for word, count in times.items() if count == common} == set(question.answers)
+    assert all(count == other for word, count in times.items() if word not in question.answers)
 
 
 @given(st.integers(2_000, 30_000), st.integers(0, 99))
 def test_frequent_words_are_the_three_most_frequent(length: int, seed: int) -> None:
-    asked = ask("frequent_words", length, seed)
-    coded = asked.prompt.split("coded words. ")[1].split("\nQuestion")[0].split(" ")
+    question = ask("frequent_words", length, seed)
+    coded = question.prompt.split("coded words. ")[1].split("\nQuestion")[0].split(" ")
     ranked = [word for word, _ in Counter(coded).most_common(5)]
-    assert ranked[0] == "..." and tuple(ranked[1:4]) == asked.answers
+    assert ranked[0] == "..." and tuple(ranked[1:4]) == question.answers
     assert Counter(coded)[ranked[3]] > Counter(coded)[ranked[4]]
 
 
-def test_what_has_no_room_is_refused_and_what_fits_is_named() -> None:
+def test_lengths_without_room_are_refused_with_the_limit() -> None:
     for name in TASKS:
         with pytest.raises(ValueError, match=rf"lengths=100: expected at least (\d+) tokens for {name}") as error:
             ask(name, 100)
         found = re.search(r"least (\d+)", str(error.value))
         assert found is not None
-        if name != "common_words":  # longer than its shorter form is for
-            assert ask(name, int(found[1]) + 99).answers  # other words, which may be longer
+        if name != "common_words":  # that length selects its longer form
+            assert ask(name, int(found[1]) + 99).answers  # other random words may be longer
     with pytest.raises(ValueError, match=r"expected at most \d+ tokens for common_words. It has no more words"):
         ask("common_words", 10**7)
 
 
-def test_a_chat_lays_out_what_is_counted() -> None:
-    form = Form(COUNTS["bytes"], lambda text, opening: f"<user>{text}<model>{opening.lstrip()}")
-    (asked,) = questions(["needle"], [2_000], 1, Haystack.noise(), form, [0.0])
-    assert asked.prompt.startswith("<user>A special") and "?<model>The special magic" in asked.prompt
-    assert 1_990 < asked.prompt_tokens + asked.answer_tokens <= 2_000
+def test_a_chat_format_counts_towards_the_length() -> None:
+    form = Format(COUNTS["bytes"], lambda text, opening: f"<user>{text}<model>{opening.lstrip()}")
+    (question,) = make_questions(["needle"], [2_000], 1, Haystack.noise(), form, [0.0])
+    assert question.prompt.startswith("<user>A special") and "?<model>The special magic" in question.prompt
+    assert 1_990 < question.prompt_tokens + question.answer_tokens <= 2_000
 
 
-def test_essays_are_the_folders_texts(tmp_path: Path) -> None:
+def test_essays_are_the_texts_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("The\n end.")
     (tmp_path / "a.txt").write_text("A  beginning. ")
     assert Haystack.essays(tmp_path).text(6) == "A beginning. The end. A beginning."
     (tmp_path / "c.txt").write_bytes(b"\xff")
-    for folder, said in ((tmp_path, "UTF-8 text"), (tmp_path / "none", "a folder with .txt files")):
-        with pytest.raises(ValueError, match=f"haystack=.*: expected {said}"):
+    for folder, message in ((tmp_path, "UTF-8 text"), (tmp_path / "none", "a folder with .txt files")):
+        with pytest.raises(ValueError, match=f"haystack=.*: expected {message}"):
             Haystack.essays(folder)
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.txt").write_text(" ")
     with pytest.raises(ValueError, match="expected text in its"):
         Haystack.essays(tmp_path)
-
-
-def test_scores_are_shares_of_answers_by_length_and_depth() -> None:
-    asked = list(questions(["needle", "niah_multivalue"], [2_000, 3_000], 2, Haystack.noise(), Form(len), [0.0, 1.0]))
-    assert len(asked) == 2 * 2 * 2 + 2 * 2
-    found = [score(q, f"x {q.answers[0]} y") for q in asked]
-    assert scores(found) == {"needle": {2_000: 1.0, 3_000: 1.0}, "niah_multivalue": {2_000: 0.25, 3_000: 0.25}}
-    found[0] = score(asked[0], asked[1].answers[0])
-    assert scores(found)["needle"] == {2_000: 0.75, 3_000: 1.0}
-    assert by_depth(found) == {2_000: {0.0: 0.5, 1.0: 1.0}, 3_000: {0.0: 1.0, 1.0: 1.0}}
-    tracked = ask("variable_tracking", 3_000)
-    assert score(tracked, " ".join(tracked.answers).lower()).share == 1.0

@@ -1,4 +1,4 @@
-"""A small corpus, and what jobs on it begin with."""
+"""A small corpus, and the working directory of jobs that use it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with `tiny.bin`, `tiny.idx` and `tiny.json`."""
-    from megatron_longctx.training.sources import Source
-    from megatron_longctx.training.text import prepare
+    from megatron_longctx.training.text import Source, prepare
 
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "text").mkdir()
@@ -31,10 +30,10 @@ def workplace(tmp_path: Path, corpus: Path) -> Path:
 
 @pytest.fixture
 def no_start(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks must not be started in this process."""
+    """Fail if this process starts ranks."""
     from megatron_longctx.training import launcher
 
-    def started_anyway(*arguments: object, **more: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(launcher.mp, "start_processes", started_anyway)
+    monkeypatch.setattr(launcher.mp, "start_processes", fail)

@@ -1,4 +1,4 @@
-"""The demo, cut short: both runs, their table and their picture."""
+"""A short demo: both runs, their table and their picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUNS = {"demo-cp4": 4, "demo-cp1": 1}
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, Job]:
-    """A demo of 6 steps on a small text and model, in a folder where an earlier one has left something."""
+    """A demo of 6 steps with a small text and model, in a folder with a file of an earlier demo."""
     place = tmp_path_factory.mktemp("demo")
     (place / "data").symlink_to(corpus)
     (place / "runs/demo-cp1").mkdir(parents=True)
@@ -31,7 +31,7 @@ def records(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_it_succeeds_and_leaves_two_whole_runs_and_the_picture(demo: tuple[Path, Job]) -> None:
+def test_it_succeeds_and_writes_two_complete_runs_and_the_picture(demo: tuple[Path, Job]) -> None:
     place, job = demo
     assert job.process.returncode == 0, job.said()
     assert job.err.read_text() == ""
@@ -44,12 +44,8 @@ def test_it_succeeds_and_leaves_two_whole_runs_and_the_picture(demo: tuple[Path,
         assert (run / "checkpoints/iter_0000006").is_dir()
     picture = (place / "runs/demo.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
-    assert sorted(path.name for path in (place / "runs").iterdir()) == [
-        "demo-cp1",
-        "demo-cp4",
-        "demo.png",
-        "demo_figures.png",
-    ]
+    files = sorted(path.name for path in (place / "runs").iterdir())
+    assert files == ["demo-cp1", "demo-cp4", "demo.png", "demo_figures.png"]
 
 
 def test_the_losses_fall_and_agree(demo: tuple[Path, Job]) -> None:
@@ -63,22 +59,20 @@ def test_the_losses_fall_and_agree(demo: tuple[Path, Job]) -> None:
 
 def test_it_prints_one_table_with_the_losses_of_both(demo: tuple[Path, Job]) -> None:
     place, job = demo
-    said = job.out.read_text()
-    assert said.count("loss demo-cp1 | loss demo-cp4 | difference") == 1
+    out = job.out.read_text()
+    assert out.count("loss demo-cp1 | loss demo-cp4 | difference") == 1
     one, four = (records(place / "runs" / name) for name in ("demo-cp1", "demo-cp4"))
     for a, b in zip(one, four, strict=True):
         row = rf"^ *{a[names.STEP]} \| +{a[names.LOSS]:.6f} \| +{b[names.LOSS]:.6f} \| +[+-]\d\.\d\de[+-]\d\d$"
-        assert re.search(row, said, re.MULTILINE), said
-    assert said.count("pictures: runs/demo.png (losses)") == 1
-    assert re.search(r"\nthe demo took \d+ s\n$", said)
-    assert "removing runs/demo-cp1 of an earlier demo" in said
+        assert re.search(row, out, re.MULTILINE), out
+    assert out.count("pictures: runs/demo.png (losses)") == 1
+    assert re.search(r"\nthe demo took \d+ s\n$", out)
+    assert "removing runs/demo-cp1 of an earlier demo" in out
 
 
-def test_without_settings_it_is_the_demo_that_is_documented() -> None:
+def test_without_settings_it_is_the_documented_demo() -> None:
     config = compose_config(["experiment=demo"])
     assert config.data.seq_length >= 4096 and config.parallelism.context_parallel_size == 4
     assert config.model.num_kv_heads < config.model.num_attention_heads and not config.model.bias
-    assert (config.model.normalization, config.model.activation, config.model.position_embedding) == (
-        *("rmsnorm", "swiglu"),
-        "rope",
-    )
+    model = config.model
+    assert (model.normalization, model.activation, model.position_embedding) == ("rmsnorm", "swiglu", "rope")

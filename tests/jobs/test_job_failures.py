@@ -1,4 +1,4 @@
-"""A rank that fails ends the whole job soon, with its own words; wrong input ends it before there are ranks."""
+"""A failing rank ends the whole job soon, with its message; wrong input ends it before ranks start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from megatron_longctx import names
 from megatron_longctx.compose import load_config
 from megatron_longctx.metrics.sinks import decode
-from megatron_longctx.training.run_lock import RunLock
+from megatron_longctx.training.run_folder import RunLock
 from megatron_longctx.verbs import cli
 from tests.shared.jobs import (
     CLI,
@@ -31,20 +31,20 @@ from tests.shared.processes import FILE_BYTES
 
 
 def command(*more: str) -> list[str]:
-    patient = "parallelism.timeout_s=7200"  # what waits for a rank that is gone, hangs
+    patient = "parallelism.timeout_s=7200"  # a rank that waits for a dead one hangs
     return [*CLI, "train", *TINY, "parallelism=cp2", patient, "train.steps=4000", *more]
 
 
-def test_a_killed_rank_ends_the_job_and_one_that_hangs_is_named(workplace: Path) -> None:
+def test_a_killed_rank_ends_the_job_and_a_hanging_one_is_named(workplace: Path) -> None:
     with started(workplace, command(), quick=True) as job:
         job.wait_for("step    2/")
         first, second = job.ranks()
-        first.send_signal(signal.SIGSTOP)  # as if it hung: it hears no signal but the last
+        first.send_signal(signal.SIGSTOP)  # as if it hung: it handles only SIGKILL
         second.send_signal(signal.SIGKILL)
         assert job.wait() == 1, job.said()
-        said = job.err.read_text()
-        assert len(said.splitlines()) == 2, said
-        hung, killed = said.splitlines()
+        err = job.err.read_text()
+        assert len(err.splitlines()) == 2, err
+        hung, killed = err.splitlines()
         last = r"in (starting|step \d+(, [a-z ]+)?) since \d\d:\d\d:\d\d; "
         assert re.fullmatch(
             rf"megatron-longctx train: rank 0 had been stopped \(SIGSTOP\), {last}"
@@ -52,7 +52,7 @@ def test_a_killed_rank_ends_the_job_and_one_that_hangs_is_named(workplace: Path)
             hung,
         ), hung
         assert re.match(rf"rank 1 was killed by SIGKILL, {last}out of memory\?", killed), killed
-        assert "Traceback" not in said
+        assert "Traceback" not in err
         assert job.left_over() == []
 
 
@@ -61,19 +61,19 @@ def test_a_stopped_rank_ends_the_job_within_the_timeout(workplace: Path) -> None
         job.wait_for("step    2/")
         job.ranks()[1].send_signal(signal.SIGSTOP)
         assert job.wait() == 1, job.said()
-        said = job.err.read_text()
-        assert said.startswith("megatron-longctx train: rank 1 had been stopped (SIGSTOP), in "), said
-        assert "rank 0 failed: " in said and "parallelism.timeout_s=40" in said
+        err = job.err.read_text()
+        assert err.startswith("megatron-longctx train: rank 1 had been stopped (SIGSTOP), in "), err
+        assert "rank 0 failed: " in err and "parallelism.timeout_s=40" in err
         assert job.left_over() == []
 
 
-def test_a_restart_in_place_goes_on_with_the_same_curve(workplace: Path) -> None:
+def test_a_restart_in_place_continues_the_same_curve(workplace: Path) -> None:
     words = ["train", *TINY, "parallelism=cp2", "train.steps=60", "train.save_interval=5", "train.keep_checkpoints=2"]
     whole = finished(workplace, [*CLI, *words, "run.name=whole"], quick=True)
     assert whole.process.returncode == 0, whole.said()
     torchrun = [CLI[0], "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", CLI[2]]
     with started(workplace, [*torchrun, *words, "run.name=restarted"]) as job:
-        job.wait_for("step 12/")  # the checkpoint of step 10 may be half written
+        job.wait_for("step 12/")  # the checkpoint of step 10 may be incomplete
         job.remember()
         alive = [process for process in job.family if process.is_running() and CLI[2] in process.cmdline()]
         next(process for process in alive if process.environ().get("RANK") == "1").kill()
@@ -84,53 +84,53 @@ def test_a_restart_in_place_goes_on_with_the_same_curve(workplace: Path) -> None
     assert steps[0] == steps[1] and len(steps[0]) == 60
 
 
-def test_a_failing_rank_says_what_happened(workplace: Path) -> None:
+def test_a_failing_rank_reports_its_error(workplace: Path) -> None:
     checkpoints = workplace / "runs/default/checkpoints"
     with started(workplace, command(), quick=True) as job:
         job.wait_for("step    2/")
         shutil.rmtree(checkpoints)
-        checkpoints.write_text("in the way")  # so that the save on TERM cannot succeed
+        checkpoints.write_text("in the way")  # so that the save on TERM fails
         job.process.terminate()
         assert job.wait() == 1, job.said()
-        said = job.err.read_text().splitlines()
-        assert len(said) == 2, said
-        assert said[0].startswith("megatron-longctx train: rank ") and "checkpoints" in said[0], said
-        assert "failed: " in said[0] and "Error" in said[0]
-        note = workplace / said[1].removeprefix("(its traceback: ").removesuffix(")")
+        err = job.err.read_text().splitlines()
+        assert len(err) == 2, err
+        assert err[0].startswith("megatron-longctx train: rank ") and "checkpoints" in err[0], err
+        assert "failed: " in err[0] and "Error" in err[0]
+        note = workplace / err[1].removeprefix("(its traceback: ").removesuffix(")")
         assert "Traceback (most recent call last)" in note.read_text()
         assert job.left_over() == []
 
 
 def test_a_full_disk_is_named_and_the_last_checkpoint_is_safe(workplace: Path) -> None:
     assert finished(workplace, command("train.steps=2"), quick=True).process.returncode == 0
-    # Bytes of a file: the run's small ones are below, a checkpoint's tensors are not.
+    # The limit on file sizes: the run's small files are below it, a checkpoint's tensors are not.
     job = finished(workplace, command("train.save_interval=2"), clean_environment(**{FILE_BYTES: "102400"}), quick=True)
     assert job.process.returncode == 1, job.said()
-    said = job.err.read_text().splitlines()
-    assert len(said) == 2 and re.match(
+    err = job.err.read_text().splitlines()
+    assert len(err) == 2 and re.match(
         r"megatron-longctx train: rank \d failed: DiskFull: runs/default/checkpoints/iter_0000004\.partial cannot be "
         r"written \(.*File too large.*\)\. [\d,]+ of [\d,]+ MiB are free on /.*\. "
         r"runs/default/checkpoints/iter_0000002 \(\d MiB\) is safe\. Free space, .* goes on from step 2\.$",
-        said[0],
-    ), said
+        err[0],
+    ), err
     left = sorted(path.name for path in (workplace / "runs/default/checkpoints").iterdir())
-    assert left == ["iter_0000002", "latest_checkpointed_iteration.txt"], "what does not fit takes no room"
+    assert left == ["iter_0000002", "latest_checkpointed_iteration.txt"], "an incomplete checkpoint is removed"
     assert job.left_over() == []
 
 
 def test_under_torchrun_a_failing_rank_names_itself_without_traceback(workplace: Path) -> None:
     settings = ["train", *TINY, "parallelism=cp2", "train.steps=2"]
     (workplace / "runs/default").mkdir(parents=True)
-    (workplace / "runs/default/metrics.jsonl").mkdir()  # rank 0 cannot open it; rank 1 knows nothing of that
+    (workplace / "runs/default/metrics.jsonl").mkdir()  # rank 0 cannot open it; rank 1 is not affected
     job = finished(workplace, [*TORCHRUN_2, *settings], quick=True)
     assert job.process.returncode == 1
-    said = job.err.read_text()
-    assert "megatron-longctx train: rank 0 failed: IsADirectoryError: " in said
-    assert 'File "/' not in said.split("megatron-longctx train: rank 0 failed")[0], "a traceback of ours"
+    err = job.err.read_text()
+    assert "megatron-longctx train: rank 0 failed: IsADirectoryError: " in err
+    assert 'File "/' not in err.split("megatron-longctx train: rank 0 failed")[0], "no traceback"
     assert job.left_over() == []
 
 
-def test_a_second_job_of_the_same_run_is_refused_and_the_first_goes_on(
+def test_a_second_job_of_the_same_run_is_refused_and_the_first_continues(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(workplace)
@@ -138,11 +138,11 @@ def test_a_second_job_of_the_same_run_is_refused_and_the_first_goes_on(
     with started(workplace, command(), quick=True) as job:
         job.wait_for("step    2/")
         assert cli.main(["train", *TINY, "train.steps=3"]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(
+        err = capsys.readouterr().err
+        assert err.startswith(
             "megatron-longctx train: run.name=default: expected a run that no other job is training; "
         )
-        assert f"process {job.process.pid}, since " in said and said.count("\n") == 1
+        assert f"process {job.process.pid}, since " in err and err.count("\n") == 1
         assert load_config(workplace / "runs/default/resolved.yaml").train.steps == 4000, (
             "the refused job wrote its own"
         )
@@ -158,8 +158,8 @@ def test_under_torchrun_all_ranks_of_a_second_job_end(workplace: Path) -> None:
     with RunLock(workplace / "runs/default/lock"):
         job = finished(workplace, [*TORCHRUN_2, "train", *TINY, "parallelism=cp2", "train.steps=2"], quick=True)
     assert job.process.returncode == 1
-    said = job.err.read_text()
-    assert said.count("megatron-longctx train: ") == 1 and f"process {os.getpid()}, since " in said
+    err = job.err.read_text()
+    assert err.count("megatron-longctx train: ") == 1 and f"process {os.getpid()}, since " in err
     assert not (workplace / "runs/default/resolved.yaml").exists()
     assert job.left_over() == []
 
@@ -168,15 +168,15 @@ def test_under_torchrun_all_ranks_of_a_second_job_end(workplace: Path) -> None:
 def no_ranks(
     workplace: Path, no_start: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Trains here with `TINY` and settings that must be refused without starting ranks or leaving a run folder; gives
-    standard error."""
+    """A function that trains with `TINY` and settings, which must be refused without starting ranks or writing files.
+    It returns standard error."""
     monkeypatch.chdir(workplace)
 
     def run(*words: str) -> str:
         before = sorted(workplace.rglob("*"))
         capsys.readouterr()
         assert cli.main(["train", *TINY, *words]) == 2
-        assert sorted(workplace.rglob("*")) == before, "something was left behind"
+        assert sorted(workplace.rglob("*")) == before, "files were written"
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.count("\n") == 1 and captured.err.startswith("megatron-longctx train: ")
@@ -185,14 +185,14 @@ def no_ranks(
     return run
 
 
-def test_the_guard_of_these_tests_notices_ranks(no_ranks: Callable[..., str]) -> None:
+def test_the_fixture_notices_ranks(no_ranks: Callable[..., str]) -> None:
     with pytest.raises(AssertionError, match="ranks were started"):
         no_ranks()
 
 
 def test_missing_dataset(no_ranks: Callable[..., str]) -> None:
-    said = no_ranks("data.prefix=data/gone")
-    assert said == (
+    err = no_ranks("data.prefix=data/gone")
+    assert err == (
         "data.prefix=data/gone: expected the files data/gone.idx and .bin; data/gone.idx is missing. "
         "Write it with `megatron-longctx data`, or set data.prefix to another."
     )
@@ -213,9 +213,9 @@ def test_corrupt_dataset(
     for name in (".bin", ".idx", ".json"):
         shutil.copy(workplace / f"data/tiny{name}", workplace / f"copy{name}")
     (workplace / f"copy{suffix}").write_bytes(damage)
-    said = no_ranks("data.prefix=copy")
-    assert said.startswith("data.prefix=copy: expected ") and expected in said
-    assert said.endswith("Write it with `megatron-longctx data`, or set data.prefix to another.")
+    err = no_ranks("data.prefix=copy")
+    assert err.startswith("data.prefix=copy: expected ") and expected in err
+    assert err.endswith("Write it with `megatron-longctx data`, or set data.prefix to another.")
 
 
 @pytest.mark.parametrize(
@@ -233,15 +233,15 @@ def test_corrupt_dataset(
 def test_settings_that_cannot_run_here(
     no_ranks: Callable[..., str], words: list[str], given: str, expected: str, remedy: str
 ) -> None:
-    said = no_ranks(*words)
-    assert said.startswith(f"{given}: expected ") and expected in said and remedy in said
+    err = no_ranks(*words)
+    assert err.startswith(f"{given}: expected ") and expected in err and remedy in err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="TransformerEngine may be there")
-def test_transformer_engine_that_is_not_there(no_ranks: Callable[..., str]) -> None:
-    said = no_ranks("model.implementation=transformer_engine")
-    assert said.startswith("model.implementation") and "No module named 'transformer_engine'" in said
-    assert "set model.implementation=local" in said
+@pytest.mark.skipif(torch.cuda.is_available(), reason="TransformerEngine may be installed")
+def test_missing_transformer_engine(no_ranks: Callable[..., str]) -> None:
+    err = no_ranks("model.implementation=transformer_engine")
+    assert err.startswith("model.implementation") and "No module named 'transformer_engine'" in err
+    assert "set model.implementation=local" in err
 
 
 def test_a_run_root_that_cannot_be_written(workplace: Path, no_ranks: Callable[..., str]) -> None:
@@ -257,20 +257,16 @@ def test_a_run_folder_that_cannot_be_written(workplace: Path, no_ranks: Callable
     (run / "checkpoints").mkdir(parents=True)
     (run / "resolved.yaml").mkdir()
     (run / "lock").touch()
-    said = no_ranks()
-    assert said.startswith("run.root=runs: expected to be able to write runs/default (Is a directory).")
+    err = no_ranks()
+    assert err.startswith("run.root=runs: expected to be able to write runs/default (Is a directory).")
 
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
-def test_a_slurm_step_without_a_meeting_place(
+def test_a_slurm_step_without_the_address_of_rank_0(
     no_ranks: Callable[..., str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    for key, value in {
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "MASTER_ADDR": "a",
-        "MASTER_PORT": "1",
-    }.items():
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for key, value in step.items():
         monkeypatch.setenv(key, value)
     monkeypatch.delenv(name)
     assert no_ranks().startswith(f"{name} is not set: expected ")

@@ -1,4 +1,4 @@
-"""TERM, USR1, HUP and INT checkpoint and stop; the same command goes on; nothing is left behind."""
+"""TERM, USR1, HUP and INT write a checkpoint and stop; the same command resumes; no process is left."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.shared.jobs import (
 )
 from tests.shared.processes import SLOW_START, Quick
 
-STEPS = 40_000  # so many that a test that is held up for minutes still stops it before the end
+STEPS = 40_000  # enough that even a test delayed by minutes stops the run before its end
 
 
 def line(step: int) -> str:
-    """How the log's line of a step begins."""
+    """Return the beginning of a step's line in the log."""
     return f"step {step:>{len(str(STEPS))}}/"
 
 
@@ -44,32 +44,32 @@ def first_step(job: Job) -> int:
 
 
 def checked_stop(job: Job, run: Path, start: int) -> int:
-    """The step that a signalled job stopped at, everything about it checked."""
+    """Check a signalled job, and return the step at which it stopped."""
     assert job.wait() == 0, job.said()
     last = latest_checkpoint(run)
     assert start < last < STEPS, "the signal came too late to test anything" if last == STEPS else job.said()
-    assert first_step(job) == start + 1, "it did not resume where it had stopped"
+    assert first_step(job) == start + 1, "it did not resume at the step where it stopped"
     assert steps_recorded(run) == list(range(1, last + 1))
-    said = job.out.read_text()
-    assert f"stopped at step {last} of {STEPS}: the same command goes on from here" in said
+    out = job.out.read_text()
+    assert f"stopped at step {last} of {STEPS}: the same command goes on from here" in out
     assert job.err.read_text() == ""
     assert job.left_over() == []
     return last
 
 
-def test_signals_before_the_ranks_listen_wait_for_them(workplace: Path) -> None:
+def test_signals_before_the_ranks_handle_them_stay_pending(workplace: Path) -> None:
     with started(workplace, command(), clean_environment(**{SLOW_START: "2"}), quick=True) as job:
         job.wait_for("starting 2 cpu ranks")
         job.process.send_signal(signal.SIGUSR1)
         job.wait_for("transformer layers")
-        job.process.send_signal(signal.SIGUSR1)  # again, as Slurm and its scripts may
+        job.process.send_signal(signal.SIGUSR1)  # twice, as Slurm and its scripts may
         assert job.wait() == 0, job.said()
         assert f"stopped at step 0 of {STEPS}" in job.out.read_text()
         assert job.left_over() == []
     assert not list((workplace / "runs/default/checkpoints").iterdir())
 
 
-def test_the_second_interrupt_ends_the_job_at_once(workplace: Path) -> None:
+def test_the_second_interrupt_ends_the_job_immediately(workplace: Path) -> None:
     with started(workplace, command(), clean_environment(**{SLOW_START: str(PATIENCE_S)}), quick=True) as job:
         job.wait_for("starting 2 cpu ranks")
         job.process.send_signal(signal.SIGINT)
@@ -80,14 +80,14 @@ def test_the_second_interrupt_ends_the_job_at_once(workplace: Path) -> None:
         assert job.left_over() == []
 
 
-def test_a_terminal_that_goes_away_stops_the_job_with_a_checkpoint(workplace: Path) -> None:
-    """All processes get HUP, and what they print from then on is an error."""
+def test_a_closed_terminal_stops_the_job_with_a_checkpoint(workplace: Path) -> None:
+    """All processes receive HUP, and their output fails from then on."""
     ours, theirs = pty.openpty()
     process = Quick(command()[len(CLI) :], workplace, (os.ttyname(theirs),) * 3, clean_environment())
     try:
-        said = b""
-        while line(2).encode() not in said:
-            said += os.read(ours, 1000)
+        out = b""
+        while line(2).encode() not in out:
+            out += os.read(ours, 1000)
         os.close(theirs)
         os.close(ours)
         assert process.wait(PATIENCE_S) == 0
@@ -110,7 +110,7 @@ def test_nohup_is_respected() -> None:
 
 @pytest.mark.parametrize("moment", ["starting 2 cpu ranks", line(2)])
 def test_killing_the_launcher_leaves_no_ranks(workplace: Path, moment: str) -> None:
-    # Of ranks that are forks the second would have the first one's pipe to the launcher.
+    # If ranks were forks, the second would inherit the first one's pipe to the launcher.
     with started(workplace, command(), quick=moment.startswith("step")) as job:
         job.wait_for(moment)
         while len(job.ranks()) < 2:
@@ -121,12 +121,12 @@ def test_killing_the_launcher_leaves_no_ranks(workplace: Path, moment: str) -> N
         assert job.left_over() == [], "ranks outlive the launcher"
     run = workplace / "runs" / "default"
     if moment.startswith("step"):
-        assert 2 <= latest_checkpoint(run) < STEPS, "the ranks stop as they do for any signal"
+        assert 2 <= latest_checkpoint(run) < STEPS, "the ranks stop as for any signal"
     else:
         assert not (run / "metrics.jsonl").exists(), "orphans have trained"
 
 
-def test_under_torchrun_usr1_to_the_ranks_checkpoints_and_ends_with_success(workplace: Path) -> None:
+def test_under_torchrun_usr1_writes_a_checkpoint_and_ends_with_success(workplace: Path) -> None:
     settings = command()[len(CLI) :]
     with started(workplace, [*TORCHRUN_2, *settings], quick=True) as job:
         job.wait_for(line(2))
@@ -135,7 +135,7 @@ def test_under_torchrun_usr1_to_the_ranks_checkpoints_and_ends_with_success(work
         last = checked_stop(job, workplace / "runs/default", 0)
     with started(workplace, [*TORCHRUN_2, *settings], quick=True) as job:
         job.wait_for(line(last + 2))
-        job.process.terminate()  # torchrun passes it on, and then ends with a failure of its own
+        job.process.terminate()  # torchrun forwards it and then fails itself
         job.wait()
         assert first_step(job) == last + 1
         stopped = latest_checkpoint(workplace / "runs/default")
@@ -168,4 +168,4 @@ def test_tasks_of_a_slurm_step_find_each_other_and_stop_on_term(workplace: Path)
         os.kill(second.process.pid, signal.SIGTERM)
         assert second.wait() == 0, second.said()
         checked_stop(first, workplace / "runs/default", 0)
-        assert second.said().split() == ["---", "standard", "error"], "only rank 0 speaks"
+        assert second.said().split() == ["---", "standard", "error"], "only rank 0 prints"

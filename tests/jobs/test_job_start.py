@@ -1,4 +1,4 @@
-"""A run from its start to its end: what it prints, what it leaves, how it resumes, and what it refuses to resume."""
+"""A run from start to end: its output and files, how it resumes, and what it refuses to resume."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import pytest
 from megatron_longctx import names
 from megatron_longctx.compose import compose_config, load_config
 from megatron_longctx.mcore.tokenizer import build_tokenizer
-from megatron_longctx.training import saved_run
+from megatron_longctx.training import preflight
 from megatron_longctx.verbs import cli
 from tests.shared.jobs import CLI, TINY, Job, finished, latest_checkpoint, started, steps_recorded
 
 STEPS = 40
-# Everything a run may print, besides the line of each step.
+# All lines that a run may print besides those of steps.
 OURS = (
     r"starting 2 cpu ranks; run folder runs/first",
     r"\d\d:\d\d:\d\d transformer layers: Megatron-Core \(local\)",
@@ -42,7 +42,7 @@ STEP = (
 
 @dataclass(frozen=True)
 class Jobs:
-    """One run in three jobs: stopped by TERM, stopped by INT, and trained to its end with other parallel sizes."""
+    """One run in three jobs: stopped by TERM, stopped by INT, and completed with other parallel sizes."""
 
     place: Path
     all: tuple[Job, Job, Job]
@@ -75,21 +75,21 @@ def printed_steps(lines: list[str]) -> list[int]:
     return [int(found.group(1)) for line in lines if (found := re.fullmatch(STEP, line))]
 
 
-def test_term_and_int_stop_with_success_and_the_same_command_goes_on(jobs: Jobs) -> None:
+def test_term_and_int_stop_with_success_and_the_same_command_resumes(jobs: Jobs) -> None:
     first, second = jobs.stops
     assert 0 < first < second < STEPS, "a signal came too late to test anything"
     for job, begin, end in zip(jobs.all, (0, first, second), (first, second, STEPS), strict=True):
         assert job.process.returncode == 0, job.said()
         assert job.left_over() == []
-        said = job.out.read_text()
-        assert printed_steps(said.splitlines()) == list(range(begin + 1, end + 1))
-        assert (f"resumed from step {begin} " in said) == (begin > 0)
-        assert (f"stopped at step {end} of {STEPS}: the same command goes on from here" in said) == (end < STEPS)
+        out = job.out.read_text()
+        assert printed_steps(out.splitlines()) == list(range(begin + 1, end + 1))
+        assert (f"resumed from step {begin} " in out) == (begin > 0)
+        assert (f"stopped at step {end} of {STEPS}: the same command goes on from here" in out) == (end < STEPS)
     assert steps_recorded(jobs.run) == list(range(1, STEPS + 1)), "each step once"
     assert latest_checkpoint(jobs.run) == STEPS
 
 
-def test_nothing_is_printed_that_is_not_ours(jobs: Jobs) -> None:
+def test_only_known_lines_are_printed(jobs: Jobs) -> None:
     for job in jobs.all:
         assert job.err.read_text() == ""
         lines = job.out.read_text().splitlines()
@@ -101,7 +101,7 @@ def test_the_log_has_the_lines_of_all_steps(jobs: Jobs) -> None:
     log = (jobs.run / "log.txt").read_text().splitlines()
     assert printed_steps(log) == list(range(1, STEPS + 1))
     printed = "".join(job.out.read_text() for job in jobs.all).splitlines()
-    assert log == [line for line in printed if line[0].isdigit()]  # the launcher's own lines have no time
+    assert log == [line for line in printed if line[0].isdigit()]  # the launcher's lines have no time
 
 
 def test_the_run_folder_is_complete(jobs: Jobs) -> None:
@@ -131,28 +131,29 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.fixture
 def resuming(jobs: Jobs, no_start: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Settings that go on with a copy of the run, in the current directory, where ranks must not be started."""
+    """Settings that resume a copy of the run in the current directory, without starting ranks."""
     shutil.copytree(jobs.place, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return [*TINY, "run.name=first", "train.precision=bf16", "train.steps=60"]
 
 
-def test_the_run_itself_may_go_on(resuming: list[str]) -> None:
+def test_the_unchanged_run_resumes(resuming: list[str]) -> None:
     with pytest.raises(AssertionError, match="ranks were started"):
         cli.main(["train", *resuming])
 
 
 def test_a_checkpoint_of_another_model_is_refused(resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     before = Path("runs/first/resolved.yaml").read_text()
-    said = refused([*resuming, "model.hidden_size=64"], capsys)
-    assert said.startswith("runs/first/checkpoints/iter_0000040 is of another model (")
-    assert "hidden_size: checkpoint 32, model 64" in said and "expected equal" in said and "choose another" in said
+    message = refused([*resuming, "model.hidden_size=64"], capsys)
+    assert message.startswith("runs/first/checkpoints/iter_0000040 is of another model (")
+    for part in ("hidden_size: checkpoint 32, model 64", "expected equal", "choose another"):
+        assert part in message
     assert Path("runs/first/resolved.yaml").read_text() == before, "a refused job has changed the run"
 
 
 def test_another_batch_size_is_refused(resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused([*resuming, "train.global_batch_size=2"], capsys)
-    assert said == (
+    message = refused([*resuming, "train.global_batch_size=2"], capsys)
+    assert message == (
         "train.global_batch_size=2: expected 1, with which runs/first has been trained so far. "
         "Set it back, or start a run of another run.name."
     )
@@ -166,7 +167,7 @@ def test_another_batch_size_is_refused(resuming: list[str], capsys: pytest.Captu
         ("train.seed=1", "train.seed=1: expected 1234, "),
     ],
 )
-def test_other_data_is_refused_unless_told_otherwise(
+def test_other_data_is_refused_unless_allowed(
     word: str, expected: str, resuming: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for suffix in (".idx", ".bin"):
@@ -174,14 +175,14 @@ def test_other_data_is_refused_unless_told_otherwise(
     tokens = bytearray(Path("other.bin").read_bytes())
     tokens[0] += 1
     Path("other.bin").write_bytes(tokens)
-    said = refused([*resuming, word], capsys)
-    assert said.startswith(expected) and said.endswith("or set train.check_data=false to go on with this.")
+    message = refused([*resuming, word], capsys)
+    assert message.startswith(expected) and message.endswith("or set train.check_data=false to go on with this.")
     with pytest.raises(AssertionError, match="ranks were started"):
         cli.main(["train", *resuming, word, "train.check_data=false"])
 
 
 @pytest.mark.parametrize("verb", ["generate", "serve"])
-def test_another_tokenizer_than_the_checkpoints_is_refused(
+def test_a_tokenizer_other_than_the_checkpoints_is_refused(
     verb: str, resuming: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def another(library: str, path: str | None) -> Any:
@@ -189,15 +190,15 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(
         tokenizer.path = "resolved.yaml"
         return tokenizer
 
-    monkeypatch.setattr(saved_run, "build_tokenizer", another)
+    monkeypatch.setattr(preflight, "build_tokenizer", another)
     shutil.copy("runs/first/resolved.yaml", "resolved.yaml")
     prompt = ["prompt=a"] if verb == "generate" else []
     assert cli.main([verb, "checkpoint=runs/first", *prompt]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"megatron-longctx {verb}: data.tokenizer=byte-level: expected byte-level (SHA-256 ")
+    message = capsys.readouterr().err
+    assert message.startswith(f"megatron-longctx {verb}: data.tokenizer=byte-level: expected byte-level (SHA-256 ")
 
 
-def test_data_of_an_earlier_version_is_trained_on(resuming: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_data_of_an_earlier_version_is_accepted(resuming: list[str], caplog: pytest.LogCaptureFixture) -> None:
     note = json.loads(Path("data/tiny.json").read_text())
     del note["tokenizer_sha256"]
     for suffix in (".idx", ".bin"):
@@ -205,19 +206,20 @@ def test_data_of_an_earlier_version_is_trained_on(resuming: list[str], caplog: p
     Path("other.json").write_text(json.dumps(note))
     with pytest.raises(AssertionError, match="ranks were started"):
         cli.main(["train", *resuming, "data.prefix=other"])
-    assert len([said for said in caplog.messages if said.startswith("other.json does not say")]) == 1
+    assert len([message for message in caplog.messages if message.startswith("other.json does not say")]) == 1
     Path("other.json").write_text(json.dumps(note | {"tokenizer_sha256": "0" * 64}))
     assert cli.main(["train", *resuming, "data.prefix=other"]) == 2
     with pytest.raises(AssertionError, match="ranks were started"):
         cli.main(["train", *resuming, "data.prefix=other", "train.check_data=false"])
 
 
-def test_a_cut_checkpoint_is_refused(jobs: Jobs, resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_truncated_checkpoint_is_refused(jobs: Jobs, resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     victim = sorted(Path("runs/first/checkpoints/iter_0000040").glob("*.distcp"))[0]
     victim.write_bytes(victim.read_bytes()[:100])
-    said = refused(resuming, capsys)
-    assert said.startswith(str(victim)) and "has 100 bytes, expected " in said
-    assert f"The newest checkpoint before it that is whole is runs/first/checkpoints/iter_{jobs.stops[1]:07d}: " in said
+    message = refused(resuming, capsys)
+    assert message.startswith(str(victim)) and "has 100 bytes, expected " in message
+    newest = f"runs/first/checkpoints/iter_{jobs.stops[1]:07d}"
+    assert f"The newest checkpoint before it that is whole is {newest}: " in message
 
 
 class _Planted:
@@ -230,21 +232,21 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(
     verb: str, resuming: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = Path("runs/first/checkpoints/iter_0000040")
-    (path / "digests.json").unlink()  # whoever plants can write these as well
+    (path / "digests.json").unlink()  # an attacker could write these as well
     (path / ".metadata").write_bytes(pickle.dumps(_Planted()))
     words = {"train": resuming, "generate": ["checkpoint=runs/first", "prompt=a"], "serve": ["checkpoint=runs/first"]}
     capsys.readouterr()
     assert cli.main([verb, *words[verb]]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"megatron-longctx {verb}: {path} is damaged (builtins.exec has no place in a checkpoint")
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"megatron-longctx {verb}: {path} is damaged (builtins.exec has no place in a checkpoint")
+    assert message.count("\n") == 1
     assert not Path("ran").exists()
 
 
-def test_a_checkpoint_that_is_gone_is_refused(resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_checkpoint_is_refused(resuming: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree("runs/first/checkpoints/iter_0000040")
-    said = refused(resuming, capsys)
-    assert said.startswith("runs/first/checkpoints/iter_0000040 does not exist, expected a checkpoint. The newest ")
+    message = refused(resuming, capsys)
+    assert message.startswith("runs/first/checkpoints/iter_0000040 does not exist, expected a checkpoint. The newest ")
 
 
 def test_a_resolved_yaml_of_another_version_does_not_stop_a_run(resuming: list[str]) -> None:

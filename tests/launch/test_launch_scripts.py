@@ -1,7 +1,7 @@
-"""The launch scripts: syntax, the command lines they build, and the signal → checkpoint → requeue path.
+"""The launch scripts: syntax, the command lines they build, and the path from signal to checkpoint to requeue.
 
-`srun` and `scontrol` are small stand-ins on PATH; they and the command that the scripts end in only record how they
-were called, and wait for a signal where a test says so. tests/slurm runs the scripts on a real Slurm.
+Fakes of `srun`, `scontrol` and the final command on PATH record their arguments and, in some tests, wait for a signal.
+tests/slurm runs the scripts on a real Slurm.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ case "$*" in
 *) echo "scontrol $*" >>"$RECORD" ;;
 esac
 """
-# The first step asks whether the run can start, the second is its ranks. On USR1 or TERM these end with $ON_SIGNAL, as
-# srun does when all tasks have ended; the sleep runs beside it, since a shell handles signals only between commands.
+# The first step is the preflight check, the second runs the ranks. On USR1 or TERM these end with $ON_SIGNAL, as srun
+# does when all tasks have ended. The sleep runs in the background: a shell handles signals only between commands.
 SRUN = """#!/usr/bin/env bash
 if [[ "$*" == *--preflight* ]]; then
     printf '%s\\n' "$@" >"$RECORD.preflight"
@@ -42,12 +42,12 @@ fi
 if [[ "${*: -1}" == true ]]; then exit "${NODE_LOST:-0}"; fi
 printf '%s\\n' "$@" >"$RECORD.srun"
 echo "$MASTER_ADDR $MASTER_PORT $TORCH_NCCL_ASYNC_ERROR_HANDLING" >"$RECORD.environment"
-told() { printf '{\\n "state": "%s",\\n "step": %s,\\n "began": 4,\\n "job": "12345",\\n "restart": %s\\n}\\n' \\
+status() { printf '{\\n "state": "%s",\\n "step": %s,\\n "began": 4,\\n "job": "12345",\\n "restart": %s\\n}\\n' \\
     "$1" "$2" "${SLURM_RESTART_COUNT:-null}" >"$FOLDER/status.json"; }
-for name in USR1 TERM; do trap "echo srun got $name >>$RECORD; told ${STATE:-stopped} ${STEP:-9}
+for name in USR1 TERM; do trap "echo srun got $name >>$RECORD; status ${STATE:-stopped} ${STEP:-9}
     kill \\$sleeper; exit $ON_SIGNAL" $name; done
 if [[ -n "${ON_SIGNAL:-}" ]]; then sleep 60 & sleeper=$!; touch "$RECORD.ready"; wait; fi
-told "${STATE:-complete}" "${STEP:-9}"
+status "${STATE:-complete}" "${STEP:-9}"
 exit "${EXIT_CODE:-0}"
 """
 COMMAND = """#!/usr/bin/env bash
@@ -58,7 +58,7 @@ exit "${EXIT_CODE:-0}"
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Variables of a two-node job whose PATH has the stand-ins first."""
+    """The variables of a two-node job, with the fakes first on PATH."""
     commands = tmp_path / "venv" / "bin"
     commands.mkdir(parents=True)
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("megatron-longctx", COMMAND), ("torchrun", COMMAND)):
@@ -129,7 +129,7 @@ def test_sbatch_options_come_before_the_first_command(script: str) -> None:
 
 
 @pytest.mark.parametrize(("own", "address"), [({}, "127.0.0.1"), ({"MASTER_ADDR": "node-a-ib"}, "node-a-ib")])
-def test_ranks_of_one_node_meet_on_loopback_unless_told_otherwise(
+def test_ranks_of_one_node_use_loopback_by_default(
     environment: dict[str, str], own: dict[str, str], address: str
 ) -> None:
     code, output = finish(start("train.sbatch", environment | {"NODES": "node-a"} | own, "experiment=demo"))
@@ -137,17 +137,12 @@ def test_ranks_of_one_node_meet_on_loopback_unless_told_otherwise(
     assert recorded(environment, ".environment") == [f"{address} {20000 + 12345 % 12000} 1"]
 
 
-def test_srun_mode_starts_one_training_process_for_each_task(environment: dict[str, str]) -> None:
+def test_srun_mode_starts_one_training_process_per_task(environment: dict[str, str]) -> None:
     arguments = ("experiment=demo", "run.name=two words", "train.steps=5")
     code, output = finish(start("train.sbatch", environment | {"SRUN_ARGS": "--label --mpi=none"}, *arguments))
     assert code == 0, output
     assert recorded(environment, ".srun") == [
-        "--kill-on-bad-exit=1",
-        "--cpus-per-task=12",
-        "--label",
-        "--mpi=none",
-        "megatron-longctx",
-        "train",
+        *("--kill-on-bad-exit=1", "--cpus-per-task=12", "--label", "--mpi=none", "megatron-longctx", "train"),
         *arguments,
     ]
     assert recorded(environment, ".environment") == [f"node-a {20000 + 12345 % 12000} 1"]
@@ -158,40 +153,32 @@ def test_srun_mode_starts_one_training_process_for_each_task(environment: dict[s
     ]
 
 
-def test_what_is_refused_ends_the_job_before_there_are_ranks(environment: dict[str, str]) -> None:
+def test_a_refused_job_ends_before_ranks_start(environment: dict[str, str]) -> None:
     code, _ = finish(start("train.sbatch", environment | {"PREFLIGHT": "2"}, "experiment=demo"))
     assert code == 2
     assert recorded(environment, ".srun") == recorded(environment) == []
 
 
-def test_torchrun_mode_starts_one_agent_a_node(environment: dict[str, str]) -> None:
+def test_torchrun_mode_starts_one_agent_per_node(environment: dict[str, str]) -> None:
     code, output = finish(start("train.sbatch", environment | {"LAUNCH": "torchrun", "NPROC": "8"}, "experiment=demo"))
     assert code == 0, output
     words = recorded(environment, ".srun")
     assert words[:5] == ["--kill-on-bad-exit=1", "--cpus-per-task=12", "--ntasks=2", "--ntasks-per-node=1", "bash"]
     port = 20000 + 12345 % 12000
     assert words[words.index("torchrun") :] == [
-        "torchrun",
-        "--nnodes=2",
-        "--nproc-per-node=8",
-        "--rdzv-id=12345",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=node-a:{port}",
-        "--no-python",
-        "megatron-longctx",
-        "train",
-        "experiment=demo",
+        *("torchrun", "--nnodes=2", "--nproc-per-node=8", "--rdzv-id=12345", "--rdzv-backend=c10d"),
+        *(f"--rdzv-endpoint=node-a:{port}", "--no-python", "megatron-longctx", "train", "experiment=demo"),
     ]
 
 
-def test_torchrun_without_gpus_wants_to_know_how_many_ranks(environment: dict[str, str]) -> None:
+def test_torchrun_without_gpus_needs_the_number_of_ranks(environment: dict[str, str]) -> None:
     code, output = finish(start("train.sbatch", environment | {"LAUNCH": "torchrun"}))
     assert code == 2 and "expected NPROC" in output
     code, output = finish(start("train.sbatch", environment | {"LAUNCH": "torchrun", "SLURM_GPUS_ON_NODE": "8"}))
     assert code == 0 and "--nproc-per-node=8" in recorded(environment, ".srun"), output
 
 
-def test_failure_of_training_is_the_jobs_failure(environment: dict[str, str]) -> None:
+def test_a_failure_of_training_fails_the_job(environment: dict[str, str]) -> None:
     code, _ = finish(start("train.sbatch", environment | {"EXIT_CODE": "7", "STATE": "failed"}))
     assert code == 7
     assert recorded(environment) == []
@@ -210,7 +197,7 @@ PREEMPTED = {"PREEMPTED": "2026-01-01T00:01:00"}
 
 
 @pytest.mark.parametrize(
-    ("given", "number", "code", "said", "does"),
+    ("variables", "number", "code", "message", "action"),
     [
         ({}, USR1, 0, "requeueing job 12345", "scontrol requeue 12345"),
         (ARRAY, USR1, 0, "requeueing job 12300_3", "scontrol requeue 12300_3"),
@@ -227,13 +214,13 @@ PREEMPTED = {"PREEMPTED": "2026-01-01T00:01:00"}
     ],
 )
 def test_signals(
-    environment: dict[str, str], given: dict[str, str], number: int, code: int, said: str, does: str | None
+    environment: dict[str, str], variables: dict[str, str], number: int, code: int, message: str, action: str | None
 ) -> None:
-    ended, output = interrupt({"ON_SIGNAL": "0"} | environment | given, number, "experiment=demo")
-    assert ended == code and said in output, output
+    ended, output = interrupt({"ON_SIGNAL": "0"} | environment | variables, number, "experiment=demo")
+    assert ended == code and message in output, output
     assert recorded(environment) == [
         f"srun got {signal.Signals(number).name.removeprefix('SIG')}",
-        *([does] if does else []),
+        *([action] if action else []),
     ]
 
 
@@ -266,12 +253,12 @@ def test_relay_passes_usr1_to_the_ranks_of_a_real_torchrun(environment: dict[str
         process.send_signal(signal.SIGUSR1)
         assert process.wait(timeout=PATIENCE_S) == 0
     finally:
-        with contextlib.suppress(ProcessLookupError):  # all of them have ended, as they should
+        with contextlib.suppress(ProcessLookupError):  # all have ended, as expected
             os.killpg(process.pid, signal.SIGKILL)
     assert all((tmp_path / f"{number}.saved").exists() for number in (0, 1))
 
 
-def test_a_task_of_a_sweep_trains_by_its_line(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_task_of_a_sweep_trains_the_settings_of_its_line(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "runs.txt").write_text("experiment=demo run.name=a\nexperiment=demo 'run.name=two words'\n")
     task = environment | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     code, output = finish(start("sweep.sbatch", task, str(tmp_path / "runs.txt")))
@@ -284,7 +271,7 @@ def test_a_task_of_a_sweep_trains_by_its_line(environment: dict[str, str], tmp_p
 
 
 @pytest.mark.parametrize(("number", "requeues"), [(USR1, True), (TERM, False)])
-def test_a_server_goes_on_after_the_time_limit(environment: dict[str, str], number: int, requeues: bool) -> None:
+def test_a_server_is_requeued_at_the_time_limit(environment: dict[str, str], number: int, requeues: bool) -> None:
     process = start("serve.sbatch", environment | {"ON_SIGNAL": "0"}, "checkpoint=runs/first")
     wait_for(Path(environment["RECORD"] + ".ready"))
     process.send_signal(number)
@@ -294,7 +281,7 @@ def test_a_server_goes_on_after_the_time_limit(environment: dict[str, str], numb
     assert ("scontrol requeue 12345" in recorded(environment)) == requeues
 
 
-def test_the_image_is_made_of_files_that_are_there_and_of_the_pinned_kernels() -> None:
+def test_the_image_has_existing_files_and_the_pinned_kernels() -> None:
     text = (LAUNCH / "container/Dockerfile").read_text().replace("\\\n", " ")
     lines = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     assert {line[0] for line in lines} <= {"ARG", "FROM", "RUN", "COPY", "ENV", "CMD"} and lines[1][0] == "FROM"
@@ -304,14 +291,14 @@ def test_the_image_is_made_of_files_that_are_there_and_of_the_pinned_kernels() -
     assert text.split().count(pinned) == 1
 
 
-def test_every_variable_that_is_set_can_be_set_by_you(environment: dict[str, str]) -> None:
+def test_users_can_override_every_default_variable(environment: dict[str, str]) -> None:
     names = re.findall(r"^default (\w+) (\w+)$", (LAUNCH / "env.sh").read_text(), re.MULTILINE)
     assert len(names) >= 3
     for own in ({}, {name: "mine" for name, _ in names}):
         script = f'. "{LAUNCH}/env.sh"; printf "%s\\n" ' + " ".join(f'"${name}"' for name, _ in names)
         clean = {key: value for key, value in environment.items() if key not in dict(names)}
-        said = subprocess.run(["bash", "-euc", script], env=clean | own, capture_output=True, text=True, check=True)
-        assert said.stdout.split() == ["mine" if own else value for _, value in names]
+        result = subprocess.run(["bash", "-euc", script], env=clean | own, capture_output=True, text=True, check=True)
+        assert result.stdout.split() == ["mine" if own else value for _, value in names]
 
 
 def test_local_passes_arguments_and_exit_code(environment: dict[str, str]) -> None:

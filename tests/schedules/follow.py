@@ -21,14 +21,7 @@ Token = tuple[Kind, int, int]
 def parts_of(plan: Plan) -> int:
     """Return a number of parts of the heads of which every block has a multiple."""
     moved = (move.block for step in plan.steps for move in step.moves)
-    return lcm(*(block.heads.parts for block in moved), *(a.heads.parts for _, _, a in calls_of(plan)))
-
-
-def calls_of(plan: Plan) -> Iterator[tuple[int, int, Attend]]:
-    """Yield each call with its step and rank."""
-    for t, step in enumerate(plan.steps):
-        for rank, attends in enumerate(step.attends):
-            yield from ((t, rank, attend) for attend in attends)
+    return lcm(*(block.heads.parts for block in moved), *(a.heads.parts for _, _, a in plan.calls()))
 
 
 def follow(plan: Plan, forward: Plan | None = None) -> None:
@@ -69,7 +62,7 @@ class _Followed:
         there = {token for block in came for token in self._tokens(block)}
         kept = {token for block in blocks for token in self._tokens(block)}
         assert kept <= there
-        times = Counter(token for _, _, a in calls_of(forward) for q in a.queries for token in self._tokens(q))
+        times = Counter(token for _, _, a in forward.calls() for q in a.queries for token in self._tokens(q))
         assert all(times[token] == 1 for token in kept if token[0] is Kind.Q)
         return kept
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_longctx.schedules import MODES, RESULTS, Block, Kind, Mask, Plan, backward_plan, build_plan, keeping
+from megatron_longctx.schedules import MODES, RESULTS, Block, Kind, Mask, Plan, backward_plan, build_plan, keep_received
 from megatron_longctx.schedules.buffers import assign_buffers, live_ranges
 from megatron_longctx.schedules.cache_modes import CACHE_MODES
 from tests.schedules.masks import Cache, cache_of, caches, masks
@@ -51,7 +51,7 @@ def check(plan: Plan) -> None:
 @given(st.sampled_from(list(MODES)), st.integers(2, 6), masks(24), st.booleans())
 def test_blocks_live_until_their_last_use(schedule: str, n: int, mask: Mask, keep: bool) -> None:
     plan = build_plan(schedule, n, mask)
-    plan = keeping(plan) if keep else plan
+    plan = keep_received(plan) if keep else plan
     check(plan)
     check(backward_plan(plan))
 

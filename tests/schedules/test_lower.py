@@ -21,7 +21,7 @@ from megatron_longctx.schedules import (
     backward_plan,
     buffers,
     build_plan,
-    keeping,
+    keep_received,
     lower,
 )
 from megatron_longctx.schedules.accumulators import MOST_PARTIALS
@@ -65,7 +65,7 @@ def targets(draw: st.DrawFn, n: int, parts: int) -> Target:
 def test_programs_compute_their_plans(schedule: str, mask: Mask, n: int, data: st.DataObject) -> None:
     options = ModeOptions(data.draw(st.sampled_from([None, 6])), head_chunks=data.draw(st.sampled_from([1, 2])))
     plan = build_plan(schedule, n, mask, options)
-    plan = keeping(plan) if data.draw(st.booleans()) else plan
+    plan = keep_received(plan) if data.draw(st.booleans()) else plan
     run_both_ways(plan, data.draw(targets(n, parts_of(plan))), data.draw(st.randoms(use_true_random=False)))
 
 
@@ -80,7 +80,7 @@ def test_programs_over_a_cache(mode: str, cache: Cache, data: st.DataObject) -> 
 @pytest.mark.parametrize("way", ["peers", "nodes", "messages"])
 def test_programs_of_hand_written_plans(way: str) -> None:
     for plan in (helper_plan(3, 11), tangled_plan(15), one_sided_plan(10)):
-        for each in (plan, keeping(plan)):
+        for each in (plan, keep_received(plan)):
             run_both_ways(each, Target(Workload(2, 1, 2), PACKED, hosts_of(plan.n, way)), random.Random(0))
 
 

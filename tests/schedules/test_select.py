@@ -28,7 +28,7 @@ from megatron_longctx.schedules.calibration import (
     save_calibration,
 )
 from megatron_longctx.schedules.cost import ModeSample
-from megatron_longctx.schedules.draw_timeline import draw_modes, draw_timeline
+from megatron_longctx.schedules.draw import draw_modes, draw_timeline
 from megatron_longctx.schedules.mask import causal, documents, full
 from megatron_longctx.schedules.modes.ulysses import Ulysses
 from megatron_longctx.schedules.select import Candidate, Problem, rank_modes, select, table

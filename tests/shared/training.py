@@ -171,11 +171,11 @@ class RecordingTrainer(RecordedTrainer):
         dist.barrier()
         self.job = job
         super().__init__(job.config, folder)
-        self.record = Record(self.step, losses=self.figures.losses, grad_norms=self.figures.grad_norms)
+        self.record = Record(self.step, losses=self.curves.losses, grad_norms=self.curves.grad_norms)
         self._exports: list[int] = []
         self._set_weights()
 
-    def observe(self) -> None:
+    def _before_optimizer_step(self) -> None:
         job = self.job
         if self.step in job.gradients_at:
             self._keep_gradients()
@@ -236,7 +236,7 @@ class RecordingTrainer(RecordedTrainer):
             parameter.data.copy_(gradients[name])
         # Of bare models: DDP would take what it gathers for this for the parameters of the next step.
         bare = dataclasses.replace(self._weights(), models=[chunk.module for chunk in self.models])
-        checkpoint.save(self._export_folder, self.step, bare, {})
+        checkpoint.begin(self._export_folder, self.step, bare, {}).finish()
         for name, parameter in parameters.items():
             parameter.data.copy_(weights[name])
         self._exports.append(self.step)

@@ -1,9 +1,8 @@
-"""`parallelism.schedule=auto`: what it goes by, what it takes, what it refuses."""
+"""`parallelism.schedule=auto`: what it is based on, what it chooses, what it refuses."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,71 +16,68 @@ from megatron_longctx.schedules.calibration import Calibration, calibration_path
 from megatron_longctx.schedules.select import Candidate, Problem, select
 from megatron_longctx.topology import Cluster, Mesh
 from megatron_longctx.training import auto
-from megatron_longctx.training.auto import settled
-from tests.shared.training import tiny_corpus
+from megatron_longctx.training.auto import resolve_schedule
+from tests.shared.training import changed, tiny_corpus
+
+ON_CLUSTER = "parallelism.cluster=h200_x8"
 
 
-def config(*words: str) -> Config:
-    return compose_config(["train.device=cpu", "parallelism.schedule=auto", *words])
+def config(*words: str, parallelism: str = "cp4") -> Config:
+    return compose_config(["train.device=cpu", f"parallelism={parallelism}", "parallelism.schedule=auto", *words])
 
 
-def test_any_other_mode_is_left_alone(tmp_path: Path) -> None:
-    asked = compose_config(["parallelism=cp4", "parallelism.schedule=striped"])
-    assert settled(asked, tmp_path) is asked
+def test_any_other_mode_is_unchanged(tmp_path: Path) -> None:
+    striped = compose_config(["parallelism=cp4", "parallelism.schedule=striped"])
+    assert resolve_schedule(striped, tmp_path) == (striped, None)
 
 
 def test_one_rank_needs_no_choice(tmp_path: Path) -> None:
-    assert settled(config(), tmp_path).parallelism.schedule == "zigzag"
+    resolved, reason = resolve_schedule(config(parallelism="single"), tmp_path)
+    assert resolved.parallelism.schedule == "zigzag" and reason is None
 
 
-def test_a_named_cluster_is_enough_and_the_ranking_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_named_cluster_suffices_and_the_ranking_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        chosen = settled(
-            config("parallelism=cp4", "parallelism.schedule=auto", "parallelism.cluster=h200_x8"), tmp_path
-        )
-    taken = chosen.parallelism.schedule
-    assert taken not in ("auto", "ring")
-    said = caplog.text
-    assert f"parallelism.schedule=auto takes {taken}" in said and "priced by cluster h200_x8" in said
-    assert said.index(f"  {taken}") < said.index("  ring ")
+        resolved, _ = resolve_schedule(config(ON_CLUSTER), tmp_path)
+    chosen = resolved.parallelism.schedule
+    assert chosen not in ("auto", "ring")
+    assert f"parallelism.schedule=auto takes {chosen}" in caplog.text
+    assert "priced by cluster h200_x8" in caplog.text
+    assert caplog.text.index(f"  {chosen}") < caplog.text.index("  ring ")
 
 
-def test_a_calibration_is_taken_before_a_cluster(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    asked = config("parallelism=cp4", "parallelism.schedule=auto", "parallelism.cluster=h200_x8")
-    workload = workload_of(asked)
+def test_a_calibration_is_preferred_to_a_cluster(tmp_path: Path) -> None:
+    workload = workload_of(config(ON_CLUSTER))
     slow = Calibration("cpu", "cpu", "p2p", Cluster("slow", 1, 4, Mesh(0.01)), workload, Costs(0.1, 0.1))
     path = calibration_path("cpu", 4, workload, "p2p", tmp_path)
     save_calibration(slow, path)
-    with caplog.at_level(logging.INFO):
-        settled(asked, tmp_path)
-    assert f"priced by {path}" in caplog.text
+    _, reason = resolve_schedule(config(ON_CLUSTER), tmp_path)
+    assert reason and f"priced by {path}" in reason
 
 
-def test_nothing_to_go_by_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_neither_calibration_nor_cluster_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"schedule='?auto'?: expected a calibration .* or parallelism\.cluster=NAME"):
-        settled(config("parallelism=cp4", "parallelism.schedule=auto"), tmp_path)
+        resolve_schedule(config(), tmp_path)
 
 
-def test_the_memory_bound_reaches_the_choice(tmp_path: Path) -> None:
-    asked = config("parallelism=cp4", "parallelism.schedule=auto", "parallelism.cluster=h200_x8")
-    tight = replace(asked, parallelism=replace(asked.parallelism, max_attention_gib=1e-9))
+def test_the_memory_bound_limits_the_choice(tmp_path: Path) -> None:
+    tight = changed(config(ON_CLUSTER), {"parallelism.max_attention_gib": 1e-9})
     with pytest.raises(ValueError, match="no mode can run"):
-        settled(tight, tmp_path)
+        resolve_schedule(tight, tmp_path)
 
 
-def test_packed_data_is_priced_by_its_first_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_data_is_simulated_with_its_first_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_corpus(tmp_path / "corpus")
-    words = ["parallelism=cp4", "parallelism.schedule=auto", "parallelism.cluster=h200_x8", "data.seq_length=512"]
-    words.append(f"data.prefix={tmp_path}/corpus")
-    priced: list[Problem] = []
+    problems: list[Problem] = []
 
-    def watched(problem: Problem, *rest: Any) -> list[Candidate]:
-        priced.append(problem)
+    def recorded_select(problem: Problem, *rest: Any) -> list[Candidate]:
+        problems.append(problem)
         return select(problem, *rest)
 
-    monkeypatch.setattr(auto, "select", watched)
+    monkeypatch.setattr(auto, "select", recorded_select)
     for packing in ("none", "best_fit"):
-        asked = config(*words, f"data.packing={packing}")
-        settled(asked, tmp_path)
-    assert [len(problem.mask.documents) for problem in priced] == [1, len(first_pack(asked))]
-    assert len(first_pack(asked)) > 1
+        words = (ON_CLUSTER, "data.seq_length=512", f"data.prefix={tmp_path}/corpus", f"data.packing={packing}")
+        packed = config(*words)
+        resolve_schedule(packed, tmp_path)
+    assert [len(problem.mask.documents) for problem in problems] == [1, len(first_pack(packed))]
+    assert len(first_pack(packed)) > 1

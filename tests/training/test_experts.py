@@ -1,4 +1,4 @@
-"""Mixtures of experts train the same however ranks share the sequence and the experts, and go on at other sizes."""
+"""Mixtures of experts train equally for all sizes of context and expert parallelism, and resume at other sizes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_longctx.config import Config, ModelConfig, data_parallel_size, layer_list
 from megatron_longctx.mcore import groups
-from megatron_longctx.mcore.experts import SummedLossRouter, numbered
+from megatron_longctx.mcore.experts import SummedLossRouter, expert_name
 from megatron_longctx.mcore.model import transformer_config
 from megatron_longctx.metrics.flops import Work, training_flops
 from megatron_longctx.testing.distributed import run_distributed
-from megatron_longctx.training.recorded import Figures, gradient_errors, record
+from megatron_longctx.training.recorded import Curves, gradient_errors, record
 from tests.shared.training import tiny_config, tiny_corpus
 
 CP, TP, PP, EP, ETP = (
@@ -26,7 +26,7 @@ EXPERTS: dict[str, Any] = {
     "model.num_moe_experts": 4, "model.moe_ffn_hidden_size": 48, "model.moe_z_loss_coeff": 1e-3,
     "train.steps": 4, "optim.warmup_steps": 0, "optim.lr": 3e-4, "optim.min_lr": 3e-5, "train.global_batch_size": 2,
 }  # fmt: skip
-# A dense layer first, shared experts, and losses by sequence, as DeepSeek has them; ranks hold unequal shares of 97.
+# As DeepSeek: a dense layer first, shared experts, and losses per sequence. Ranks hold unequal shares of 97 tokens.
 SHARED = {
     "model.moe_layer_freq": "[0,1]", "model.moe_shared_expert_intermediate_size": 32, "data.seq_length": 97,
     "model.moe_router_pre_softmax": True, "model.moe_router_load_balancing_type": "seq_aux_loss",
@@ -34,7 +34,7 @@ SHARED = {
 }  # fmt: skip
 SAVED = {"train.save": True, "train.keep_checkpoints": 9, "train.save_interval": 1}
 
-# By name: ranks, the run to compare with, settings.
+# Keyed by name: ranks, reference run, settings.
 RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "alone": (1, "alone", SAVED),
     "shared": (1, "shared", {**SHARED, **SAVED}),
@@ -48,8 +48,8 @@ RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp2 cp2 ep4": (4, "tp2 ep2", {TP: 2, CP: 2, EP: 4, ETP: 1}),
     "pp2 cp2 ep2": (4, "pp2 cp2 ep2", {**SHARED, **SAVED, PP: 2, CP: 2, EP: 2, "optim.distributed": False}),
 }  # fmt: skip
-# By ranks: runs that go on from one of their checkpoints, and from which. The first stage of the pipelines has no layer
-# of experts, and their first rank writes what is common to all.
+# Keyed by ranks: runs that resume from one of their checkpoints, the step, and settings. The first pipeline stage has
+# no layer of experts, and its first rank writes the common part of the checkpoint.
 LATER: dict[int, tuple[tuple[str, int, dict[str, Any]], ...]] = {
     4: (
         ("alone", 1, {TP: 2, CP: 2, EP: 2}),
@@ -64,7 +64,7 @@ def _config(root: Path, name: str, settings: dict[str, Any]) -> Config:
     return tiny_config(root, name.replace(" ", "-"), {**EXPERTS, **settings})
 
 
-def _train(rank: int, configs: list[Config], steps: list[tuple[int, ...]]) -> list[Figures]:
+def _train(rank: int, configs: list[Config], steps: list[tuple[int, ...]]) -> list[Curves]:
     found = []
     for config, at in zip(configs, steps, strict=True):
         found.append(record(rank, config, at))
@@ -73,7 +73,7 @@ def _train(rank: int, configs: list[Config], steps: list[tuple[int, ...]]) -> li
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Figures]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Curves]]:
     root, found = tmp_path_factory.mktemp("experts"), {}
     tiny_corpus(root / "corpus")
     for world in sorted({world for world, _, _ in RUNS.values()}):
@@ -85,7 +85,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, F
 
 
 @pytest.mark.parametrize("name", [name for name, run in RUNS.items() if name != run[1]])
-def test_losses_norms_and_gradients_are_those_of_one_rank(trained: tuple[Path, dict[str, Figures]], name: str) -> None:
+def test_losses_norms_and_gradients_equal_those_of_one_rank(trained: tuple[Path, dict[str, Curves]], name: str) -> None:
     root, found = trained
     reference = RUNS[name][1]
     assert found[name].losses == pytest.approx(found[reference].losses, rel=1e-5)
@@ -97,18 +97,18 @@ def test_losses_norms_and_gradients_are_those_of_one_rank(trained: tuple[Path, d
         assert {each: error for each, error in errors.items() if not error <= 1e-5} == {}
 
 
-def test_checkpoints_go_on_at_other_sizes(trained: tuple[Path, dict[str, Figures]]) -> None:
-    """With the moments and steps of Adam, by which the second step after it is right."""
+def test_checkpoints_resume_at_other_sizes(trained: tuple[Path, dict[str, Curves]]) -> None:
+    """The second step after resuming depends on the moments and step counts of Adam."""
     root, found = trained
     for world, runs in LATER.items():
         for name, at, _ in runs:
             (root / name.replace(" ", "-") / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(at))
         configs = [_config(root, name, settings) for name, _, settings in runs]
-        later = run_distributed(_train, world, configs, [()] * len(runs))[0]
-        for (name, at, _), figures in zip(runs, later, strict=True):
+        curves = run_distributed(_train, world, configs, [()] * len(runs))[0]
+        for (name, at, _), resumed in zip(runs, curves, strict=True):
             whole = found[RUNS[name][1]]
-            assert figures.losses == pytest.approx(whole.losses[at:], rel=1e-5), (name, world)
-            assert figures.grad_norms == pytest.approx(whole.grad_norms[at:], rel=1e-5), (name, world)
+            assert resumed.losses == pytest.approx(whole.losses[at:], rel=1e-5), (name, world)
+            assert resumed.grad_norms == pytest.approx(whole.grad_norms[at:], rel=1e-5), (name, world)
 
 
 def _router_gradients(kind: type[TopKRouter], config: Config, rows: int) -> torch.Tensor:
@@ -135,19 +135,19 @@ def _both_routers(rank: int, root: Path) -> list[float]:
     return found
 
 
-def test_on_one_rank_the_routers_losses_are_megatrons(tmp_path: Path) -> None:
+def test_on_one_rank_the_routers_losses_equal_megatrons(tmp_path: Path) -> None:
     assert max(run_distributed(_both_routers, 1, tmp_path)[0]) < 1e-5
 
 
-def test_experts_have_numbers_of_their_own() -> None:
-    assert numbered("decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight", 4) == (
+def test_experts_are_numbered_over_all_ranks() -> None:
+    assert expert_name("decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight", 4) == (
         "decoder.layers.1.mlp.experts.5.linear_fc1.weight"
     )
-    assert numbered("mlp.experts.linear_fc2.weight3", 8) == "mlp.experts.11.linear_fc2.weight"
-    assert numbered("mlp.shared_experts.linear_fc2.weight", 8) == "mlp.shared_experts.linear_fc2.weight"
+    assert expert_name("mlp.experts.linear_fc2.weight3", 8) == "mlp.experts.11.linear_fc2.weight"
+    assert expert_name("mlp.shared_experts.linear_fc2.weight", 8) == "mlp.shared_experts.linear_fc2.weight"
 
 
-def test_a_list_says_of_every_layer_what_an_interval_says() -> None:
+def test_a_list_of_layers_is_equivalent_to_an_interval() -> None:
     experts = {"num_layers": 5, "num_moe_experts": 4}
     for listed, others in (
         ("[1,1,1,1,1]", {}),
@@ -160,19 +160,19 @@ def test_a_list_says_of_every_layer_what_an_interval_says() -> None:
     assert ModelConfig(num_layers=2, moe_layer_freq="[1,1]").expert_layers == (False, False)
 
 
-def test_flops_count_active_experts_alone() -> None:
+def test_flops_count_only_active_experts() -> None:
     sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_kv_heads": 1, "ffn_hidden_size": 8}
     work = Work(5, 15, 25)
     dense = training_flops(ModelConfig(**sizes), 10, work)
     experts = {"num_moe_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 4}
-    # 2 experts of half the width are one MLP; a router of 6 logits beside them, in both layers: 2*5*16*6 forward.
+    # 2 experts of half the width equal one MLP. The router of 6 logits adds 2*5*16*6 per layer, forward.
     assert training_flops(ModelConfig(**sizes, **experts), 10, work).dense == dense.dense + 3 * 2 * 960
     mixed = ModelConfig(**sizes, **experts, moe_first_dense_layers=1, moe_shared_expert_intermediate_size=3)
     assert training_flops(mixed, 10, work).dense == dense.dense + 3 * (960 + 2 * 5 * 3 * 16 * 3)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"model.num_moe_experts": None}, "model.moe_ffn_hidden_size=48: expected null with"),
         ({"model.moe_router_topk": 5}, "model.moe_router_topk=5: expected at most model.num_moe_experts=4"),
@@ -194,13 +194,13 @@ def test_flops_count_active_experts_alone() -> None:
         ({"reduction.down_projection": "int8"}, "reduction.down_projection=int8: expected none with experts"),
     ],
 )  # fmt: skip
-def test_what_experts_cannot_be_is_refused(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_impossible_settings_of_experts_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         _config(tmp_path, "refused", settings)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
-def test_ranks_that_cannot_share_experts_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_cannot_divide_experts_are_refused(tmp_path: Path) -> None:
     config = _config(tmp_path, "refused", {CP: 2, EP: 4})
     with pytest.raises(ValueError, match=r"expert_model_parallel_size=4: expected one by which"):
         data_parallel_size(config, 2)

@@ -1,4 +1,4 @@
-"""Settings at the ends of what they may be train: one step each, in one process, to finite weights."""
+"""Settings at the limits of their ranges train one step to finite weights, all in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_longctx.testing.distributed import run_distributed
 from tests.shared.training import Job, RecordingTrainer, tiny_config, tiny_corpus
 
 BOUNDS = {key.name: key.bounds for keys in keys_of(Config).values() for key in keys}
-# Floats and whatever else leaves the model small: both ends. A second step would meet the weights of the first.
+# Keys tested at both ends: floats, and others that keep the model small. Only one step: its weights may be extreme.
 BOTH_ENDS = (
     *("model.norm_epsilon", "model.rope_base", "model.init_std", "optim.weight_decay", "optim.clip_grad", "optim.eps"),
     *("train.seed", "parallelism.timeout_s", "logging.peak_tflops"),
@@ -62,7 +62,7 @@ def settings_of(job: Job) -> Mapping[str, Any]:
 
 
 def trained_one_step(rank: int, jobs: Sequence[Job]) -> list[tuple[float, bool]]:
-    """Of every job the loss, and whether all weights are finite after the step."""
+    """Return each job's loss, and whether all weights are finite after the step."""
     found = []
     for job in jobs:
         try:
@@ -75,7 +75,7 @@ def trained_one_step(rank: int, jobs: Sequence[Job]) -> list[tuple[float, bool]]
     return found
 
 
-def test_both_ends_of_settings_train_to_finite_weights(tmp_path: Path) -> None:
+def test_settings_at_their_limits_train_to_finite_weights(tmp_path: Path) -> None:
     tiny_corpus(tmp_path / "corpus")
     jobs = [
         Job(tiny_config(tmp_path, "one-step", {**ONE_STEP, "run.root": f"{tmp_path}/run{i}", **values}), stop_in=0)

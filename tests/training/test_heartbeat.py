@@ -1,4 +1,4 @@
-"""Ranks say what they do, and which of them the others may have waited for is found."""
+"""Heartbeats: every rank's last operation, the ranks that others may have waited for, and the end of a hanging rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_longctx.config import Config
 from megatron_longctx.training import heartbeat
-from megatron_longctx.training.heartbeat import Doing, Heartbeat, last_operations, suspects
+from megatron_longctx.training.heartbeat import Heartbeat, Operation, last_operations, suspects
 from megatron_longctx.training.run_folder import RunFolder
 
 HANGS = """
@@ -20,35 +20,27 @@ from megatron_longctx.training import heartbeat
 from megatron_longctx.training.run_folder import RunFolder
 heartbeat._PERIOD_S = 0.05
 heartbeat.Heartbeat(RunFolder(Path(sys.argv[1])), 3)
-heartbeat.at("step 7, waiting for data", 0.3)
+heartbeat.begin("step 7, waiting for data", 0.3)
 time.sleep(600)
 """
 
 
-def test_the_last_operation_is_in_the_folder(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    beats = [Heartbeat(folder, rank) for rank in (0, 1)]
-    heartbeat.at("step 2, a longer name of an operation")
+def test_the_last_operations_are_in_the_folder(tmp_path: Path) -> None:
+    folder, before = RunFolder(tmp_path), time.time()
+    beats = [Heartbeat(folder, rank) for rank in (0, 1, 3)]
+    beats[2].close()
+    heartbeat.begin("step 2, a longer name of an operation")
     beats[0].close()
-    heartbeat.at("step 3")
+    heartbeat.begin("step 3")
     beats[1].close()
     (folder.ranks / "rank_2.json").write_text('{"torn')
-    found = last_operations(folder)
-    assert [(rank, doing.operation) for rank, doing in sorted(found.items())] == [
-        (0, "step 2, a longer name of an operation"),
-        (1, "step 3"),
-    ]
-    assert found[1].count == found[0].count + 1
+    operations = last_operations(folder)
+    expected = {0: "step 2, a longer name of an operation", 1: "step 3", 3: "starting"}
+    assert {rank: each.operation for rank, each in operations.items()} == expected
+    assert operations[1].count == operations[0].count + 1 and operations[3].since >= before
 
 
-def test_a_start_has_its_time(tmp_path: Path) -> None:
-    before = time.time()
-    Heartbeat(RunFolder(tmp_path), 0).close()
-    (found,) = last_operations(RunFolder(tmp_path)).values()
-    assert found.operation == "starting" and found.since >= before
-
-
-def test_signs_of_an_earlier_start_are_not_taken_for_this_ones(tmp_path: Path) -> None:
+def test_a_start_removes_heartbeats_of_earlier_starts(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for rank in range(4):
         Heartbeat(folder, rank).close()
@@ -58,19 +50,20 @@ def test_signs_of_an_earlier_start_are_not_taken_for_this_ones(tmp_path: Path) -
     assert list(last_operations(folder)) == [1]
 
 
-def test_who_was_waited_for() -> None:
-    ranks = [Doing(rank, "step 5, optimizer", 20, 100.0, 160.0) for rank in range(4)]
+def test_suspects_are_silent_or_behind() -> None:
+    ranks = [Operation(rank, "step 5, optimizer", 20, 100.0, 160.0) for rank in range(4)]
     assert suspects(ranks) is None and suspects([]) is None
     ranks[2] = replace(ranks[2], alive=130.0)
     assert str(suspects(ranks)).startswith("rank 2 gave no sign after ")
     behind = replace(ranks[1], operation="step 5, waiting for data", count=18)
-    said = suspects([ranks[0], behind, ranks[3]])
-    assert said is not None and said.startswith("rank 1 was behind the others, in step 5, waiting for data since ")
+    assert str(suspects([ranks[0], behind, ranks[3]])).startswith(
+        "rank 1 was behind the others, in step 5, waiting for data since "
+    )
 
 
-def test_a_rank_that_hangs_without_a_collective_ends_and_says_where(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_without_a_collective_ends_with_its_stacks(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], capture_output=True, text=True, timeout=600)
     assert ended.returncode == 1, ended.stderr
-    note = RunFolder(tmp_path).first_error()
-    assert note is not None and "rank 3 failed: TimeoutError: step 7, waiting for data since " in note
+    error = RunFolder(tmp_path).first_error()
+    assert error is not None and "rank 3 failed: TimeoutError: step 7, waiting for data since " in error
     assert "in <module>" in (tmp_path / "errors/rank_3_stacks.txt").read_text()

@@ -1,4 +1,4 @@
-"""A run begins with another run's weights, at any parallel sizes, and with an optimizer of its own."""
+"""A run starts with another run's weights, at any parallel sizes, and with a new optimizer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from megatron_longctx.config import Config
 from megatron_longctx.mcore import checkpoint_folder, checkpoint_weights
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import preflight
-from megatron_longctx.training.sources import Source
-from megatron_longctx.training.text import prepare
+from megatron_longctx.training.text import Source, prepare
 from megatron_longctx.verbs import cli
-from megatron_longctx.verbs.exporting import export_model
-from megatron_longctx.verbs.importing import import_model
-from tests.shared.published import TEXTS, write_model
+from megatron_longctx.verbs.conversion import export_model, import_model
+from tests.shared.published import TEXTS, same, tensors_of, write_model
 from tests.shared.training import Job, run_jobs, tiny_config, tiny_corpus
-from tests.verbs.test_importing import same, tensors_of
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 LENGTH = 48
@@ -34,7 +31,7 @@ COMMON = (
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder with a published model, the run of it, and a corpus; and the model of `transformers`."""
+    """A folder with a published model, its imported run and a corpus; and the model in `transformers`."""
     root = tmp_path_factory.mktemp("imported")
     model = write_model(root / "source", "qwen2", torch.float32)
     import_model(str(root / "source"), [f"out={root / 'run'}"])
@@ -62,7 +59,7 @@ def test_the_first_loss_is_the_published_models(imported: tuple[Path, Any]) -> N
     assert math.isclose(records[0].losses[0], expected, rel_tol=1e-5)
     assert math.isclose(records[1].losses[0], expected, rel_tol=1e-5)
     assert math.isclose(records[2].losses[0], expected, rel_tol=2e-2)
-    # Nothing was learned at a learning rate of 0: the weights go out as they came.
+    # With a learning rate of 0, the exported weights equal the imported ones.
     export_model([f"checkpoint={root / 'cp2'}", f"out={root / 'back'}"])
     assert same(tensors_of(root / "back"), tensors_of(root / "source"))
     export_model([f"checkpoint={root / 'pp2'}", f"out={root / 'learned'}"])
@@ -70,7 +67,7 @@ def test_the_first_loss_is_the_published_models(imported: tuple[Path, Any]) -> N
 
 
 def _loss(model: Any, root: Path) -> float:
-    """Of the first sample."""
+    """Return the loss of the first sample."""
     from megatron_longctx.mcore.data import TrainingData
     from megatron_longctx.mcore.tokenizer import build_tokenizer
 
@@ -82,7 +79,7 @@ def _loss(model: Any, root: Path) -> float:
     return float(torch.nn.functional.cross_entropy(logits, batch.labels[0]))
 
 
-def test_a_runs_own_checkpoints_win(imported: tuple[Path, Any]) -> None:
+def test_a_runs_own_checkpoints_have_priority(imported: tuple[Path, Any]) -> None:
     root, _ = imported
     jobs = [
         Job(config_of(root, "resumed", "train.precision=fp32", f"train.steps={n}", "optim.decay_steps=3"))
@@ -95,7 +92,7 @@ def test_a_runs_own_checkpoints_win(imported: tuple[Path, Any]) -> None:
     assert preflight.check(config_of(root, "resumed", "train.steps=4"), 1) == 3
 
 
-def test_the_model_and_the_tokenizer_are_the_runs_unless_words_say_otherwise(imported: tuple[Path, Any]) -> None:
+def test_model_and_tokenizer_are_the_runs_by_default(imported: tuple[Path, Any]) -> None:
     root, _ = imported
     config = config_of(root, "x", "model.rope_base=5e5", "data.seq_length=1024")
     assert (config.model.name, config.model.vocab_size, config.model.qkv_bias) == ("qwen2", 300, True)
@@ -109,7 +106,7 @@ def test_the_model_and_the_tokenizer_are_the_runs_unless_words_say_otherwise(imp
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["model.num_layers=1"], r"is of another model \(num_layers: checkpoint 2, model 1\)"),
         (
@@ -120,9 +117,9 @@ def test_the_model_and_the_tokenizer_are_the_runs_unless_words_say_otherwise(imp
     ],
 )
 def test_weights_of_another_model_are_refused_before_a_rank_starts(
-    imported: tuple[Path, Any], words: list[str], said: str
+    imported: tuple[Path, Any], words: list[str], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         preflight.check(config_of(imported[0], "new", *words), 1)
 
 
@@ -149,7 +146,7 @@ def test_another_run_with_other_sizes_padding_and_optimizer(tmp_path: Path) -> N
     ]
     _, same_, wider_, back, extended = run_distributed(run_jobs, 2, [Job(each) for each in configs])[0]
     assert (same_.first_step, same_.last_step) == (0, 1)
-    # Rows that no token has are 0, and their logits with them: they take a little of the probability.
+    # Rows without a token are 0, and so are their logits, which have a little of the probability.
     assert same_.losses[0] < wider_.losses[0] < same_.losses[0] + 0.5
     assert math.isclose(back.losses[0], same_.losses[0], rel_tol=1e-6)
     assert extended.losses[0] != same_.losses[0] and math.isfinite(extended.losses[0])
@@ -178,7 +175,7 @@ def test_other_rope_settings_and_lengths_are_allowed(imported: tuple[Path, Any])
     assert preflight.check(config_of(imported[0], "new", "model.rope_base=5e5", "data.seq_length=64"), 1) is None
 
 
-def test_a_run_that_is_not_there_or_has_weights_alone_is_refused(
+def test_a_missing_run_and_a_run_with_weights_alone_are_refused(
     imported: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, _ = imported

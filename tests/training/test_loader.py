@@ -1,4 +1,4 @@
-"""Batches read ahead: in order, prepared before their use, with errors in their own words and processes that end."""
+"""Batches read ahead: their order, preparation before use, errors of workers, and the end of workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARES = [range(first, first + 2) for first in range(0, 20, 2)]
 
 
 class Numbers(Dataset[Batch]):
-    """Batches of the samples' own numbers; some fail."""
+    """Batches whose tokens are the numbers of the samples. Some samples fail."""
 
     def __init__(self, failures: dict[int, Exception] | None = None) -> None:
         self.failures = failures or {}
@@ -41,7 +41,7 @@ class Numbers(Dataset[Batch]):
 
 
 @pytest.fixture
-def made() -> Iterator[Any]:
+def make_loader() -> Iterator[Any]:
     loaders = []
 
     def make(data: Dataset[Batch], workers: int, **options: Any) -> Loader:
@@ -55,19 +55,19 @@ def made() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_batches_come_in_order_from_any_number_of_workers(made: Any, workers: int) -> None:
-    before, loader = torch.get_rng_state(), made(Numbers(), workers)
+def test_batches_are_in_order_for_any_number_of_workers(make_loader: Any, workers: int) -> None:
+    before, loader = torch.get_rng_state(), make_loader(Numbers(), workers)
     assert not multiprocessing.active_children(), "they start with the first batch"
     found = [next(loader)]
     assert len(multiprocessing.active_children()) == workers
     found += loader
     assert [batch.tokens[0].tolist() for batch in found] == [list(share) for share in SHARES]
     assert all(batch.documents == (1, 1) for batch in found)
-    assert torch.equal(torch.get_rng_state(), before), "the model's random numbers are its own"
+    assert torch.equal(torch.get_rng_state(), before), "the loader draws from another generator"
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_next_batch_is_prepared_while_one_is_in_use(made: Any, workers: int) -> None:
+def test_the_next_batch_is_prepared_while_one_is_in_use(make_loader: Any, workers: int) -> None:
     prepared: list[tuple[int, threading.Thread]] = []
     second = threading.Event()
 
@@ -76,38 +76,38 @@ def test_the_next_batch_is_prepared_while_one_is_in_use(made: Any, workers: int)
         if len(prepared) == 2:
             second.set()
 
-    loader = made(Numbers(), workers, prepare=prepare)
+    loader = make_loader(Numbers(), workers, prepare=prepare)
     assert int(next(loader).tokens[0, 0]) == 0
-    assert second.wait(PATIENCE_S), "nobody has asked for it yet"
+    assert second.wait(PATIENCE_S), "before `next` is called"
     assert [number for number, _ in prepared] == [0, 2]
     assert {thread for _, thread in prepared}.isdisjoint({threading.current_thread()})
     assert len(list(loader)) == 9 and [number for number, _ in prepared] == list(range(0, 20, 2))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_a_worker_refuses_comes_in_its_own_words_where_it_lies(made: Any, workers: int) -> None:
-    loader = made(Numbers({5: ValueError("data.prefix=x: expected y. Do z.")}), workers)
+def test_a_workers_refusal_is_raised_unchanged_at_its_batch(make_loader: Any, workers: int) -> None:
+    loader = make_loader(Numbers({5: ValueError("data.prefix=x: expected y. Do z.")}), workers)
     assert [int(next(loader).tokens[0, 0]) for _ in range(2)] == [0, 2]
     with pytest.raises(ValueError) as caught:
         next(loader)
     assert str(caught.value) == "data.prefix=x: expected y. Do z."
 
 
-def test_what_fails_in_a_worker_says_where(made: Any) -> None:
+def test_other_errors_of_a_worker_have_its_traceback(make_loader: Any) -> None:
     with pytest.raises(KeyError, match=r"(?s)worker process 0.*in __getitem__.*raise self.failures"):
-        next(made(Numbers({1: KeyError("x")}), 1))
+        next(make_loader(Numbers({1: KeyError("x")}), 1))
 
 
-def test_what_fails_in_preparing_is_raised(made: Any) -> None:
+def test_errors_of_prepare_are_raised(make_loader: Any) -> None:
     def prepare(batch: Batch) -> None:
         raise ValueError("no room")
 
     with pytest.raises(ValueError, match=r"^no room$"):
-        next(made(Numbers(), 0, prepare=prepare))
+        next(make_loader(Numbers(), 0, prepare=prepare))
 
 
-def test_signals_to_stop_are_not_for_workers(made: Any) -> None:
-    loader = made(Numbers(), 2)
+def test_workers_ignore_stop_signals(make_loader: Any) -> None:
+    loader = make_loader(Numbers(), 2)
     next(loader)
     for worker in multiprocessing.active_children():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -116,40 +116,40 @@ def test_signals_to_stop_are_not_for_workers(made: Any) -> None:
     assert len(list(loader)) == 9
 
 
-def _said_by(process: Callable[[Connection], None]) -> Any:
-    """What a process of its own, of this one's modules, says before it ends."""
+def _result_of(process: Callable[[Connection], None]) -> Any:
+    """Return what a forked process sends before it ends."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     rank = context.Process(target=process, args=(there,))
     rank.start()
     there.close()
-    said = here.recv()
+    result = here.recv()
     rank.join()
-    return said
+    return result
 
 
-def _whose_worker_dies(pipe: Connection) -> None:
+def _kill_worker(pipe: Connection) -> None:
     loader = Loader(Numbers(), SHARES, 1, CPU)
     next(loader)
     (worker,) = multiprocessing.active_children()
-    said = "nothing"
+    result = "nothing"
     try:
         try:
             worker.kill()
-            said = f"{len(list(loader))} batches more"
-        finally:  # the batch that is awaited may fail first; torch's own error is then raised by SIGCHLD, anywhere
+            result = f"{len(list(loader))} batches more"
+        finally:  # if the awaited batch fails first, torch's SIGCHLD handler would raise its error anywhere
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     except (RuntimeError, OSError, EOFError) as error:
-        said = repr(error)
-    pipe.send(said)
+        result = repr(error)
+    pipe.send(result)
     os._exit(0)
 
 
 def test_a_worker_that_dies_is_noticed() -> None:
-    assert "Error" in _said_by(_whose_worker_dies)
+    assert "Error" in _result_of(_kill_worker)
 
 
-def _killed_with_workers(pipe: Connection) -> None:
+def _kill_rank(pipe: Connection) -> None:
     loader = Loader(Numbers(), SHARES, 2, CPU)
     next(loader)
     pipe.send([worker.pid for worker in multiprocessing.active_children()])
@@ -157,15 +157,15 @@ def _killed_with_workers(pipe: Connection) -> None:
 
 
 def test_workers_end_with_a_rank_that_is_killed() -> None:
-    workers = _said_by(_killed_with_workers)
+    workers = _result_of(_kill_rank)
     deadline = time.monotonic() + PATIENCE_S
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in workers):
         assert time.monotonic() < deadline, workers
         time.sleep(0.05)
 
 
-class Complaining(Numbers):
-    """As the thread of a worker that hands batches over, of which the rank ends while it takes one."""
+class FailingToSend(Numbers):
+    """Errors of the thread that sends batches, as if the rank had ended meanwhile, and one of the worker."""
 
     def __getitem__(self, samples: Sequence[int]) -> Batch:
         for error in (EOFError("gone"), ConnectionResetError("reset"), KeyError("of the worker's own")):
@@ -173,13 +173,13 @@ class Complaining(Numbers):
         return super().__getitem__(samples)
 
 
-def test_workers_say_nothing_of_a_rank_that_is_gone(made: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    next(made(Complaining(), 1))
-    said = capfd.readouterr().err
-    assert "of the worker's own" in said and "gone" not in said and "reset" not in said
+def test_workers_do_not_report_the_end_of_their_rank(make_loader: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    next(make_loader(FailingToSend(), 1))
+    err = capfd.readouterr().err
+    assert "of the worker's own" in err and "gone" not in err and "reset" not in err
 
 
-def test_all_of_a_batch_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tensors_of_a_batch_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 100)
     pinned = pin_memory(Numbers()[range(2)])
     assert all(int(tensor[0, 0]) == 100 for tensor in pinned.tensors.values()) and len(pinned.tensors) == 4

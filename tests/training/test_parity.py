@@ -1,7 +1,4 @@
-"""A run gives the same losses, gradient norms and gradients at every parallel size, in every mode.
-
-The tests compare what the ranks of each case recorded with the run of one rank.
-"""
+"""Losses, gradient norms and gradients of each parallel size and mode equal those of one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 
 from megatron_longctx.schedules import MODES
-from megatron_longctx.training.recorded import relative_error
+from megatron_longctx.testing.tolerances import relative_error
 from tests.shared.training import GPT2, LATENTS, Job, Record, recorded, tiny_config, tiny_corpus
 
 FP32 = 1e-5
@@ -28,8 +25,8 @@ KEPT = {"recompute.mode": "attention_output", "recompute.head_chunk_tokens": 26,
 OFFLOADED = {"recompute.mode": "attention_output+offload", "recompute.head_chunk_tokens": 7}
 ONE_AFTER_THE_OTHER = {"parallelism.overlap_grad_reduce": False}
 
-# What the single rank trains; every case names one of these and adds its parallel sizes. Masked losses (one token
-# after each end of document) make the ranks' shares of the loss unequal even where their lengths are equal.
+# The settings of the single rank. Each case adds parallel sizes to one of these. Masked losses (one token after each
+# end of document) make the ranks' shares of the loss unequal even if their lengths are equal.
 SHORT = {"train.steps": 6}
 YARN = {"model.rope_scaling.kind": "yarn", "model.rope_scaling.factor": 4.0, "model.rope_scaling.original_length": 32}
 MODELS: dict[str, dict[str, Any]] = {
@@ -43,25 +40,25 @@ MODELS: dict[str, dict[str, Any]] = {
     # In units of two tokens (TP=2 with sequence parallelism) the zigzag pieces of 102 are 24, 26, 26 and 26.
     "mix": {**SHORT, "data.seq_length": 102, "data.mask_eod_loss": True,
             "train.micro_batch_size": 2, "train.global_batch_size": 8},
-    # As gpt-oss and Gemma. Sharded sinks are in checkpoints, by which gradients are merged, and in the gradients' norm.
+    # As gpt-oss and Gemma. Sinks are sharded, in checkpoints (which merge gradients here) and in the gradient norm.
     "windows": {**SHORT, "data.seq_length": 102, "model.window": 9, "model.window_pattern": 2,
                 "model.sinks": "learnable", "model.window_rope_base": 100.0, **YARN, "model.activation": "geglu",
                 "model.zero_centered_norms": True, "model.qk_norm": True, "model.post_norms": True,
                 "model.scale_embedding": True, "model.attention_scale": 0.3,
                 "train.micro_batch_size": 2, "train.global_batch_size": 4},
-    # As DeepSeek; packs have one sequence of several documents, of which Megatron's MLA drops the batch's dimension.
+    # As DeepSeek. Packs have one sequence of several documents, and Megatron's MLA drops their batch dimension.
     "latents": {**SHORT, **LATENTS, **YARN, "model.attention_scale": 0.3, "data.seq_length": 102,
                 "model.q_lora_rank": 20, "train.micro_batch_size": 2, "train.global_batch_size": 4},
     "latents packed": {**SHORT, **LATENTS, **YARN, "data.seq_length": 102, "data.packing": "best_fit",
                        "recompute.mode": "layer", "train.global_batch_size": 4},
-    # The end of document lies in a few ranks' shares, and some ranks hold one or two tokens.
+    # Only a few ranks hold ends of documents, and some ranks hold one or two tokens.
     "few tokens": {**SHORT, "data.seq_length": 19, "train.global_batch_size": 2, "data.mask_eod_loss": True},
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
-    """A parallel run, to be compared with the run of one rank of the same model."""
+    """A parallel run, which is compared with one rank's run of the same model."""
 
     name: str
     model: str
@@ -69,8 +66,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-# One case a fact: what sharding does to losses, positions and gradients is the same at every size; that attention is
-# exact in every mode at every size is proved in tests/attention.
+# One case per fact: sharding affects losses, positions and gradients in the same way at every size. tests/attention
+# tests that attention is exact in every mode at every size.
 CASES = [
     Case("bf16 cp2", "bf16", 2, {CP: 2}),
     Case("mha uneven cp2", "mha uneven", 2, {CP: 2}),
@@ -118,13 +115,13 @@ def _job(root: Path, name: str, model: str, settings: dict[str, Any], **options:
 def _reference_jobs(root: Path) -> dict[str, Job]:
     staged = {case.model for case in CASES if PP in case.settings}
     jobs = {name: _job(root, name, name, {}, save_start=name in staged) for name in MODELS}
-    # bf16 is judged by an fp32 run from the same, rounded weights, whose own error is smaller by five digits.
+    # The reference for bf16 is an fp32 run from the same, rounded weights: its error is smaller by five digits.
     jobs["bf16 in fp32"] = _job(root, "bf16 in fp32", "bf16", {"train.precision": "fp32"}, round_weights=True)
     return jobs
 
 
 def _parallel_job(root: Path, case: Case) -> Job:
-    # Every pipeline stage draws its weights from a stream of its own: begin where the single rank began.
+    # Each pipeline stage draws its weights from a separate stream: load those of the single rank.
     start = root / case.model.replace(" ", "-") / "checkpoints" if PP in case.settings else None
     return _job(root, case.name, case.model, case.settings, start_from=start)
 
@@ -133,7 +130,7 @@ def _parallel_job(root: Path, case: Case) -> Job:
 def runs(root: Path) -> Runs:
     tiny_corpus(root / "corpus")
     found: Runs = recorded(1, _reference_jobs(root))
-    # Fresh ranks for each case: the threads of a case's groups stay, and slow the next ones down.
+    # New ranks for each case: the threads of earlier groups stay and slow later cases down.
     for case in CASES:
         found |= recorded(case.world, {case.name: _parallel_job(root, case)})
     assert all(record.error is None for record in found.values())
@@ -148,7 +145,7 @@ def _ids(cases: list[Case]) -> list[str]:
 def test_the_single_rank_learns(runs: Runs, name: str) -> None:
     losses = runs[name].losses
     assert len(losses) == MODELS.get(name, MODELS["bf16"])["train.steps"]
-    assert losses[-1] < losses[0] - 0.2, "flat curves are easily equal"
+    assert losses[-1] < losses[0] - 0.2, "flat curves would be equal anyway"
     assert all(float(torch.linalg.vector_norm(g)) > 0 for g in runs[name].gradients[0].values())
 
 
@@ -171,16 +168,16 @@ def _rms_error(values: list[float], reference: list[float]) -> float:
 
 
 @pytest.mark.parametrize("case", BF16_CASES, ids=_ids(BF16_CASES))
-def test_bf16_error_is_that_of_one_rank(runs: Runs, case: Case) -> None:
+def test_the_bf16_error_is_close_to_that_of_one_rank(runs: Runs, case: Case) -> None:
     run, single, exact = runs[case.name], runs["bf16"], runs["bf16 in fp32"]
-    # Over all steps: in a single one the lone rank's error can be small by luck.
+    # Over all steps: in one step, the single rank's error may be small by chance.
     for of_run, of_single, reference in (
         (run.losses, single.losses, exact.losses),
         (run.grad_norms, single.grad_norms, exact.grad_norms),
     ):
         own = _rms_error(of_single, reference)
-        assert 1e-6 < own < 0.1, "the yardstick must be bf16's rounding"
-        # Few numbers, and so their errors vary more than those of gradients do.
+        assert 1e-6 < own < 0.1, "the rounding of bf16"
+        # Fewer numbers than gradients, so their errors vary more.
         assert _rms_error(of_run, reference) < 1.5 * BF16_TIMES_SINGLE * own
     for step, gradients in exact.gradients.items():
         for name, gradient in gradients.items():
@@ -189,7 +186,7 @@ def test_bf16_error_is_that_of_one_rank(runs: Runs, case: Case) -> None:
 
 
 def test_overlap_changes_no_bit(runs: Runs) -> None:
-    """Of one bucket; `tests/mcore/test_overlap.py` has several."""
+    """With one bucket; `tests/mcore/test_overlap.py` tests several."""
     assert [tiny_config(Path(), "x", given).overlap_param_gather for given in (SHARDED, UNSHARDED)] == [True, False]
     with_it, without = runs["dp2"], runs["dp2 without overlap"]
     assert (with_it.losses, with_it.grad_norms) == (without.losses, without.grad_norms)

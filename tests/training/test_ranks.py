@@ -1,4 +1,4 @@
-"""Ranks that measure together: how many, and what is told of those that fail."""
+"""Functions on several ranks: the number of ranks, errors, and the result under torchrun."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_longctx.errors import JobFailed
-from megatron_longctx.training.ranks import Where, start
+from megatron_longctx.training.ranks import Ranks, run_on_ranks
 
 
 def _refuses(rank: int) -> None:
@@ -20,28 +20,28 @@ def _fails(rank: int) -> None:
     raise RuntimeError("out of luck")
 
 
-def test_what_a_rank_refuses_is_told_from_what_fails_it() -> None:
+def test_a_refusal_of_a_rank_differs_from_a_failure() -> None:
     with pytest.raises(ValueError, match=r"^size=0: expected 1 or more. Raise it.$"):
-        start(Where(2, "cpu"), _refuses)
+        run_on_ranks(Ranks(2, "cpu"), _refuses)
     with pytest.raises(JobFailed, match=r"^rank \d failed: RuntimeError: out of luck$"):
-        start(Where(2, "cpu"), _fails)
+        run_on_ranks(Ranks(2, "cpu"), _fails)
 
 
-def test_ranks_are_as_many_as_asked_for_or_as_torchrun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Where.of(None, "cpu") == Where(2, "cpu") and Where.of(3, "cpu") == Where(3, "cpu")
-    assert Where.of(1, "cpu", least=1) == Where(1, "cpu")
+def test_torchrun_or_the_argument_sets_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Ranks.of(None, "cpu") == Ranks(2, "cpu") and Ranks.of(3, "cpu") == Ranks(3, "cpu")
+    assert Ranks.of(1, "cpu", least=1) == Ranks(1, "cpu")
     with pytest.raises(ValueError, match="ranks=1: expected 2 or more"):
-        Where.of(1, "cpu")
+        Ranks.of(1, "cpu")
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("RANK", "0")
-    assert Where.of(3, "cpu") == Where(16, "cpu")
+    assert Ranks.of(3, "cpu") == Ranks(16, "cpu")
 
 
-def test_torchrun_gives_one_result(tmp_path: Path) -> None:
+def test_under_torchrun_rank_0_returns_the_result(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(
-        "from megatron_longctx.training.ranks import Where, start\n"
-        "print('found', start(Where.of(None, 'cpu'), lambda rank: 10 + rank))\n"
+        "from megatron_longctx.training.ranks import Ranks, run_on_ranks\n"
+        "print('found', run_on_ranks(Ranks.of(None, 'cpu'), lambda rank: 10 + rank))\n"
     )
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)

@@ -1,4 +1,4 @@
-"""A stopped run goes on from its folder, at any other parallel sizes, as if it had never stopped."""
+"""A stopped run resumes from its folder, at any other parallel sizes, with the losses of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 10
 RUN: dict[str, Any] = {
     "data.seq_length": 100,
     "data.mask_eod_loss": True,
-    "optim.decay_steps": STEPS,  # by default it follows train.steps, which the tests change
+    "optim.decay_steps": STEPS,  # the default is train.steps, which the tests change
     "train.steps": STEPS,
     "train.global_batch_size": 8,
     "train.micro_batch_size": 2,
@@ -36,7 +36,7 @@ def _break(trainer: Trainer) -> None:
 
 
 def _jobs(root: Path) -> list[tuple[int, dict[str, Job]]]:
-    """Spawns, in order: the world size and its runs. All runs called `chain …` share one folder."""
+    """Return the spawns in order: world size, and runs keyed by name. All runs called `chain …` share one folder."""
 
     def job(name: str, settings: dict[str, Any] | None = None, **options: Any) -> Job:
         return Job(tiny_config(root, name.split()[0], RUN | (settings or {})), **options)
@@ -67,7 +67,7 @@ def _jobs(root: Path) -> list[tuple[int, dict[str, Job]]]:
             "chain complete": job("chain"),
             "chain other batch": job("chain", {"train.global_batch_size": 4, "train.steps": 12}, fails=True),
             "chain other length": job("chain", {"data.seq_length": 90, "train.steps": 12}, fails=True),
-            "unsharded longer, as told": job("unsharded", unsharded | LONGER),
+            "unsharded longer": job("unsharded", unsharded | LONGER),
             "chain other model": job("chain", {"model.hidden_size": 64, "train.steps": 12}, fails=True),
             "chain other optimizer": job("chain", {**unsharded, "train.steps": 12}, fails=True),
         }),
@@ -102,7 +102,7 @@ def runs(root: Path) -> Runs:
         ("crash after", 4, 10),
     ],
 )
-def test_curve_goes_on(runs: Runs, name: str, first: int, last: int) -> None:
+def test_the_curve_continues(runs: Runs, name: str, first: int, last: int) -> None:
     run, whole = runs[name], runs["whole"]
     assert run.error is None
     assert (run.first_step, run.last_step) == (first, last)
@@ -111,10 +111,10 @@ def test_curve_goes_on(runs: Runs, name: str, first: int, last: int) -> None:
     assert run.learning_rates == pytest.approx(whole.learning_rates[first:last], rel=1e-12, abs=0)
 
 
-def test_the_whole_run_has_changing_steps(runs: Runs) -> None:
+def test_the_steps_of_the_whole_run_differ(runs: Runs) -> None:
     whole = runs["whole"]
     assert whole.losses[-1] < whole.losses[0] - 0.2
-    # A repeated or skipped batch, or a forgotten moment, must show.
+    # Otherwise a repeated or skipped batch, or a lost moment, would not show.
     for values in (whole.losses, whole.grad_norms, whole.learning_rates):
         assert all(abs(a / b - 1) > 1e-4 for a, b in itertools.pairwise(values))
 
@@ -130,7 +130,7 @@ def test_metrics_have_every_step_once(root: Path, runs: Runs, name: str) -> None
 def test_a_crash_leaves_the_last_checkpoint(root: Path, runs: Runs) -> None:
     assert runs["crash before"].error == "ArithmeticError: broken in the sixth step"
     assert len(runs["crash before"].losses) == 5
-    # Steps 5 and 6 were lost with the crash and are trained again; in the same layout, bit for bit.
+    # Steps 5 and 6, lost in the crash, are trained again: in the same layout, bit for bit.
     assert runs["crash after"].losses == runs["whole"].losses[4:]
     assert checkpoint.latest(root / "crash" / "checkpoints") == STEPS
 
@@ -140,8 +140,8 @@ def test_a_complete_run_changes_nothing(runs: Runs) -> None:
     assert (run.error, run.losses, run.first_step, run.last_step) == (None, [], STEPS, STEPS)
 
 
-def test_a_run_that_is_told_so_goes_on_with_longer_sequences(runs: Runs) -> None:
-    run = runs["unsharded longer, as told"]
+def test_a_run_with_other_data_resumes_if_allowed(runs: Runs) -> None:
+    run = runs["unsharded longer"]
     assert (run.error, run.first_step, run.last_step) == (None, 6, 8)
     assert run.losses[-1] < runs["whole"].losses[2]
 

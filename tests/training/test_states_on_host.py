@@ -1,4 +1,4 @@
-"""States of the optimizer that wait on the host: training is the same to the bit, and so is what it saves."""
+"""Optimizer states on the host: training and checkpoints are bit-identical."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ SHORT = {"train.steps": 2, "optim.decay_steps": 2, "optim.warmup_steps": 0}
 KINDS = {"bf16": {}, "fp32": {"train.precision": "fp32"}, "experts": EXPERTS}
 
 
-def _states_are_away(trainer: Trainer) -> None:
-    """Before the optimizer's step. Of fp32 weights, which have no main copy, moments alone are states."""
+def _check_states_on_host(trainer: Trainer) -> None:
+    """Check before the optimizer's step. fp32 weights have no main copy: their only states are moments."""
     parts = parts_of(trainer.optimizer)
     assert len(parts) == (2 if trainer.config.model.num_moe_experts else 1)
     for part in parts:
@@ -53,7 +53,7 @@ def _states_are_away(trainer: Trainer) -> None:
 
 
 def _run(rank: int, root: Path) -> dict[str, list[Record]]:
-    optimizer_host.STATES_PIECE = 3000  # several to a run
+    optimizer_host.STATES_PIECE = 3000  # several pieces per run
     found = {}
     for kind, settings in KINDS.items():
 
@@ -66,11 +66,11 @@ def _run(rank: int, root: Path) -> dict[str, list[Record]]:
             run_job(each)
             for each in (
                 job("device", {}, gradients_at=(5,)),
-                job("host", ON_HOST, before_optimizer=_states_are_away, stop_in=1),
+                job("host", ON_HOST, before_optimizer=_check_states_on_host, stop_in=1),
                 job("host", {}, stop_in=3),
-                job("host", ON_HOST, before_optimizer=_states_are_away, gradients_at=(5,)),
+                job("host", ON_HOST, before_optimizer=_check_states_on_host, gradients_at=(5,)),
                 *(
-                    job(f"from it {name}", own | SHORT | {"train.init_from": str(root / f"{kind}-device")})
+                    job(f"init {name}", own | SHORT | {"train.init_from": str(root / f"{kind}-device")})
                     for name, own in (("device", {}), ("host", ON_HOST))
                 ),
             )
@@ -86,7 +86,7 @@ def runs(root: Path) -> dict[str, list[Record]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_to_the_bit_with_states_here_or_there(runs: dict[str, list[Record]], kind: str) -> None:
+def test_training_resumes_bit_identically_on_device_or_host(runs: dict[str, list[Record]], kind: str) -> None:
     whole, *parts = runs[kind][:4]
     assert [(part.first_step, part.last_step) for part in parts] == [(0, 2), (2, 4), (4, 6)]
     assert [loss for part in parts for loss in part.losses] == whole.losses
@@ -96,15 +96,15 @@ def test_training_goes_on_to_the_bit_with_states_here_or_there(runs: dict[str, l
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_begins_with_the_weights_of_another(runs: dict[str, list[Record]], kind: str) -> None:
-    """Main parameters are read from weights again, when these have been loaded."""
+def test_states_follow_the_weights_of_init_from(runs: dict[str, list[Record]], kind: str) -> None:
+    """Main parameters are copied from the weights after these have been loaded."""
     device, host = runs[kind][4:]
     assert (host.losses, host.grad_norms) == (device.losses, device.grad_norms)
     assert len(host.losses) == SHORT["train.steps"] and host.losses[0] < runs[kind][0].losses[0]
 
 
 class _CountsInGroups(torch.optim.AdamW):
-    """As TransformerEngine's and Apex's Adam do, in groups without parameters, too."""
+    """Adam that counts steps per group, also in groups without parameters, as TransformerEngine's and Apex's do."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -112,7 +112,7 @@ class _CountsInGroups(torch.optim.AdamW):
         super().step(closure)
 
 
-def test_a_group_counts_a_step_once_in_however_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_counts_a_step_once_for_any_number_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_host, "STATES_PIECE", 1)
     weights = [torch.ones(4).bfloat16() for _ in range(3)]
     mains = [torch.nn.Parameter(weight.float()) for weight in weights]
@@ -134,7 +134,7 @@ def test_a_group_counts_a_step_once_in_however_many_pieces(monkeypatch: pytest.M
     assert all(float(weight[0]) < 0.1 for weight in weights)
 
 
-def test_states_that_are_not_sharded_are_refused() -> None:
+def test_unsharded_states_are_refused() -> None:
     optim = OptimConfig(distributed=False, states_on_host=True)
     with pytest.raises(ValueError, match=r"^optim.states_on_host=True: expected false with optim.distributed=false"):
         validate(Config(optim=optim))

@@ -1,4 +1,4 @@
-"""Conversations as tokens: the answers are learned, and nothing else; what cannot be laid out is named by its line."""
+"""Conversations as tokens: only answers are learned, and errors have the line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from megatron_longctx.config import DataConfig
 from megatron_longctx.models.chat import Chat
 from megatron_longctx.models.chat_template import ChatTemplate
 from megatron_longctx.training import text
-from megatron_longctx.training.sources import Source
-from megatron_longctx.training.text import conversations
+from megatron_longctx.training.text import Source, conversations
 from tests.shared.training import tiny_corpus
 
 TALK = [
@@ -45,12 +44,12 @@ def characters(text: str) -> list[str]:
 
 
 def words(text: str) -> list[str]:
-    """Tokens as of byte-pair encodings: a space belongs to the word behind it, and to none where nothing follows."""
+    """Split like a byte-pair encoding: a space belongs to the next word, or is a token if nothing follows."""
     return re.findall(r" ?\w+|\s+|[^\w\s]", text)
 
 
 def learned(tmp_path: Path, template: str, line: Any, encode: Callable[[str], Sequence[Any]] = characters) -> list[str]:
-    """The texts that are learned, each of neighbouring tokens."""
+    """Return the learned texts, each a run of neighbouring tokens."""
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps(line) + "\n")
     ((ids, mask),) = conversations(path, Chat(ChatTemplate(template, 60.0)), encode)
@@ -63,7 +62,7 @@ def learned(tmp_path: Path, template: str, line: Any, encode: Callable[[str], Se
 @pytest.mark.parametrize(
     ("template", "answers"),
     [
-        (ROLES, ["<|assistant|>a thing<|end|>\n", "<|assistant|>that one<|end|>\n"]),  # it has no prompt for answers
+        (ROLES, ["<|assistant|>a thing<|end|>\n", "<|assistant|>that one<|end|>\n"]),  # without a generation prompt
         (CHATML, ["a thing<|end|>\n", "that one<|end|>\n"]),
         (MARKED, ["a thing<|end|>\n", "that one<|end|>\n"]),
         (INSTRUCT, [" a thing </s>", " that one </s>"]),
@@ -75,7 +74,7 @@ def test_the_answers_are_learned_whatever_the_template(
     assert learned(tmp_path, template, {"messages": TALK}, encode) == answers
 
 
-def test_a_token_that_begins_before_an_answer_is_of_it(tmp_path: Path) -> None:
+def test_a_token_that_spans_the_start_of_an_answer_belongs_to_it(tmp_path: Path) -> None:
     assert learned(tmp_path, SPOKEN, {"messages": TALK}) == ["a thing\n", "that one\n"]
     assert learned(tmp_path, SPOKEN, {"messages": TALK}, words) == [" a thing\n", " that one\n"]
 
@@ -84,11 +83,11 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
     line: dict[str, Any] = {"prompt": "why?", "completion": "so"}
     assert learned(tmp_path, CHATML, line) == ["so<|end|>\n"]
     line = {"prompt": TALK[:4], "completion": TALK[4:]}
-    assert learned(tmp_path, CHATML, line) == ["that one<|end|>\n"], "an answer of the prompt is not"
+    assert learned(tmp_path, CHATML, line) == ["that one<|end|>\n"], "answers of the prompt are not learned"
 
 
 @pytest.mark.parametrize(
-    ("template", "line", "said"),
+    ("template", "line", "message"),
     [
         (CHATML, "not json", r'expected \{"messages": .*\} or \{"prompt": .*\}, in UTF-8\. Fix or remove the line'),
         (CHATML, b"\xff", "in UTF-8"),
@@ -104,28 +103,28 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
         (FORGETFUL, {"messages": TALK}, "begins with that of its first turns; it does not at message 2"),
     ],
 )
-def test_what_cannot_be_learned_is_named_by_its_line(tmp_path: Path, template: str, line: Any, said: str) -> None:
+def test_an_error_has_the_file_and_line(tmp_path: Path, template: str, line: Any, message: str) -> None:
     good = json.dumps({"messages": TALK[3:]}).encode()
     bad = line if isinstance(line, bytes) else line.encode() if isinstance(line, str) else json.dumps(line).encode()
     path = tmp_path / "chats.jsonl"
     path.write_bytes(good + b"\n" + bad + b"\n")
     chat = Chat(ChatTemplate(template, 60.0))
-    at = 1 if "1 // 0" in template or template == FORGETFUL else 2  # the good line, too
-    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}:{at}: .*{said}"):
+    at = 1 if "1 // 0" in template or template == FORGETFUL else 2  # the good line fails as well
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}:{at}: .*{message}"):
         list(conversations(path, chat, characters))
 
 
-def test_a_tokenizer_that_begins_anew_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_whose_tokens_depend_on_the_whole_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"chats\.jsonl:1: expected a tokenizer that gives first turns the same tokens"
+        ValueError, match=r"chats\.jsonl:1: expected a tokenizer whose tokens of the first turns do not depend"
     ):
         learned(tmp_path, CHATML, {"messages": TALK}, lambda text: [f"{len(text)}{letter}" for letter in text])
 
 
-def test_every_missing_dataset_of_a_blend_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
-    monkeypatch.setattr(text, "prepare", lambda *given: made.append(given))
+def test_every_missing_dataset_of_a_blend_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(text, "prepare", lambda *args: calls.append(args))
     tiny_corpus(tmp_path / "a")
     text.prepare_missing(DataConfig(prefix=f"0.7 {tmp_path}/a 0.3 {tmp_path}/b"))
     text.prepare_missing(DataConfig(prefix=f"{tmp_path}/a"))
-    assert made == [(Source("stdlib"), tmp_path / "b", "byte-level", None)]
+    assert calls == [(Source("stdlib"), tmp_path / "b", "byte-level", None)]

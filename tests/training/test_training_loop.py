@@ -1,10 +1,11 @@
-"""The loop's duties besides training: metrics, stopping on signals, and an end with evidence when numbers go bad."""
+"""The loop besides training: metrics and their means, profiles, stop signals, and dumps of non-finite steps."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import time
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -16,16 +17,20 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_longctx import names
+from megatron_longctx.config import ModelConfig
 from megatron_longctx.errors import JobFailed
 from megatron_longctx.mcore import checkpoint, model
 from megatron_longctx.mcore.data import TrainingData
+from megatron_longctx.mcore.step import LossSum
 from megatron_longctx.mcore.tokenizer import build_tokenizer
+from megatron_longctx.metrics.flops import Work
 from megatron_longctx.schedules import build_plan
 from megatron_longctx.schedules.mask import documents
 from megatron_longctx.testing.distributed import run_distributed
 from megatron_longctx.training import launcher
 from megatron_longctx.training.loop import Trainer
-from tests.shared.training import Job, Record, run_jobs, tiny_config, tiny_corpus
+from megatron_longctx.training.monitoring import Interval
+from tests.shared.training import Job, Record, RecordingTrainer, run_jobs, tiny_config, tiny_corpus
 
 SAVED = {"train.steps": 6, "train.save": True, "train.save_interval": 2}
 CP2 = {"parallelism.context_parallel_size": 2}
@@ -34,10 +39,11 @@ PACKED = {**CP2, "data.packing": "best_fit", "parallelism.layout": "zigzag", "op
 WSD = {"optim.decay_style": "WSD", "optim.wsd_decay_steps": 2, "optim.wsd_decay_style": "linear"}
 PACKED_RUNS = (("packed", 2), ("packed, resumed", 4))
 POISONED = "decoder.layers.1.mlp.linear_fc2.weight"
+BETWEEN_STEPS_S = 0.3
 
 
 def _poison_parameter(trainer: Trainer) -> None:
-    """On the last rank only: the other sees the loss, and must stop as well. Adam leaves NaN as it is."""
+    """Poison a weight of the last rank, which Adam keeps as NaN. The other rank sees the loss and must also stop."""
     if trainer.step == 4 and dist.get_rank() == 1:
         with torch.no_grad():
             dict(trainer.models[0].module.named_parameters())[POISONED][0, :3] = math.nan
@@ -55,7 +61,7 @@ def _jobs(root: Path) -> dict[str, Job]:
         "interval": Job(tiny_config(root, "interval", {**CP2, "train.steps": 5, "train.log_interval": 2, **WSD,
                                                        "logging.tensorboard": True})),
         "no clipping": Job(tiny_config(root, "no-clipping", {**CP2, "train.steps": 3, "optim.clip_grad": 0.0})),
-        # The second goes on where the first has stopped.
+        # The second resumes the first.
         **{name: Job(tiny_config(root, "packed", {**PACKED, "train.steps": steps})) for name, steps in PACKED_RUNS},
         # The distributed optimizer would give every rank the owner's values.
         "parameter": Job(tiny_config(root, "parameter", {**CP2, **SAVED, "optim.distributed": False}),
@@ -69,7 +75,7 @@ def _jobs(root: Path) -> dict[str, Job]:
 
 @pytest.fixture(scope="module")
 def runs(root: Path) -> dict[str, list[Record]]:
-    """What each rank recorded, by run."""
+    """The record of each rank, keyed by run."""
     tiny_corpus(root / "corpus")
     jobs = _jobs(root)
     ranks = run_distributed(run_jobs, 2, list(jobs.values()))
@@ -91,19 +97,16 @@ def test_metrics_have_every_key(root: Path, runs: dict[str, list[Record]]) -> No
         assert line[names.LOSS] == run.losses[number - 1]
         assert line[names.GRAD_NORM] == run.grad_norms[number - 1]
         assert line[names.LEARNING_RATE] == run.learning_rates[number - 1]
-        # No device memory on CPU.
-        assert {key for key, value in line.items() if value is None} == {
-            names.PEAK_ACTIVE_GIB,
-            names.PEAK_RESERVED_GIB,
-            names.VALIDATION_LOSS,  # not asked for
-        }
+        # CPUs have no device memory, and the run no validation.
+        unknown = {key for key, value in line.items() if value is None}
+        assert unknown == {names.PEAK_ACTIVE_GIB, names.PEAK_RESERVED_GIB, names.VALIDATION_LOSS}
         seconds = line[names.STEP_S]
         assert line[names.TOKENS_PER_S] == pytest.approx(96 / seconds)
         assert line[names.TOKENS_PER_S_PER_GPU] == pytest.approx(48 / seconds)
         assert 0 < line[names.MFU_CAUSAL_PCT] < line[names.MFU_DENSE_PCT]
         assert 0 < line[names.DATA_WAIT_S] < seconds
         assert line[names.MFU_CAUSAL_PCT] == pytest.approx(100 * line[names.TFLOPS_PER_GPU] / 0.5)
-        assert line[names.IMBALANCE_PCT] == pytest.approx(0.0), "zigzag over a length that divides is balanced"
+        assert line[names.IMBALANCE_PCT] == pytest.approx(0.0), "zigzag is balanced if the length divides"
         assert line[names.MEASURED_IMBALANCE_PCT] >= 0
     assert len(lines) == 3
     assert not (root / "metrics" / "checkpoints" / checkpoint.TRACKER).exists(), "train.save=false"
@@ -116,14 +119,14 @@ def test_records_of_several_steps_have_their_means(root: Path, runs: dict[str, l
     assert [line[names.LOSS] for line in lines] == pytest.approx(means, rel=1e-12)
     assert [line[names.GRAD_NORM] for line in lines] == [run.grad_norms[step] for step in (1, 3, 4)]
     assert all(line[names.TOKENS_PER_S] == pytest.approx(96 / line[names.STEP_S]) for line in lines)
-    # Two steps of warm-up, one at the full rate, and two of which each takes half of what is above the least.
+    # Two steps of warm-up, one at the full rate, and two of linear decay towards the minimum.
     assert run.learning_rates == pytest.approx([0, 1.5e-3, 3e-3, 3e-3, 1.65e-3])
     events = EventAccumulator(str(root / "interval/tensorboard")).Reload()
     found = [(event.step, event.value) for event in events.Scalars(names.LOSS)]
     assert found == [(line[names.STEP], pytest.approx(line[names.LOSS], rel=1e-6)) for line in lines]
 
 
-def test_packs_are_counted_as_they_are(root: Path, runs: dict[str, list[Record]]) -> None:
+def test_packs_are_counted_with_their_own_lengths(root: Path, runs: dict[str, list[Record]]) -> None:
     config, tokenizer = tiny_config(root, "packed", PACKED), build_tokenizer("byte-level")
     data = TrainingData(config, tokenizer, model.padded_vocab_size(config.model, tokenizer.vocab_size))
     steps = [[data[[2 * step + row]].lengths for row in range(2)] for step in range(4)]
@@ -136,7 +139,7 @@ def test_packs_are_counted_as_they_are(root: Path, runs: dict[str, list[Record]]
     assert [line[names.IMBALANCE_PCT] for line in lines] == pytest.approx(means) and len(set(means)) > 1
 
 
-def test_a_step_is_profiled_where_asked(root: Path, runs: dict[str, list[Record]]) -> None:
+def test_the_configured_step_is_profiled(root: Path, runs: dict[str, list[Record]]) -> None:
     folder = root / "metrics" / "profile"
     assert {path.name for path in folder.iterdir()} == {"step_2.json", "step_2.md", "step_2.trace.json.gz"}
     found = json.loads((folder / "step_2.json").read_text())
@@ -160,27 +163,20 @@ def test_nonfinite_numbers_stop_every_rank(
         assert what in (record.error or "") and f"in step {step}:" in (record.error or "")
         assert str(folder) in (record.error or "")
         assert len(record.losses) == step - 1
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "rank_0.json",
-        "rank_0_batches.pt",
-        "rank_1.json",
-        "rank_1_batches.pt",
-    ]
-    # The checkpoint of the last good interval stays the latest one.
+    files = [f"rank_{rank}{suffix}" for rank in (0, 1) for suffix in (".json", "_batches.pt")]
+    assert sorted(path.name for path in folder.iterdir()) == files
+    # The last checkpoint before the failure stays the latest one.
     assert checkpoint.latest(root / name / "checkpoints") == (step - 1) // 2 * 2
     assert [line[names.STEP] for line in _metrics(root / name)] == list(range(1, step))
 
 
-def test_the_dump_says_what_was_bad(root: Path, runs: dict[str, list[Record]]) -> None:
+def test_the_dump_names_the_bad_parameters(root: Path, runs: dict[str, list[Record]]) -> None:
     facts = [json.loads((root / f"parameter/nonfinite/step_6/rank_{rank}.json").read_text()) for rank in (0, 1)]
     assert all(fact["step"] == 6 and fact["values"] == {"loss": "nan"} for fact in facts)
-    bad = [
-        {name: counts["parameter"] for name, counts in fact["nonfinite_elements"].items() if counts["parameter"]}
-        for fact in facts
-    ]
-    assert bad == [{}, {f"0.module.{POISONED}": 3}]
+    nonfinite = [{name: n["parameter"] for name, n in fact["nonfinite_elements"].items()} for fact in facts]
+    assert [{name: n for name, n in each.items() if n} for each in nonfinite] == [{}, {f"0.module.{POISONED}": 3}]
     batches = torch.load(root / "parameter/nonfinite/step_6/rank_1_batches.pt")
-    assert len(batches) == 1 and batches[0]["tokens"].shape == (1, 96), "the whole sequence, as the data gave it"
+    assert len(batches) == 1 and batches[0]["tokens"].shape == (1, 96), "the whole sequence, before sharding"
 
 
 def test_a_signal_to_any_rank_stops_all(root: Path, runs: dict[str, list[Record]]) -> None:
@@ -190,7 +186,7 @@ def test_a_signal_to_any_rank_stops_all(root: Path, runs: dict[str, list[Record]
     assert checkpoint.latest(root / "unsaved" / "checkpoints") is None
 
 
-def test_a_failing_job_ends_with_the_ranks_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_job_ends_with_the_message_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     tiny_corpus(tmp_path / "corpus")
     settings = [
@@ -205,3 +201,50 @@ def test_a_failing_job_ends_with_the_ranks_message(tmp_path: Path, monkeypatch: 
     (step,) = re.findall(r"in step (\d)", str(caught.value))
     assert len(_metrics(tmp_path / "diverged")) == int(step) - 1 > 0
     assert checkpoint.latest(tmp_path / "diverged" / "checkpoints") is None
+
+
+def interval_record(waited: float | None) -> dict[str, float | None]:
+    """Return the metrics of three steps; `waited` is the exposed communication of the last."""
+    losses = [
+        LossSum(30.0, 10, Work(10, 55, 100), 0.1, [[1.0, 1.0]]),
+        LossSum(30.0, 10, Work(10, 55, 100), 0.2, [[1.0, 3.0]]),
+        LossSum(60.0, 40, Work(40, 220, 400), waited, [[1.0, 1.0]]),
+    ]
+    return Interval(6.0, 0.9, 0.5, [1.0, 2.0, 6.0], losses).record(ModelConfig(), 512, 2, None)
+
+
+def test_records_are_means_of_the_steps() -> None:
+    found = interval_record(0.6)
+    expected = {
+        names.LOSS: 120 / 60,  # per token
+        names.TOKENS_PER_S: 60 / 6,
+        names.TOKENS_PER_S_PER_GPU: 60 / 6 / 2,
+        names.STEP_S: 2.0,
+        names.DATA_WAIT_S: 0.3,
+        names.SAVE_STALL_S: 0.5,  # a sum
+        names.IMBALANCE_PCT: 3.0,
+        names.MEASURED_IMBALANCE_PCT: 50 / 3,
+        names.EXPOSED_COMM_S: 0.3,
+    }
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+    assert interval_record(None)[names.EXPOSED_COMM_S] is None, "one step without a measurement"
+
+
+class _SlowTrainer(RecordingTrainer):
+    """A trainer whose device still has work of the optimizer when the host tests for stop signals."""
+
+    def _stopped(self) -> bool:
+        time.sleep(BETWEEN_STEPS_S)
+        return super()._stopped()
+
+
+def _train_slowly(rank: int, root: Path) -> None:
+    _SlowTrainer(Job(tiny_config(root, "slow", {"train.steps": 3, "optim.warmup_steps": 1}))).run()
+
+
+def test_a_step_lasts_until_the_next(tmp_path: Path) -> None:
+    tiny_corpus(tmp_path / "corpus")
+    run_distributed(_train_slowly, 1, tmp_path)
+    steps = _metrics(tmp_path / "slow")
+    assert len(steps) == 3
+    assert all(step[names.STEP_S] >= BETWEEN_STEPS_S for step in steps[1:])

@@ -1,4 +1,4 @@
-"""The loss of held-out text during training: the same at all sizes, and nothing else is changed by it."""
+"""The validation loss during training: it is equal at all parallel sizes, and training does not change."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ TRAINED = ("cp", "dp", "tp", "pp", "packed, alone")
 
 
 def _jobs(root: Path, world: int) -> dict[str, Job]:
-    """Trained ones with and without validation, one that is resumed, and frozen ones that start from its weights."""
+    """Return runs with and without validation, a resumed run, and runs that evaluate its weights without training."""
     found = {}
     for name, (ranks, settings) in SIZES.items():
-        for asked in ({}, WITH) if ranks == world and name in TRAINED else ():
-            key = f"{name} with" if asked else name
-            found[key] = Job(tiny_config(root, key, {**COMMON, **settings, **asked}))
+        for validation in ({}, WITH) if ranks == world and name in TRAINED else ():
+            key = f"{name} with" if validation else name
+            found[key] = Job(tiny_config(root, key, {**COMMON, **settings, **validation}))
     for steps in (2, 4) if world == 2 else ():
         settings = {**COMMON, **CP, **WITH, "train.save": True, "train.steps": steps}
         found[f"resumed to {steps}"] = Job(tiny_config(root, "resumed", settings))
@@ -55,7 +55,7 @@ def _jobs(root: Path, world: int) -> dict[str, Job]:
 
 @pytest.fixture(scope="module")
 def runs(root: Path) -> dict[str, Record]:
-    """What rank 0 recorded, by run."""
+    """The record of rank 0, keyed by run."""
     tiny_corpus(root / "corpus")
     found: dict[str, Record] = {}
     for world in (2, 1):
@@ -69,38 +69,38 @@ def _validation(root: Path, name: str) -> list[float | None]:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_training_is_the_same_to_the_bit(root: Path, runs: dict[str, Record], name: str) -> None:
+def test_training_is_bit_identical_with_validation(root: Path, runs: dict[str, Record], name: str) -> None:
     plain, validated = runs[name], runs[f"{name} with"]
     assert len(plain.losses) == 4 and plain.losses == validated.losses and plain.grad_norms == validated.grad_norms
     assert _validation(root, name) == [None] * 4
     assert [loss is None for loss in _validation(root, f"{name} with")] == [True, False, True, False]
 
 
-def test_the_number_is_the_same_at_all_sizes(root: Path, runs: dict[str, Record]) -> None:
+def test_the_loss_is_equal_at_all_sizes(root: Path, runs: dict[str, Record]) -> None:
     (alone,) = _validation(root, "alone frozen")
     assert alone is not None and 3.0 < alone < 6.0
-    for name in ("dp", "pp"):  # they compute the same
+    for name in ("dp", "pp"):  # bit-identical
         assert _validation(root, f"{name} frozen") == [alone], name
-    for name in ("cp", "tp"):  # parts are summed in another order
+    for name in ("cp", "tp"):  # another order of sums
         assert _validation(root, f"{name} frozen") == [pytest.approx(alone, rel=1e-6)], name
     (packed,) = _validation(root, "packed, alone frozen")
     assert packed != alone and _validation(root, "packed, cp frozen") == [pytest.approx(packed, rel=1e-6)]
 
 
-def test_a_resumed_run_validates_as_one_that_was_not(root: Path, runs: dict[str, Record]) -> None:
+def test_a_resumed_run_has_the_same_validation_losses(root: Path, runs: dict[str, Record]) -> None:
     assert runs["resumed to 4"].first_step == 2
     assert _validation(root, "resumed") == _validation(root, "cp with")
     assert runs["resumed to 2"].losses + runs["resumed to 4"].losses == runs["cp"].losses
 
 
-def test_the_text_is_the_second_part_and_no_part_of_training(root: Path, runs: dict[str, Record]) -> None:
+def test_validation_text_is_the_second_part_and_not_trained_on(root: Path, runs: dict[str, Record]) -> None:
     for packing in ("none", "best_fit"):
         config = tiny_config(root, "texts", {**COMMON, "data.packing": packing})
         tokenizer = build_tokenizer("byte-level")
         training, held_out = (TrainingData(config, tokenizer, 384, part) for part in (0, 1))
         lengths = torch.tensor(held_out._sources[0].tokens.sequence_lengths)
         documents = [
-            {int(d) for sample in range(data._sources[0].order.size) for d in data._sources[0].pieces(sample).documents}
+            {int(d) for sample in range(data._sources[0].order.size) for d in data._sources[0].spans(sample).documents}
             for data in (training, held_out)
         ]
         assert documents == [set(range(24)), set(range(24, 40))]
@@ -119,14 +119,14 @@ def test_the_text_is_the_second_part_and_no_part_of_training(root: Path, runs: d
         ({"train.eval_samples": 500, "data.packing": "best_fit"}, r"expected at most (\d+): part 2"),
     ],
 )  # fmt: skip
-def test_parts_without_the_text_are_refused(
+def test_parts_with_too_little_text_are_refused(
     root: Path, runs: dict[str, Record], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         preflight.check(tiny_config(root, "refused", {**COMMON, **WITH, **settings}), 1)
 
 
-def test_blends_are_checked_by_their_shares(root: Path, runs: dict[str, Record]) -> None:
+def test_blends_are_checked_by_dataset(root: Path, runs: dict[str, Record]) -> None:
     tiny_corpus(root / "second", documents=5)
     blend = {"data.prefix": f"0.9 {root}/corpus 0.1 {root}/second"}
     preflight.check(tiny_config(root, "blend", {**COMMON, **WITH, **blend}), 1)
@@ -137,9 +137,9 @@ def test_blends_are_checked_by_their_shares(root: Path, runs: dict[str, Record])
         preflight.check(tiny_config(root, "blend", {**COMMON, **WITH, **blend}), 1)
 
 
-def test_the_line_of_a_step_says_it() -> None:
-    said: list[str] = []
-    sink = ConsoleSink(4, said.append)
+def test_the_console_line_has_the_validation_loss() -> None:
+    lines: list[str] = []
+    sink = ConsoleSink(4, lines.append)
     sink.write({names.STEP: 1, names.LOSS: 2.0, names.VALIDATION_LOSS: None})
     sink.write({names.STEP: 2, names.LOSS: 2.0, names.VALIDATION_LOSS: 2.125})
-    assert "validation" not in said[0] and "loss 2.00000 | validation 2.12500 | grad norm" in said[1]
+    assert "validation" not in lines[0] and "loss 2.00000 | validation 2.12500 | grad norm" in lines[1]

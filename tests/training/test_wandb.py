@@ -1,4 +1,4 @@
-"""What W&B's own reader finds in a run's offline files, as training and `wandb sync` have written them."""
+"""Offline files of W&B, written by training and by `wandb sync`, as W&B's own reader reads them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = {"parallelism.context_parallel_size": 2, "train.save": True, "logging
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps, begun and resumed."""
+    """The folder of a run of four steps, resumed after two."""
     root = tmp_path_factory.mktemp("wandb")
     tiny_corpus(root / "corpus")
     jobs = [Job(tiny_config(root, "mine", {**SETTINGS, "train.steps": steps})) for steps in (2, 4)]
@@ -38,13 +38,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def wandb_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Sets WANDB_MODE, which W&B reads once in a process."""
+    """A function that sets WANDB_MODE, which W&B reads once per process."""
 
-    def take(mode: str) -> None:
+    def set_mode(mode: str) -> None:
         monkeypatch.setenv("WANDB_MODE", mode)
         wandb.teardown()
 
-    yield take
+    yield set_mode
     wandb.teardown()
 
 
@@ -53,18 +53,18 @@ def wandb_files(run: Path) -> list[Path]:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """The run's own record, and what was logged by step."""
+    """Return the run's own record, and the logged metrics keyed by step."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
     records = [json.loads(line) for line in subprocess.check_output(command, text=True).splitlines()]
     items = [record["history"]["item"] for record in records if record["type"] == "history"]
     found = {item["_step"]: {key: value for key, value in item.items() if key[0] != "_"} for item in items}
-    assert len(found) == len(items), "a step is there twice"
+    assert len(found) == len(items), "a step is logged twice"
     (about,) = [record["run"] for record in records if record["type"] == "run"]
     return about, found
 
 
 def recorded(run: Path) -> dict[int, dict[str, Any]]:
-    """What `metrics.jsonl` has, in the words of W&B's reader."""
+    """Return the content of `metrics.jsonl` in the form of W&B's reader."""
     lines = map(decode, (run / "metrics.jsonl").read_text().splitlines())
     return {
         int(line[names.STEP] or 0): {
@@ -94,8 +94,8 @@ def check_labels(run: Path, about: dict[str, Any]) -> None:
     assert config["facts"]["parallelism"] == "cp2" and config["environment"]["ranks"] == 2
 
 
-def test_training_offline_logs_what_the_jsonl_has(trained: Path) -> None:
-    """Both parts of a resumed run, under one id."""
+def test_offline_files_have_the_records_of_metrics_jsonl(trained: Path) -> None:
+    """Both parts of a resumed run have one id."""
     found: dict[int, dict[str, Any]] = {}
     for path in wandb_files(trained):
         about, steps = read(path)
@@ -121,7 +121,7 @@ def test_a_run_is_rebuilt_from_its_folder(
     assert found == recorded(trained) and found[1]["train/lr"] == "NaN"
 
 
-def test_a_run_logs_what_the_views_show(trained: Path) -> None:
+def test_runs_log_all_metrics_of_the_views(trained: Path) -> None:
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     shown = {names.LOSS, names.VALIDATION_LOSS, names.STEP, *(metric.key for metric in METRICS)}
     assert all(shown <= line.keys() for line in lines)
@@ -131,7 +131,7 @@ def test_a_run_logs_what_the_views_show(trained: Path) -> None:
 def test_a_folder_without_metrics_is_refused(
     trained: Path, tmp_path: Path, missing: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything of the others is sent."""
+    """Nothing of the other runs is sent before."""
     other = tmp_path / "other"
     if missing:
         other.mkdir()

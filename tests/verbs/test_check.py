@@ -1,4 +1,4 @@
-"""The `check` verb on CPU: a recipe that is right passes, one whose ranks are wrong fails and says where."""
+"""The `check` verb on CPUs: a correct recipe passes; one with wrong ranks fails and names the parameters."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from megatron_longctx.verbs import cli
 from tests.shared.training import TINY, tiny_corpus
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
-LEFT_TO_CHECK = ("train.precision", "train.save", "logging.wandb")
+DEFAULT_OF_CHECK = ("train.precision", "train.save", "logging.wandb")
 
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Words of a tiny recipe. Ranks start as those of tests do."""
+    """The settings of a tiny recipe. Ranks start as quickly as in other tests."""
     monkeypatch.setattr(ranks, "run_ranks", functools.partial(run_quickly, threads=1))
     monkeypatch.chdir(tmp_path)
     tiny_corpus(tmp_path / "corpus")
-    return [*(f"{key}={value}" for key, value in TINY.items() if key not in LEFT_TO_CHECK), "data.prefix=corpus"]
+    return [*(f"{key}={value}" for key, value in TINY.items() if key not in DEFAULT_OF_CHECK), "data.prefix=corpus"]
 
 
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The temporary folders of checks, as they are made."""
-    made: list[Path] = []
+    """The temporary folders of checks, in order of creation."""
+    folders: list[Path] = []
     make = tempfile.mkdtemp
 
-    def noted(*args: Any, **options: Any) -> str:
+    def recorded_mkdtemp(*args: Any, **options: Any) -> str:
         path = make(*args, **options)
         if Path(path).name.startswith("megatron-longctx-check-"):
-            made.append(Path(path))
+            folders.append(Path(path))
         return path
 
-    monkeypatch.setattr(tempfile, "mkdtemp", noted)
-    return made
+    monkeypatch.setattr(tempfile, "mkdtemp", recorded_mkdtemp)
+    return folders
 
 
 def _own_positions(pack: Pack, device: torch.device) -> Tensor:
     return torch.arange(pack.num_local_tokens, device=device)
 
 
-def _with_own_positions(rank: int, config: Config, *args: Any) -> recorded.Figures:
-    """Ranks that count their own tokens, as a model does that knows nothing of the others."""
+def _with_own_positions(rank: int, config: Config, *args: Any) -> recorded.Curves:
+    """Train with positions that count only a rank's own tokens, as a model without context parallelism does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pack, "positions", _own_positions)
         return recorded.record(rank, config, *args)
@@ -70,14 +70,14 @@ def test_a_packed_pipeline_with_masks_and_accumulation_passes(
     assert cli.main(["check", *recipe, *packed, *parallel, "--steps", "2"]) == 0
     out = capsys.readouterr().out
     assert "CP=2 against CP=1, with TP=1, PP=2, DP=1; helper, packing best_fit, 96 tokens, fp32" in out
-    # Two losses and two norms, and the gradients of 15 parameters in two steps.
+    # Two losses, two norms, and the gradients of 15 parameters in two steps.
     assert "CP=2 trains as CP=1 does: all 34 figures are within 1e-05" in out
     assert "gradients of step 1: 15 parameters" in out and "gradients of step 2: 15 parameters" in out
-    assert "decoder.layers.1." in out, "stages count their layers from 0"
-    assert set(tmp_path.rglob("*")) == before and [path.exists() for path in folders] == [False], "nothing is left"
+    assert "decoder.layers.1." in out, "layers are numbered over all stages"
+    assert set(tmp_path.rglob("*")) == before and [path.exists() for path in folders] == [False], "no file is left"
 
 
-def test_ranks_that_are_wrong_fail_and_parameters_are_named(
+def test_wrong_ranks_fail_and_parameters_are_named(
     recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorded, "record", _with_own_positions)
@@ -89,30 +89,30 @@ def test_ranks_that_are_wrong_fail_and_parameters_are_named(
     assert float(named[0].split()[1]) > 0.01
 
 
-def _diverging(rank: int, config: Config, *args: Any) -> recorded.Figures:
-    """Runs whose second step has no finite loss; the first leaves its gradients."""
+def _diverging(rank: int, config: Config, *args: Any) -> recorded.Curves:
+    """Train with a non-finite loss in the second step. The first step writes its gradients."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recorded.RecordedTrainer, "_require_finite", _require_first)
+        patch.setattr(recorded.RecordedTrainer, "_require_finite", _require_finite_until_step_1)
         return recorded.record(rank, config, *args)
 
 
-def _require_first(trainer: Trainer, what: str, value: float, batches: list[Batch]) -> None:
+def _require_finite_until_step_1(trainer: Trainer, what: str, value: float, batches: list[Batch]) -> None:
     Trainer._require_finite(trainer, what, value if trainer.step == 0 else float("nan"), batches)
 
 
-def test_what_failed_ranks_saw_is_kept(
+def test_evidence_of_failed_ranks_is_kept(
     recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folders: list[Path]
 ) -> None:
     monkeypatch.setattr(recorded, "record", _diverging)
     assert cli.main(["check", *recipe, "parallelism=cp2"]) == 1
-    said = capsys.readouterr().err
-    assert "loss is nan in step 2" in said and f"(what the ranks left: {folders[0]})" in said
+    err = capsys.readouterr().err
+    assert "loss is nan in step 2" in err and f"(what the ranks left: {folders[0]})" in err
     assert (folders[0] / "cp1/nonfinite/step_2/rank_0.json").is_file() and not list(folders[0].glob("*/*.pt"))
     shutil.rmtree(folders[0])
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "parallelism.context_parallel_size=1: expected 2 or more, to be compared with 1."),
         (["--steps", "0"], "--steps=0: expected 1 or more"),
@@ -121,11 +121,11 @@ def test_what_failed_ranks_saw_is_kept(
         (["parallelism=cp2", "attention.kernel=flash"], "attention.kernel=flash: expected a kernel that can be used"),
     ],
 )
-def test_what_cannot_be_checked_is_refused(
-    words: list[str], said: str, recipe: list[str], capsys: pytest.CaptureFixture[str], folders: list[Path]
+def test_a_recipe_that_cannot_be_checked_is_refused(
+    words: list[str], message: str, recipe: list[str], capsys: pytest.CaptureFixture[str], folders: list[Path]
 ) -> None:
     assert cli.main(["check", *recipe, *words]) == 2
-    assert said in capsys.readouterr().err and [path.exists() for path in folders] == [False]
+    assert message in capsys.readouterr().err and [path.exists() for path in folders] == [False]
 
 
 def test_under_torchrun_it_is_refused(

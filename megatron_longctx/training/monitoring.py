@@ -1,0 +1,191 @@
+"""What the loop measures and writes besides checkpoints: metrics, validation, profiles, dumps of non-finite steps."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from .. import files, names
+from ..config import Config, ModelConfig
+from ..mcore.data import Batch, TrainingData
+from ..mcore.step import EvalStep, LossSum, TrainStep
+from ..metrics.flops import Work, performance, training_flops
+from ..metrics.sinks import Value
+from ..metrics.step_profile import Span, profile_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Interval:
+    """Measurements of the steps since the last record.
+
+    Attributes:
+        seconds, data_wait_s, save_stall_s: wall-clock seconds of all steps together.
+        imbalances_pct: planned imbalance of each micro-batch of this rank.
+        losses: one per step.
+    """
+
+    seconds: float = 0.0
+    data_wait_s: float = 0.0
+    save_stall_s: float = 0.0
+    imbalances_pct: list[float] = field(default_factory=list)
+    losses: list[LossSum] = field(default_factory=list)
+
+    def record(
+        self, model: ModelConfig, vocab_size: int, num_devices: int, peak_tflops: float | None
+    ) -> dict[str, Any]:
+        """Return the metrics: means over the steps, the loss per token; the save stall is a sum.
+
+        For the arguments, see `performance` and `training_flops`.
+        """
+        work = sum((loss.work for loss in self.losses), Work(0, 0, 0))
+        total = LossSum(sum(loss.loss_sum for loss in self.losses), sum(loss.num_tokens for loss in self.losses), work)
+        flops, steps = training_flops(model, vocab_size, work), len(self.losses)
+        return {
+            names.LOSS: total.mean,
+            **performance(flops, work.tokens, self.seconds, num_devices, peak_tflops),
+            names.STEP_S: self.seconds / steps,
+            names.DATA_WAIT_S: self.data_wait_s / steps,
+            names.SAVE_STALL_S: self.save_stall_s,
+            names.IMBALANCE_PCT: fmean(self.imbalances_pct),
+            names.MEASURED_IMBALANCE_PCT: _mean(loss.imbalance_pct for loss in self.losses),
+            names.EXPOSED_COMM_S: _mean(loss.waited_s for loss in self.losses),
+        }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean, or None if a value is unknown."""
+    known = list(values)
+    return None if None in known else fmean(value for value in known if value is not None)
+
+
+def memory_peaks() -> dict[str, float | None]:
+    """Return the allocator's peaks since the process started, in GiB; None without a GPU."""
+    stats = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+    peaks = {names.PEAK_ACTIVE_GIB: "active_bytes.all.peak", names.PEAK_RESERVED_GIB: "reserved_bytes.all.peak"}
+    return {name: stats[key] / 2**30 if stats else None for name, key in peaks.items()}
+
+
+class TensorBoardSink:
+    """TensorBoard events in `<folder>/tensorboard`, keyed by `names`. Events of steps trained again are hidden."""
+
+    def __init__(self, folder: Path, resumed_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # an optional package, which takes seconds to import
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
+
+    def write(self, record: Mapping[str, Value]) -> None:
+        """Add one record at its `train/step`. None values are omitted."""
+        for key, value in record.items():
+            if isinstance(value, (int, float)):
+                self._writer.add_scalar(key, value, record[names.STEP])
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        self._writer.close()
+
+
+class Validation:
+    """The loss of the model that `step` trains, on the first samples of the second part of `data.split`."""
+
+    def __init__(self, config: Config, tokenizer: Any, vocab_size: int, step: TrainStep) -> None:
+        self._data = TrainingData(config, tokenizer, vocab_size, part=1)
+        self._step = EvalStep(step.models, step.sequence, step.groups, step.micro_batch_size)
+        self._num_batches = config.train.eval_samples // step.micro_batch_size
+        self._edges = (0, config.data.seq_length)
+
+    def loss(self) -> float:
+        """Return the mean loss per token, the same on every rank.
+
+        It does not depend, bit for bit, on the data- and pipeline-parallel sizes.
+        """
+        group, rows = self._step.groups.dp, self._step.micro_batch_size
+
+        def batch(number: int) -> Batch:
+            return self._data[range(number * rows, (number + 1) * rows)]
+
+        numbers = range(group.rank(), self._num_batches, group.size())
+        table = self._step.run(batch, numbers, self._num_batches, self._edges)
+        loss_sum, num_tokens = table.sum((0, 1)).tolist()
+        return loss_sum / num_tokens if num_tokens > 0 else 0.0
+
+
+@contextmanager
+def profiled(folder: Path, step: int) -> Iterator[None]:
+    """Profile the context and write `step_N.json`, `step_N.md` and `step_N.trace.json.gz` into `folder`.
+
+    Perfetto and chrome://tracing show the trace. On GPUs, the operations are kernels and copies, by stream; on CPUs,
+    torch's operators, by thread.
+    """
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        yield
+        if on_gpu:
+            torch.cuda.synchronize()
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / f"step_{step}.trace.json.gz"))
+    result = profile_of(_spans(profiler.events(), on_gpu))
+    files.write_text(folder / f"step_{step}.json", json.dumps(result.as_dict(), indent=2) + "\n")
+    files.write_text(folder / f"step_{step}.md", result.table() + "\n")
+    logger.info("profile of step %d in %s\n%s", step, folder, result.table())
+
+
+def _spans(events: Any, on_gpu: bool) -> Iterator[Span]:
+    for event in events:
+        time = event.time_range
+        if on_gpu and event.device_type != DeviceType.CPU and not event.is_user_annotation:
+            yield Span(event.name, event.device_resource_id, time.start * 1e-6, time.end * 1e-6)
+        elif not on_gpu and event.cpu_parent is None:
+            yield Span(event.name, event.thread, time.start * 1e-6, time.end * 1e-6)
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient norm is NaN or infinite, and training stopped."""
+
+
+def dump_nonfinite(
+    folder: Path,
+    step: int,
+    values: Mapping[str, float],
+    batches: Sequence[Batch],
+    models: Sequence[torch.nn.Module],
+) -> Path:
+    """Write what this rank saw of a non-finite step: values, micro-batches, non-finite parameters and gradients.
+
+    Every rank of the job calls this, since all know the same loss.
+
+    Returns:
+        the folder, which has `rank_<k>.json` and `rank_<k>_batches.pt`.
+    """
+    target = folder / "nonfinite" / f"step_{step}"
+    target.mkdir(parents=True, exist_ok=True)
+    rank = dist.get_rank()
+    affected: dict[str, dict[str, int]] = {}
+    for index, chunk in enumerate(models):
+        for name, parameter in chunk.named_parameters():
+            grad = getattr(parameter, "main_grad", None)
+            counts = {"parameter": _num_nonfinite(parameter), "gradient": 0 if grad is None else _num_nonfinite(grad)}
+            if any(counts.values()):
+                affected[f"{index}.{name}"] = counts
+    facts = {"step": step, "values": {k: str(v) for k, v in values.items()}, "nonfinite_elements": affected}
+    files.write_text(target / f"rank_{rank}.json", json.dumps(facts, indent=2) + "\n")
+    torch.save([vars(batch) for batch in batches], target / f"rank_{rank}_batches.pt")
+    return target
+
+
+def _num_nonfinite(tensor: Tensor) -> int:
+    return int((~torch.isfinite(tensor.detach())).sum())
