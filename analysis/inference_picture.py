@@ -74,7 +74,7 @@ def homes(axes: Any) -> None:
     for colour, new in zip(COLOURS, TURNS, strict=True):
         (turn,) = manager.append({session: new})
         for rank in range(RANKS):
-            for span in turn.new_spans(rank):
+            for span in turn.new_spans[rank]:
                 axes.barh(rank, len(span), left=start + span.start, height=0.7, color=colour, edgecolor="white")
         start += new
     for rank in range(RANKS):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_longctx.schedules import MODES, ModeOptions, Target, Workload, build_plan
 from megatron_longctx.schedules import mask as masks
-from megatron_longctx.schedules.draw_timeline import draw_modes, draw_timeline
+from megatron_longctx.schedules.draw import draw_modes, draw_timeline
 from megatron_longctx.schedules.select import Problem, rank_modes
 from megatron_longctx.schedules.simulate import simulate
 from megatron_longctx.topology import load_cluster

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_longctx.calibrate.timing import row_seconds, step_seconds
-from megatron_longctx.comm import from_all
-from megatron_longctx.comm.hosts import find_hosts
-from megatron_longctx.comm.peer_memory import MOST_BLOCKS, peer_memory
-from megatron_longctx.comm.symmetric import symmetric_memory
+from megatron_longctx.comm import gather_objects
+from megatron_longctx.comm.peer_memory import MAX_BLOCKS, allocate_peer_memory
+from megatron_longctx.comm.symmetric import find_hosts, symmetric_memory
 from megatron_longctx.errors import refuse
 from megatron_longctx.lowbit.crossover import Crossover
-from megatron_longctx.lowbit.peer_reduce import ROOM, PeerReduction, peer_reduction
+from megatron_longctx.lowbit.peer_reduce import HALF_BYTES, PeerReduction, peer_reduction
 from megatron_longctx.lowbit.quantized import all_reduce
 from megatron_longctx.training.ranks import Ranks, run_on_ranks, world_group
 
@@ -63,8 +62,8 @@ def run(arguments: argparse.Namespace) -> None:
     if not 0 < smallest <= largest:
         raise refuse("--smallest-kib", arguments.smallest_kib, "1 or more, and not above the largest", "Correct it.")
     blocks = tuple(map(int, numbers("--blocks", arguments.blocks, 1))) if arguments.blocks else ()
-    if max(blocks, default=1) > MOST_BLOCKS:
-        raise refuse("--blocks", max(blocks), f"1 to {MOST_BLOCKS}", "A kernel has no more.")
+    if max(blocks, default=1) > MAX_BLOCKS:
+        raise refuse("--blocks", max(blocks), f"1 to {MAX_BLOCKS}", "A kernel has no more.")
     sizes = tuple(takewhile(lambda size: size <= largest, (smallest << i for i in range(64))))
     what, about = "seconds of the slowest rank, by bytes of a rank's tensor", f"all-reduce of {arguments.dtype}"
     unit = f"{where.count} ranks; µs, of the slowest rank; calls {_ISSUED[where.device]}"
@@ -159,7 +158,8 @@ def ways(
     peers = peer_reduction("auto", group, device) if reason is None else None
     if peers is not None:
         for name, bits_or_none in (("unquantized", None), ("int8", 8), ("int6", 6), ("int4", 4)):
-            makers[f"{name} over peers"] = partial(_ours, partial(peers.all_reduce, bits=bits_or_none))
+            reduce = partial(all_reduce, group=group, bits=bits_or_none, peers=peers)
+            makers[f"{name} over peers"] = partial(_ours, reduce)
     elif reason is None:
         left_out["over peers"] = "it could not be set up; the log says why"
     return makers
@@ -172,14 +172,15 @@ def _with_blocks(
     makers: dict[str, Maker] = {}
     if not blocks:
         return makers
-    memory = peer_memory(group, device, ROOM, "Leave --blocks out.")
+    memory = allocate_peer_memory(group, device, HALF_BYTES, "Leave --blocks out.")
     for count in blocks:
         if count > memory.blocks:
             left_out[f"{count} blocks"] = f"a GPU here runs {memory.blocks} at once"
             continue
         reduction = PeerReduction(replace(memory, blocks=count))
         for bits in (8, 4):
-            makers[f"int{bits} over peers, {count} blocks"] = partial(_ours, partial(reduction.all_reduce, bits=bits))
+            reduce = partial(all_reduce, group=group, bits=bits, peers=reduction)
+            makers[f"int{bits} over peers, {count} blocks"] = partial(_ours, reduce)
     return makers
 
 
@@ -231,7 +232,7 @@ def _values(numel: int, dtype: torch.dtype, device: torch.device, rank: int) -> 
 def _seconds(call: Call, group: dist.ProcessGroup, device: torch.device) -> float:
     """Of one call in a row of them, on GPUs replayed from a CUDA graph."""
     row_seconds(call, device, 3)
-    about = max(from_all(group, row_seconds(call, device, 3)))
+    about = max(gather_objects(group, row_seconds(call, device, 3)))
     count = max(_LEAST, min(_MOST, int(_ENOUGH_S / about)))
     if device.type != "cuda":
         return sorted(step_seconds(call, group, device, count, _ROUNDS))[_ROUNDS // 2]
@@ -250,10 +251,10 @@ def crossovers(found: Found) -> dict[str, int | None]:
     """By way, the bytes from which on it is faster than the library's all-reduce at every size; None: at none."""
     by_way = found.by_way
     plain = by_way.pop(found.library)
-    return {
-        way: Crossover.between([(size, plain[size].seconds, m.seconds) for size, m in sorted(sizes.items())]).from_bytes
-        for way, sizes in by_way.items()
+    samples = {
+        way: [(n, plain[n].seconds, m.seconds) for n, m in sorted(sizes.items())] for way, sizes in by_way.items()
     }
+    return {way: Crossover.from_samples(of_way).from_bytes for way, of_way in samples.items()}
 
 
 def tables(found: Found) -> str:

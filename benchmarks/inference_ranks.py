@@ -14,17 +14,16 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from megatron_longctx.comm import from_all
-from megatron_longctx.comm.symmetric import finish
-from megatron_longctx.config import Config
+from megatron_longctx.comm import gather_objects
+from megatron_longctx.comm.device import synchronize
+from megatron_longctx.config import Config, InferenceConfig
 from megatron_longctx.errors import refuse
 from megatron_longctx.inference.batch import Batch
 from megatron_longctx.inference.cache_manager import CacheManager, ScheduledChunk
-from megatron_longctx.inference.choice import Chooser, Decision
-from megatron_longctx.inference.engine import EngineSettings, LongContextEngine, Session
-from megatron_longctx.inference.figures import agreed_figures
+from megatron_longctx.inference.choice import Chooser, Decision, rule_inputs_of_rank_0
+from megatron_longctx.inference.engine import LongContextEngine
 from megatron_longctx.inference.sampling import Sampling
-from megatron_longctx.inference.session import NextToken
+from megatron_longctx.inference.session import NextToken, Session
 from megatron_longctx.mcore import groups
 from megatron_longctx.mcore.inference import build_engine, pages_per_rank
 from megatron_longctx.schedules import Target
@@ -178,10 +177,10 @@ class _Rig:
         self._chunk = config.inference.prefill_chunk
         self._device = engine.model.attention.device
         rule = config.inference.rule if self._n > 1 else "bytes"
-        self._chooser = _Remembering(agreed_figures(config, self._device), config.inference.mode, rule)
+        self._chooser = _Remembering(rule_inputs_of_rank_0(config, self._device), config.inference.mode, rule)
         self._modes = sweep.modes if self._n > 1 else sweep.modes[:1]
         self._cache_manager = _Rewindable(self._n, pages_per_rank(config), config.inference.page_tokens)
-        settings = EngineSettings(decode=engine.settings.decode, cuda_graphs=engine.settings.cuda_graphs)
+        settings = InferenceConfig(decode=engine.settings.decode, cuda_graphs=engine.settings.cuda_graphs)
         self.engine = LongContextEngine(engine.model, self._cache_manager, self._chooser, settings)
         self._random = random.Random(0)  # the same tokens on every rank
 
@@ -227,7 +226,7 @@ class _Rig:
         self._cache_manager.keep()
         for _ in range(1 + self._sweep.iterations):
             for way in ways:  # in turns, so that a slow moment of the machine meets all of them
-                with nullcontext() if way == REPLICATED else self._chooser.taking(way):
+                with nullcontext() if way == REPLICATED else self._chooser.forcing(way):
                     times[way].append(seconds_to_first(self.engine, session, prompt))
                 self._cache_manager.rewind([session])
         found.seconds = {mode: self._slowest(seconds[1:] or seconds) for mode, seconds in times.items()}
@@ -264,7 +263,7 @@ class _Rig:
         return found
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        return [max(of_ranks) for of_ranks in zip(*from_all(world_group(), seconds), strict=True)]
+        return [max(of_ranks) for of_ranks in zip(*gather_objects(world_group(), seconds), strict=True)]
 
     def _say(self, words: str) -> None:
         """A line for whoever waits for the tables."""
@@ -286,7 +285,7 @@ def seconds_to_first(engine: LongContextEngine, session: Session, prompt: list[i
 
 def together(device: torch.device) -> None:
     """All ranks go on with nothing left to do."""
-    finish(device)
+    synchronize(device)
     dist.barrier()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
-from megatron_longctx.comm import from_all
+from megatron_longctx.comm import gather_objects
 from megatron_longctx.compose import compose_config
 from megatron_longctx.config import REDUCTIONS, Config
 from megatron_longctx.errors import refuse
@@ -129,15 +129,15 @@ def measure(rank: int, config: Config, ask: Ask, keep: Callable[[Found], object]
             seconds: dict[str, list[float]] = {name: [] for name in policies}
             for _ in range(1 + ask.iterations):
                 for name in order.sample(ask.reductions, len(ask.reductions)):
-                    model.follow(policies[name])
+                    model.set_reduction_policy(policies[name])
                     session = engine.open()
-                    seconds[name].append(max(from_all(world_group(), seconds_to_first(engine, session, prompt))))
+                    seconds[name].append(max(gather_objects(world_group(), seconds_to_first(engine, session, prompt))))
                     session.close()
             found.measured += [Prefill(tokens, name, values[1:]) for name, values in seconds.items()]
             if rank == 0:
                 keep(found)
         if "auto" in policies:
-            model.follow(policies["auto"])
+            model.set_reduction_policy(policies["auto"])
             for (operation, dtype), crossover in model.crossovers().items():
                 found.auto_from_bytes[f"{operation} of {str(dtype).split('.')[-1]}"] = crossover.from_bytes
         return found

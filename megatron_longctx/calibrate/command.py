@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..comm import choose_transport, transport_name
+from ..comm import choose_transport
 from ..compose import compose_config
 from ..config import Config, workload_of
 from ..errors import refuse
@@ -89,7 +89,7 @@ def measure(rank: int, where: Ranks, config: Config, max_tokens: int | None = No
     if cluster.nodes == 1:
         costs = replace(costs, modes=mode_samples(place, cluster, costs, effort.mode_lengths(device, cluster.n)))
     facts = environment()
-    return Calibration(str(facts["device"]), kernel.name, transport_name(links), cluster, workload, costs, facts)
+    return Calibration(str(facts["device"]), kernel.name, links.name, cluster, workload, costs, facts)
 
 
 def _said(found: Calibration) -> list[str]:

@@ -6,9 +6,8 @@ import statistics
 
 import torch
 
-from ..attention.bind import Engine, bind
+from ..attention.bind import Engine, Shapes, bind
 from ..attention.run import Run
-from ..attention.shapes import Shapes
 from ..comm import BufferPool
 from ..inference.batch import Batch
 from ..inference.cache_manager import CacheManager
@@ -59,7 +58,7 @@ def _pass_seconds(place: Place, batch: Batch, lowering: Lowering, shape: CacheSh
     shapes = Shapes(shape.workload, shape.dtype, place.device, shape.kv, shape.kv)
     bound = bind(lowering, rank, shapes, engine)
     q = place.random(batch.num_rows(rank), shape.num_heads)
-    cache = shape.kv.like(batch.slots, 1, shape.num_kv_heads, place.device).empty().normal_()
+    cache = shape.kv.spec(batch.slots, 1, shape.num_kv_heads, place.device).empty().normal_()
 
     def once() -> None:
         Run(bound, {Kind.Q: (q,), Kind.KV: (cache,)}, shape.head_dim**-0.5)()

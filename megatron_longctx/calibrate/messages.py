@@ -15,8 +15,8 @@ from ..metrics.environment import environment
 from ..schedules import Attend, Block, Kind, Lowering, MessageSample, Move, Plan, Step, Target, Workload
 from ..schedules.cost import GIB
 from ..schedules.mask import full
-from ..topology import Cluster, Device, to_cluster
-from ..topology.measure import measure_links
+from ..topology import Cluster, Device
+from ..topology.measure import measure_links, to_cluster
 from .kernels import Place
 from .timing import agreed, put_under_load, row_seconds
 
@@ -54,7 +54,7 @@ class Messages:
     def once(self, beside: Callable[[], object] | None = None) -> None:
         """As in a plan's step: the messages are issued first, and may start when the call before is done."""
         self._channel.begin()
-        now = self._links.now()
+        now = self._links.record_event()
         exchange = self._channel.start(0, (), self._into, () if now is None else (now,))
         if beside is not None:
             beside()
@@ -92,7 +92,7 @@ def blocking(place: Place) -> float:
 
 def _slowest(links: Transport | None) -> Transport | None:
     """The slowest link counts, and between hosts messages go point to point."""
-    return links.messages if isinstance(links, HybridTransport) else links
+    return links.p2p if isinstance(links, HybridTransport) else links
 
 
 def _in_a_row(place: Place, work: Callable[[], object], load: Callable[[], object] | None) -> float:

@@ -9,11 +9,11 @@ from functools import partial
 import torch.distributed as dist
 
 from ..attention import ContextParallelAttention
-from ..comm import from_all, transport_name
+from ..comm import gather_objects
 from ..schedules import MODES, Costs, Mode, Target, Workload
 from ..schedules.cost import ModeSample
 from ..schedules.mask import causal
-from ..schedules.modes import Choices
+from ..schedules.modes import SearchContext
 from ..schedules.modes.ulysses import Ulysses
 from ..schedules.select import Candidate, Problem, rank_modes
 from ..topology import Cluster
@@ -31,11 +31,11 @@ _BUDGET_S = 20.0
 
 def every_mode(n: int, workload: Workload, cluster: Cluster, length: int = 0) -> list[Mode]:
     """All modes for `n` ranks: what `auto` considers, and Ulysses in two chunks of the heads."""
-    choices = Choices(n, length, workload.num_kv_heads, cluster)
+    context = SearchContext(n, length, workload.num_kv_heads, cluster)
     found: list[Mode] = []
     for mode in MODES.values():
         with suppress(ValueError):
-            found += mode.candidates(choices)
+            found += mode.candidates(context)
     return found if Ulysses(2) in found else [*found, Ulysses(2)]
 
 
@@ -61,7 +61,7 @@ def mode_samples(place: Place, cluster: Cluster, costs: Costs, lengths: Sequence
         modes = every_mode(place.n, place.workload, cluster, length)
         ranking = [each for each in rank_modes(problem, cluster, costs, candidates=modes) if not each.reason]
         # The same on all ranks, whatever each has found.
-        chosen = from_all(place.group, [each.name for each in worth_measuring(ranking)])[0]
+        chosen = gather_objects(place.group, [each.name for each in worth_measuring(ranking)])[0]
         for candidate in sorted((each for each in ranking if each.name in chosen), key=lambda each: each.name):
             ratio = _seconds(place, candidate, length) / candidate.seconds
             found += [ModeSample(candidate.name, length, backward, ratio) for backward in (False, True)]
@@ -71,7 +71,7 @@ def mode_samples(place: Place, cluster: Cluster, costs: Costs, lengths: Sequence
 def _seconds(place: Place, candidate: Candidate, length: int) -> float:
     """Of a whole step of one layer, of the slowest rank."""
     assert candidate.mode is not None and place.links is not None
-    transport = transport_name(place.links)
+    transport = place.links.name
     attention = ContextParallelAttention(place.group, schedule=candidate.mode, kernel=place.kernel, transport=transport)
     tokens = attention.layout(length).num_tokens(dist.get_rank(place.group))
     q, k, v, grad_out = place.qkv(tokens, tokens)

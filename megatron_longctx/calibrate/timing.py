@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import from_all
-from ..comm.symmetric import finish
+from ..comm import gather_objects
+from ..comm.device import synchronize
 
 _LOAD_S = 0.1
 """Of work in a row. A GPU's power limit bites after 50 to 80 ms: a burst from idle is faster than passes in a row."""
@@ -25,11 +25,11 @@ _ROW_S, _MOST_IN_ROW = 0.005, 100
 
 def row_seconds(work: Callable[[], object], device: torch.device, count: int) -> float:
     """Of one of `count` calls of `work` in a row."""
-    finish(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(count):
         work()
-    finish(device)
+    synchronize(device)
     return (time.perf_counter() - start) / count
 
 
@@ -62,7 +62,7 @@ def step_seconds(
 
     def row(count: int) -> float:
         dist.barrier(group)
-        return max(from_all(group, row_seconds(step, device, count)))
+        return max(gather_objects(group, row_seconds(step, device, count)))
 
     row(2)  # builds plans and buffers, compiles kernels
     about = row(1)
@@ -80,4 +80,4 @@ def training_step(call: Callable[..., Tensor], qkv: Sequence[Tensor], grad_out: 
 def agreed(group: dist.ProcessGroup, measure: Callable[[], Sequence[float]]) -> list[float]:
     """The medians over ranks of numbers that all measure at once."""
     dist.barrier(group)
-    return [statistics.median(values) for values in zip(*from_all(group, measure()), strict=True)]
+    return [statistics.median(values) for values in zip(*gather_objects(group, measure()), strict=True)]

@@ -6,7 +6,7 @@ composes configurations from recipes, and `sweep` makes the jobs of a sweep.
 """
 
 from .bounds import TYPE_NAMES, has_type, keys_of
-from .checks import check_model, check_value, validate
+from .checks import check_inference, check_model, check_value, validate
 from .model import LATENT_KEYS, MAX_TOKENS, ModelConfig, RopeScaling, layer_list
 from .parallelism import (
     RECOMPUTES,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
 
 from ..errors import refuse
+from ..schedules.backward import ranks_to_sum
 from ..schedules.mask import causal
-from ..schedules.relay import check_nodes_are_known
 from .bounds import check, keys_of
 from .model import LATENT_KEYS, ModelConfig
 from .planned import configured_mode
-from .tree import Config
+from .tree import Config, InferenceConfig
 
 # The least weight of a dataset as a part of all weights: less might not come up before a blend repeats.
 _MIN_WEIGHT = 1e-4
@@ -134,12 +136,23 @@ def validate(config: Config) -> None:
     _check_training(config)
 
 
-def _check_keys(config: Config) -> None:
-    """Check every key alone, and then beside the keys that restrict it."""
-    keys = keys_of(Config)
+def check_inference(inference: InferenceConfig) -> None:
+    """Check the settings of inference alone, outside a `Config`.
+
+    Raises:
+        ValueError: names the key and value, what was expected and what to do.
+    """
+    _check_keys(SimpleNamespace(inference=inference), "inference.")
+
+
+def _check_keys(config: Any, group: str = "") -> None:
+    """Check every key of a group alone, and then beside the keys that restrict it."""
+    keys = {name: key for name, key in keys_of(Config).items() if name.startswith(group)}
     for name, key in keys.items():
         check(key, attrgetter(name)(config))
     for selector, applies, names, allowed, remedy in _RULES:
+        if selector not in keys:
+            continue
         selected = attrgetter(selector)(config)
         for name in names if applies(selected) else ():
             values = (keys[name].default,) if allowed is None else allowed
@@ -256,7 +269,8 @@ def _check_parallelism(config: Config) -> None:
         condition = f"with model.head_dim={model.kv_channels}, which 4 does not divide"
         remedy = "Set it to false: an exact cache has no such condition."
         _check_is("attention.kv_int8", attention.kv_int8, (False,), condition, remedy)
-    check_nodes_are_known(attention.sum_in_node, par.cluster is not None, cp)
+    if par.cluster is None:
+        ranks_to_sum(attention.sum_in_node, None, cp)
     if attention.baseline is not None and cp > 1:
         _check_divides("2 x parallelism.context_parallel_size", 2 * cp, {"data.seq_length": data.seq_length})
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from ..layout import LAYOUTS
 from ..schedules.modes import MODES, outer_modes
-from ..schedules.relay import SUM_IN_NODE
-from ..schedules.save_remote import KEEP_RECEIVED
 from .bounds import choice, number, path, text
 
 MAX_RANKS = 1024
@@ -88,11 +86,11 @@ class AttentionConfig:
     # Whether a call keeps blocks received from other ranks for its backward, which then does not exchange them
     # again: auto (with ulysses, up to 32,768 tokens per rank; this needs the memory of one more output) | true |
     # false. With recompute=attention_output nothing can be kept, since forward runs without a graph.
-    keep_received: str = choice("auto", KEEP_RECEIVED)
+    keep_received: str = choice("auto", ("auto", "true", "false"))
     # Whether partial gradients that ranks of a node have for a rank of another node are summed within the node
     # and sent as one message: auto (if parallelism.cluster has several nodes whose ranks have faster links to
     # each other than their share of the network) | true | false.
-    sum_in_node: str = choice("auto", SUM_IN_NODE)
+    sum_in_node: str = choice("auto", ("auto", "true", "false"))
     # For ablations, in training: false waits for each step's messages before anything is computed beside them.
     overlap: bool = True
     # For comparison, in training: TransformerEngine's context parallelism instead of this project's; schedule,

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ..errors import refuse
 from ..schedules import Mask, Workload
+from ..schedules.backward import ranks_to_sum
 from ..schedules.mask import documents
 from ..schedules.modes import Mode, ModeOptions, find_mode
-from ..schedules.relay import ranks_to_sum
 from ..topology import load_cluster
 from .parallelism import ParallelismConfig
 from .tree import Config

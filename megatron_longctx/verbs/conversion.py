@@ -26,7 +26,7 @@ from ..errors import refuse
 from ..mcore import checkpoint_weights
 from ..mcore.checkpoint_folder import iteration_directory
 from ..mcore.checkpoint_weights import Journal, Parameter
-from ..mcore.identity import tokenizer_identity
+from ..mcore.corpus import tokenizer_identity
 from ..mcore.model import fingerprint, padded_vocab_size
 from ..mcore.tokenizer import build_tokenizer
 from ..models import Dims, Weight, check_same_function, family_of_model, family_of_source, in_file_order

@@ -151,7 +151,7 @@ def test_the_documents_of_a_pack_are_printed_and_drawn(tmp_path: Path, capsys: p
     words = ["parallelism=cp2", "parallelism.schedule=all_gather", "parallelism.cluster=h200_x8", "--documents"]
     out = plan(capsys, *words, "900,50,50,400,200", "--draw", str(path))
     assert out.startswith("all_gather forward: 2 ranks, 1600 tokens (balanced), causal, 5 documents mask")
-    table = out.split("5 documents in the balanced layout; the most above the average: tokens 0.0%, pairs 0.0%")[1]
+    table = out.split("5 documents in the balanced layout; the maximum above the average: tokens 0.0%, pairs 0.0%")[1]
     rows = [line.split() for line in table.splitlines()[2:4]]
     assert [row[:2] for row in rows] == [["0", "800"], ["1", "800"]]
     assert abs(float(rows[0][2].replace(",", "")) - 254_150) < 1_000, "half of all pairs"
@@ -167,7 +167,7 @@ def test_the_first_pack_of_the_dataset_is_planned(tmp_path: Path, capsys: pytest
     out = plan(capsys, *words)
     assert out.startswith(f"the first pack of {tmp_path}/corpus, of ")
     count = re.search(r"of (\d+) documents", out)
-    assert count and f"{count[1]} documents in the balanced layout; the most above" in out
+    assert count and f"{count[1]} documents in the balanced layout; the maximum above" in out
     assert "2 ranks, 90 tokens (balanced), causal, 2 documents mask" in plan(capsys, *words, "--documents=60,30")
 
 
